@@ -1,0 +1,33 @@
+# Every target makes its own environment first; a clone needs Python 3.11+, pip and make, nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check bench clean
+
+demo: $(READY)
+	@rm -rf runs/demo
+	$(BIN)/lockstep train digits --nproc 2 --run-dir runs/demo
+	$(BIN)/lockstep evaluate runs/demo --nproc 2
+	$(BIN)/lockstep predict runs/demo --samples 5
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/startup.py
+
+clean:
+	rm -rf .venv runs build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

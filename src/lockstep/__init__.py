@@ -1,0 +1,24 @@
+"""Lockstep: distributed PyTorch training whose result does not depend on how it was run."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LockstepError", "RunConfig", "Task", "Trainer"]
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.errors import LockstepError
+    from lockstep.run import Trainer
+    from lockstep.tasks.task import Task
+
+_HOMES = {"LockstepError": "errors", "RunConfig": "config", "Task": "tasks.task", "Trainer": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds; `import lockstep` and `lockstep --help` must not wait for it.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

@@ -1,0 +1,5 @@
+"""python -m lockstep"""
+
+from lockstep.cli import app
+
+app(prog_name="lockstep")

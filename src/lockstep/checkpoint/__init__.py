@@ -1,0 +1,1 @@
+"""Absent or complete."""

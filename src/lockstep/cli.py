@@ -1,0 +1,138 @@
+"""The command line. torch is imported inside the commands that need it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.errors import LockstepError, UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help="Distributed PyTorch training whose result does not depend on how it was run.")
+
+Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What to train.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")]
+Nproc = Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
+
+
+@app.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from lockstep import config
+
+    known = config.recipes()
+    wide = max(map(len, known))
+    for name, about in known.items():
+        print(f"{name:<{wide}}  {about}")
+
+
+@app.command()
+def train(
+    target: Target,
+    overrides: Overrides = None,
+    nproc: Nproc = "1",
+    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train. The same command again resumes the run."""
+    with _reporting(debug):
+        from lockstep import config
+
+        settings = config.load(target, overrides or [])
+        if _is_launcher(nproc):
+            options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
+            return _launch(["train", target, *(overrides or []), *options], nproc)
+        from lockstep.run import Trainer
+
+        Trainer(settings, run_dir=run_dir, fresh=fresh).fit()
+
+
+@app.command()
+def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
+    """Evaluate the newest checkpoint of a run; prints one JSON object."""
+    with _reporting(debug):
+        from lockstep import config
+
+        settings = config.read_run(run_dir)
+        if _is_launcher(nproc):
+            return _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
+        from lockstep.run import Trainer
+
+        results = Trainer(settings, run_dir=run_dir).evaluate()
+        if _is_first():
+            print(json.dumps({f"eval/{name}": value for name, value in results.items()}))
+
+
+@app.command()
+def predict(
+    run_dir: RunDir,
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="Files; none: samples of the evaluation data.")] = None,
+    samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
+    debug: Debug = False,
+) -> None:
+    """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
+    with _reporting(debug):
+        from lockstep import config
+
+        settings = config.read_run(run_dir)
+        from lockstep.run import Trainer
+
+        for row in Trainer(settings, run_dir=run_dir).describe(inputs or [], samples):
+            print(json.dumps(row))
+
+
+def _is_launcher(nproc: str) -> bool:
+    """Whether this process is to start ranks, rather than be one."""
+    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
+        raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
+    return "RANK" not in os.environ and nproc != "1"
+
+
+def _launch(arguments: list[str], nproc: str) -> None:
+    from lockstep.dist import launch
+
+    if nproc == "auto":
+        import torch
+
+        nproc = str(max(1, torch.cuda.device_count()))
+    launch.launch(["-m", "lockstep", *arguments], int(nproc))
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _reporting(debug: bool) -> Iterator[None]:
+    """Turn exceptions into messages and exit codes. A rank that a launcher started leaves its words to it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if _is_first():
+            print("\nstopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except Exception as error:
+        known = isinstance(error, LockstepError)
+        text = f"{error}" if known and not debug else traceback.format_exc()
+        from lockstep.dist import launch
+
+        launch.report_failure(error, text)
+        if launch.LAUNCHED not in os.environ or "RANK" not in os.environ:
+            rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+            print(f"{rank}error: {text}", file=sys.stderr)
+        raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+def main() -> Any:
+    """The `lockstep` command."""
+    app(prog_name="lockstep")

@@ -1,0 +1,1 @@
+"""Order is a pure function; samples become batches."""

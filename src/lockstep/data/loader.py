@@ -1,0 +1,235 @@
+"""From the plan's indices to batches on the device: prepared under each sample's own RNG, in workers, ahead of use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.data.order import Chunk, StepPlan, mix
+from lockstep.errors import DataError, LockstepError
+
+OnError = Literal["raise", "skip"]
+Weights = dict[str, float] | None
+Plan = Callable[[], Iterable[Chunk]]
+
+_SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
+
+
+class Preparer(Protocol):
+    """The part of a `Task` that runs in loader workers."""
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any: ...
+    def collate(self, samples: list[Any]) -> Any: ...
+    def weight(self, batch: Any) -> Any: ...
+
+
+@dataclass
+class Micro:
+    """One micro-batch, ready for the forward pass.
+
+    batch: what the task's `collate` returned. indices: of its samples. epoch: theirs.
+    weights: units per head, as the task counts them, or None where the unit is the sample.
+    filler: True where it counts for nothing (zero weight).
+    bad: (index, message) of samples that could not be read and were left out.
+    """
+
+    batch: Any
+    indices: tuple[int, ...]
+    epoch: int
+    weights: Weights
+    filler: bool
+    bad: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples that count."""
+        return 0 if self.filler else len(self.indices)
+
+    def pin_memory(self) -> Micro:
+        return replace(self, batch=_map_tensors(self.batch, lambda t: t.pin_memory()))
+
+
+class Chunks(Dataset[Micro]):
+    """A data set of micro-batches: `chunks[chunk]` reads, prepares and collates the samples of one `Chunk`."""
+
+    def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
+        self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
+        # Tensors hold no randomness to seed; anything else may draw some in its __getitem__ or in prepare.
+        self.seeded = not (type(data) is TensorDataset and getattr(type(task).prepare, "is_identity", False))
+
+    def __getitem__(self, chunk: Chunk) -> Micro:
+        samples, indices, bad = [], [], []
+        for index in chunk.indices:
+            try:
+                samples.append(self.sample(index, chunk.epoch))
+                indices.append(index)
+            except Exception as error:
+                if self.on_error == "raise":
+                    raise self._unreadable(index, error) from error
+                bad.append((index, str(self._unreadable(index, error))))
+        filler = chunk.filler or not samples
+        if not samples:
+            samples, indices = self._substitute(chunk)
+        batch = self.task.collate(samples)
+        weights = _as_floats(self.task.weight(batch), filler)
+        return Micro(batch, tuple(indices), chunk.epoch, weights, filler, () if chunk.filler else tuple(bad))
+
+    def sample(self, index: int, epoch: int) -> Any:
+        """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
+        if self.seeded:
+            seed = mix(self.seed, epoch, index)
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+        return self.task.prepare(self.data[index], epoch, self.training)
+
+    def _substitute(self, chunk: Chunk) -> tuple[list[Any], list[int]]:
+        """Any readable sample: a micro-batch where all are bad still needs a forward pass, of weight zero."""
+        length = len(self.data)  # type: ignore[arg-type]
+        for step in range(1, min(length, _SUBSTITUTES) + 1):
+            index = (chunk.indices[0] + step) % length
+            try:
+                return [self.sample(index, chunk.epoch)], [index]
+            except Exception:  # noqa: S112 - the next one may be readable; none is an error below
+                continue
+        raise DataError(
+            f"none of {_SUBSTITUTES} samples in a row can be read",
+            where=self._name(chunk.indices[0]),
+            remedy="data.on_error=skip is for single bad samples; check the path and format of the data",
+        )
+
+    def _unreadable(self, index: int, error: Exception) -> DataError:
+        if isinstance(error, DataError):
+            return DataError(error.what, where=error.where or self._name(index), remedy=error.remedy)
+        return DataError(
+            f"sample {index} cannot be read: {type(error).__name__}: {error}",
+            where=self._name(index),
+            remedy="repair or remove it, or set data.on_error=skip to train without it",
+        )
+
+    def _name(self, index: int) -> str:
+        """File name, where the data set knows it."""
+        where = getattr(self.data, "where", None)
+        return str(where(index)) if where else f"{type(self.data).__name__}[{index}]"
+
+
+@dataclass
+class Failure:
+    """An exception on its way out of a loader worker: torch would rebuild it from its text alone."""
+
+    error: Exception
+
+    def pin_memory(self) -> Failure:
+        return self
+
+
+class Loader:
+    """Micro-batches of this rank in the order of a plan, prepared by `workers` processes, copied to the device ahead.
+
+    Args:
+        chunks: what to read.
+        workers: processes that prepare; 0 prepares in this process.
+        device: where batches end up.
+    """
+
+    def __init__(self, chunks: Chunks, workers: int, device: torch.device) -> None:
+        self.device = device
+        self.order = _Order()
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.batches: DataLoader[Micro] = DataLoader(
+            _Caught(chunks),
+            batch_size=None,
+            sampler=self.order,
+            num_workers=workers,
+            collate_fn=_same,
+            pin_memory=device.type == "cuda",
+            persistent_workers=workers > 0,
+            generator=torch.Generator(),  # the loader's own seed must not come out of the training's RNG
+        )
+
+    def run(self, plan: Plan) -> Iterator[Micro]:
+        """The micro-batches of `plan`, one after the other."""
+        self.order.plan = plan
+        for micro in self.batches:
+            if isinstance(micro, Failure):
+                raise micro.error
+            yield self._to_device(micro)
+
+    def _to_device(self, micro: Micro) -> Micro:
+        if self.copies is None:
+            return micro
+        # On a stream of its own: the host is ahead of the device, so this copy overlaps the step before.
+        compute = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self.copies):
+            micro.batch = _map_tensors(micro.batch, lambda t: t.to(self.device, non_blocking=True))
+        compute.wait_stream(self.copies)
+        _map_tensors(micro.batch, lambda t: t.record_stream(compute))
+        return micro
+
+
+def training_steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Iterator[list[Micro]]:
+    """This rank's micro-batches of steps `start` to `stop` - 1, step by step."""
+
+    def chunks() -> Iterator[Chunk]:
+        for step in range(start, stop):
+            yield from plan.chunks(step)[rank]
+
+    micros = loader.run(chunks)
+    for step in range(start, stop):
+        count = max(1, -(-plan.samples(step) // (plan.world * plan.micro_batch)))
+        yield [next(micros) for _ in range(count)]
+
+
+class _Order(torch.utils.data.Sampler[Chunk]):
+    """What the data loader reads next; one loader (and its workers) serves one plan after the other."""
+
+    plan: Plan = staticmethod(tuple)
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self.plan())
+
+
+class _Caught(Dataset[Any]):
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
+
+    def __getitem__(self, chunk: Chunk) -> Micro | Failure:
+        try:
+            return self.chunks[chunk]
+        except LockstepError as error:
+            return Failure(error)
+
+
+def _same(micro: Any) -> Any:
+    return micro
+
+
+def _as_floats(weights: Any, filler: bool) -> Weights:
+    if weights is None:
+        return None
+    by_head = weights if isinstance(weights, Mapping) else {"loss": weights}
+    return {head: 0.0 if filler else float(value) for head, value in by_head.items()}
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """`value` with every tensor in it changed: dicts, sequences, named tuples, dataclasses, and whatever has `.to`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_map_tensors(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{f.name: _map_tensors(getattr(value, f.name), change) for f in fields(value)})
+    return value

@@ -1,0 +1,188 @@
+"""Which sample goes where: pure functions of (seed, data-set length, global batch, step). NumPy only.
+
+The order of an epoch is a keyed pseudo-random permutation that is computed, never stored: any position of any
+epoch costs the same, whether the data set holds ten samples or 10^12.
+
+Source of the construction: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the
+generalised Feistel network on Z_a x Z_b with cycle walking; the round function is SplitMix64's finaliser.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 8
+_BLOCK = 8192
+
+
+def mix(*words: int) -> int:
+    """Hash integers to one 64-bit integer; the only source of seeds in the package (SplitMix64, chained)."""
+    state = 0
+    for word in words:
+        state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def _scramble(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser under a key, to 63 bits: one bit of head room, so that adding to it never wraps."""
+    state = values ^ np.uint64(key)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
+
+
+def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) -> Indices:
+    """Where the keyed permutation of `range(length)` sends `positions`.
+
+    Args:
+        positions: integers in [0, length), any shape.
+        length: size of the permuted range, 1 to 2**62.
+        seed, epoch: together the key; every key gives another permutation.
+
+    Returns:
+        int64 array of the shape of `positions`; memory and time depend on `positions` alone.
+    """
+    if not 1 <= length <= 1 << 62:
+        raise ValueError(f"length is {length}; a permutation needs 1 to 2**62 places")
+    rows = math.isqrt(length - 1) + 1
+    columns = -(-length // rows)
+    keys = [mix(seed, epoch, number) for number in range(_ROUNDS)]
+    places = np.atleast_1d(np.asarray(positions, dtype=np.uint64)).copy()
+    flat = places.reshape(-1)
+    outside = np.arange(flat.size)
+    while outside.size:  # cycle walking: rows * columns exceeds `length` by less than `rows`
+        left, right = np.divmod(flat[outside], np.uint64(columns))
+        for number, key in enumerate(keys):
+            if number % 2 == 0:
+                left = (left + _scramble(right, key)) % np.uint64(rows)
+            else:
+                right = (right + _scramble(left, key)) % np.uint64(columns)
+        flat[outside] = left * np.uint64(columns) + right
+        outside = outside[flat[outside] >= length]
+    return places.astype(np.int64).reshape(np.shape(positions))
+
+
+class Chunk(NamedTuple):
+    """The samples of one micro-batch.
+
+    indices: data-set indices, never empty.
+    epoch: of all of them.
+    filler: True where no sample was left for this place: `indices` then repeats one sample, with weight zero,
+        so that every rank runs the same collectives.
+    """
+
+    indices: tuple[int, ...]
+    epoch: int
+    filler: bool
+
+
+def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None) -> list[list[Chunk]]:
+    """Cut one global batch into equally many micro-batches for every rank.
+
+    Sizes differ by at most one over all ranks and micro-batches. With `lengths` (of these samples), similar lengths
+    share a micro-batch, and ranks take turns in reversing order ("snake") so that each gets the same amount of work.
+
+    Returns:
+        chunks[rank][micro]
+    """
+    count = len(indices)
+    per_rank = max(1, -(-count // (world * micro_batch)))
+    if lengths is not None:
+        indices = indices[np.argsort(-lengths, kind="stable")]
+    sizes, extra = divmod(count, world * per_rank)
+    samples = indices.tolist()
+    ranks: list[list[Chunk]] = [[] for _ in range(world)]
+    start = 0
+    for number in range(world * per_rank):
+        stop = start + sizes + (number < extra)
+        turn, place = divmod(number, world)
+        rank = world - 1 - place if lengths is not None and turn % 2 else place
+        filler = stop == start
+        ranks[rank].append(Chunk((samples[0],) if filler else tuple(samples[start:stop]), epoch, filler))
+        start = stop
+    return ranks
+
+
+@dataclass
+class StepPlan:
+    """The samples of every training step, for every rank. State: none, but for a cache of the current block.
+
+    Args:
+        length: samples in the data set.
+        global_batch: samples per step, over all ranks.
+        micro_batch: most samples in one forward/backward.
+        world: number of ranks.
+        seed: of the run.
+        drop_last: leave out the last, partial global batch of each epoch instead of training it.
+        lengths: length of each sample (tokens, slices), where known: groups similar ones.
+    """
+
+    length: int
+    global_batch: int
+    micro_batch: int
+    world: int = 1
+    seed: int = 0
+    drop_last: bool = False
+    lengths: npt.NDArray[np.integer] | None = None
+    _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """At least one where there are samples: an epoch that drops everything would never end."""
+        return max(1, self.length // self.global_batch) if self.drop_last else -(-self.length // self.global_batch)
+
+    def samples(self, step: int) -> int:
+        """How many samples step `step` consumes, over all ranks."""
+        start = (step % self.steps_per_epoch) * self.global_batch
+        return min(self.global_batch, self.length - start)
+
+    def indices(self, step: int) -> tuple[Indices, int]:
+        """The global batch of step `step` (counted from 0) and its epoch."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.global_batch
+        stop = min(start + self.global_batch, self.length)
+        first, last = start // _BLOCK, (stop - 1) // _BLOCK
+        blocks = [self._block(epoch, number) for number in range(first, last + 1)]
+        order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return order[start - first * _BLOCK : stop - first * _BLOCK], epoch
+
+    def chunks(self, step: int) -> list[list[Chunk]]:
+        """The micro-batches of step `step`: chunks[rank][micro]."""
+        indices, epoch = self.indices(step)
+        lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
+        return cut(indices, epoch, self.world, self.micro_batch, lengths)
+
+    def _block(self, epoch: int, number: int) -> Indices:
+        # A step takes a few dozen positions; computing thousands at once divides NumPy's cost per call by as much.
+        if self._cached is None or self._cached[:2] != (epoch, number):
+            places = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, self.length))
+            self._cached = (epoch, number, permute(places, self.length, self.seed, epoch))
+        return self._cached[2]
+
+
+def evaluation_chunks(length: int, micro_batch: int, world: int) -> list[list[Chunk]]:
+    """Cut a data set for evaluation: chunks[rank][micro], equally many for every rank, each sample once.
+
+    Micro-batch i holds samples [i * micro_batch, (i + 1) * micro_batch) whatever the world size, and ranks hold
+    consecutive runs of them: every forward pass, and the order of the results, are those of one process.
+    """
+    micros = [tuple(range(start, min(start + micro_batch, length))) for start in range(0, length, micro_batch)]
+    per_rank = -(-len(micros) // world)
+    ranks: list[list[Chunk]] = []
+    for rank in range(world):
+        mine: Sequence[tuple[int, ...]] = micros[rank * per_rank : (rank + 1) * per_rank]
+        fillers = [Chunk((0,), 0, True)] * (per_rank - len(mine))
+        ranks.append([Chunk(indices, 0, False) for indices in mine] + fillers)
+    return ranks

@@ -1,0 +1,1 @@
+"""Time and arithmetic: knows no task and no config."""

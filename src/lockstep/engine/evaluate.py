@@ -1,0 +1,130 @@
+"""Evaluation and prediction on all ranks: every sample once, the numbers of one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import Loader, Micro
+from lockstep.data.order import evaluation_chunks
+from lockstep.dist.precision import Precision
+from lockstep.dist.world import World
+from lockstep.engine import metrics as metric_states
+from lockstep.errors import DataError
+
+if TYPE_CHECKING:
+    from lockstep.tasks.task import Task
+
+
+def evaluate(
+    task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision
+) -> dict[str, float]:
+    """Loss (sum over units, divided by their number) and the task's metrics over a data set of `length` samples.
+
+    Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
+
+    Returns:
+        `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
+        (unreadable, left out). An empty data set has no loss and no metric: only `samples` and `bad`.
+    """
+    metrics = task.metrics()
+    if metrics is not None:
+        metrics.to(world.device)
+    sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
+    samples = bad = 0
+    for micro in _forwards(model, loader, length, micro_batch, world):
+        with precision.autocast():
+            if metrics is None:
+                losses, output = task.loss(model, micro.batch), None
+            else:
+                losses, output = task.loss_and_output(model, micro.batch)
+        bad += len(micro.bad)
+        if micro.filler:
+            continue
+        by_head = losses if isinstance(losses, dict) else {"loss": losses}
+        sums.append((by_head, micro.weights or dict.fromkeys(by_head, float(micro.samples))))
+        samples += micro.samples
+        if metrics is not None:
+            task.update_metrics(metrics, output, micro.batch)
+    parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
+    results = world.broadcast(_means(world.gather(parts), task.coefficients()))
+    if metrics is not None:
+        results |= metric_states.compute(metrics, world)
+    counted = world.all_sum([samples, bad])
+    return results | {"samples": counted[0], "bad": counted[1]}
+
+
+def predict(task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> list[Any] | None:
+    """The task's output for each of `length` samples, in their order, on the CPU: on rank 0; None elsewhere.
+
+    A sample that could not be read (with `on_error="skip"`) has the output None.
+    """
+    outputs: dict[int, Any] = {}
+    for micro in _forwards(model, loader, length, micro_batch, world):
+        with precision.autocast():
+            output = task.predict(model, micro.batch)
+        if not micro.filler:
+            outputs |= zip(micro.indices, split(output, len(micro.indices)), strict=True)
+    gathered = world.gather(outputs)
+    if gathered is None:
+        return None
+    merged: dict[int, Any] = {}
+    for part in gathered:
+        merged |= part
+    return [merged.get(index) for index in range(length)]
+
+
+def split(output: Any, count: int) -> list[Any]:
+    """A batch's output as `count` outputs of one sample each, on the CPU: along the first dimension of every tensor."""
+    if isinstance(output, Tensor):
+        if output.ndim == 0 or len(output) != count:
+            raise DataError(
+                f"an output of shape {tuple(output.shape)} for {count} samples",
+                where="Task.predict",
+                remedy="return tensors whose first dimension is the batch",
+            )
+        return list(output.detach().cpu())
+    if isinstance(output, Mapping):
+        parts = {key: split(value, count) for key, value in output.items()}
+        return [{key: part[number] for key, part in parts.items()} for number in range(count)]
+    if isinstance(output, tuple):
+        return list(zip(*(split(value, count) for value in output), strict=True))
+    if isinstance(output, list) and len(output) == count:
+        return output
+    raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
+
+
+def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World) -> Iterator[Micro]:
+    """This rank's micro-batches, with `model` in evaluation mode and no gradients while they last."""
+    chunks = evaluation_chunks(length, micro_batch, world.size)[world.rank]
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
+            yield from micros
+    finally:
+        model.train(was_training)
+
+
+def _means(ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]) -> dict[str, float]:
+    """Loss over all ranks' micro-batches, in their order."""
+    sums: dict[str, float] = {}
+    units: dict[str, float] = {}
+    for losses, weights in (part for rank in ranks or [] for part in rank):
+        for head, value in losses.items():
+            sums[head] = sums.get(head, 0.0) + value
+            units[head] = units.get(head, 0.0) + weights[head]
+    return combine(sums, units, coefficients)
+
+
+def combine(sums: Mapping[str, float], units: Mapping[str, float], coefficients: Mapping[str, float]) -> dict[str, float]:
+    """`loss` = sum_k c[k] * sums[k] / units[k], and its parts where there are several; empty without any unit."""
+    means = {head: sums[head] / units[head] for head in sums if units[head]}
+    if not means:
+        return {}
+    total = sum(coefficients.get(head, 1.0) * mean for head, mean in means.items())
+    return {"loss": total} | ({f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {})

@@ -1,0 +1,131 @@
+"""What happened since the last log entry, over all ranks, in one reduction."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from lockstep.dist.world import World
+from lockstep.engine.evaluate import combine
+from lockstep.engine.step import SAMPLES, Outcome, Training
+from lockstep.errors import TrainingError
+
+_RANKS_SHOWN = 16  # beyond, only the largest and smallest peak memory are entries
+
+
+class Meter:
+    """Collects outcomes without touching the device; `entry` reads and reduces them."""
+
+    def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
+        self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
+        self.started = time.perf_counter()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new window."""
+        self.outcomes: list[Outcome] = []
+        self.wait_s = self.step_s = 0.0
+
+    def add(self, outcome: Outcome, wait_s: float, step_s: float) -> None:
+        """Take in a step: `wait_s` of waiting for its data, `step_s` of computing."""
+        self.outcomes.append(outcome)
+        self.wait_s += wait_s
+        self.step_s += step_s
+
+    def entry(self, run: Training) -> tuple[dict[str, float], list[str]]:
+        """The log entry of the window, equal on all ranks, and what must be told of unreadable samples.
+
+        Every rank calls it at the same step. Begins a new window.
+
+        Raises:
+            TrainingError: a loss or gradient in the window was not finite; names step, rank and samples.
+        """
+        heads = list(dict.fromkeys(head for outcome in self.outcomes for head in outcome.sums))
+        sums = [self._total([o.sums[head] for o in self.outcomes if head in o.sums]) for head in heads]
+        fault = self._first_fault()
+        bad = [message for o in self.outcomes for message in o.bad]
+        memory = [0.0] * self.world.size
+        memory[self.world.rank] = peak_memory_mb(self.world.device)
+        packed = [float(fault is not None), float(len(bad)), self.wait_s, self.wait_s + self.step_s, *memory, *sums]
+        faults, bad_count, wait_s, total_s, *rest = self.world.all_sum(packed)
+        memory, sums = rest[: self.world.size], rest[self.world.size :]
+        if faults:
+            self._raise_first(fault)
+        told = self._collect(bad) if bad_count else []
+        units = {head: sum(o.totals.get(head, o.totals.get(SAMPLES, 0.0)) for o in self.outcomes if o.sums) for head in heads}
+        losses = combine(dict(zip(heads, sums, strict=True)), units, self.coefficients)
+        entry: dict[str, float] = {"step": run.step, "epoch": round(run.step / self.steps_per_epoch, 4)}
+        entry["time_s"] = round(time.perf_counter() - self.started, 3)
+        entry |= {f"train/{name}": value for name, value in losses.items()}
+        rates = {str(group["name"]): float(group["lr"]) for group in run.optimizer.param_groups}
+        entry["train/lr"] = next(iter(rates.values()))
+        if len(rates) > 1:
+            entry |= {f"train/lr/{name}": rate for name, rate in rates.items()}
+        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None]
+        if norms:
+            entry["train/grad_norm"] = float(norms[-1])
+        if run.precision.name == "fp16":
+            entry["train/loss_scale"] = run.precision.scaler.get_scale()
+        seconds = total_s / self.world.size
+        entry["train/samples_per_s"] = round(sum(o.samples for o in self.outcomes) / max(seconds, 1e-9), 1)
+        entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
+        entry["train/skipped"] = run.skipped
+        if bad_count:
+            entry["data/bad"] = bad_count
+        entry["memory/peak_mb"] = max(memory)
+        if 1 < self.world.size <= _RANKS_SHOWN:
+            entry |= {f"memory/peak_mb/rank{rank}": value for rank, value in enumerate(memory)}
+        self.reset()
+        return entry, told
+
+    def check(self) -> None:
+        """Raise where a loss since the last entry was not finite. Every rank calls it at the same step."""
+        fault = self._first_fault()
+        if self.world.all_sum([float(fault is not None)])[0]:
+            self._raise_first(fault)
+
+    @staticmethod
+    def _total(values: list[Tensor]) -> float:
+        return float(torch.stack(values).double().sum()) if values else 0.0
+
+    def _first_fault(self) -> tuple[int, str, str] | None:
+        """(step, what, where) of the first loss or gradient norm on this rank that is not finite."""
+        losses = [loss for o in self.outcomes for loss in o.micro_losses]
+        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
+        if not losses or bool(torch.stack([*losses, *norms]).double().isfinite().all()):
+            return None
+        for o in self.outcomes:
+            for indices, loss in zip(o.indices, o.micro_losses, strict=False):
+                if not bool(loss.isfinite()):
+                    return o.step, f"the loss is {float(loss)}", f"rank {self.world.rank}, samples {list(indices)}"
+            if o.grad_norm is not None and o.applied and not bool(o.grad_norm.isfinite()):
+                return o.step, f"the gradient norm is {float(o.grad_norm)}", "all ranks (the gradient is global)"
+        return None
+
+    def _raise_first(self, mine: tuple[int, str, str] | None) -> None:
+        gathered = self.world.broadcast(self.world.gather(mine))
+        faults = sorted(fault for fault in gathered if fault is not None)
+        first = [fault for fault in faults if fault[0] == faults[0][0]]
+        raise TrainingError(
+            "; ".join(dict.fromkeys(fault[1] for fault in first)),
+            where=f"step {first[0][0] + 1}, " + "; ".join(dict.fromkeys(fault[2] for fault in first)),
+            remedy="look at these samples; else lower optim.lr, set optim.clip_norm, lengthen schedule.warmup_steps, "
+            "or use precision=fp32. Nothing was saved since",
+        )
+
+    def _collect(self, bad: list[str]) -> list[str]:
+        gathered = self.world.gather(bad)
+        return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory this rank has held: allocated on a CUDA device, resident (RSS) on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # getrusage counts bytes on macOS, KiB elsewhere
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)

@@ -1,0 +1,100 @@
+"""Optimizer and parameter groups by name pattern."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters whose name matches one of `match` (shell patterns, `*` and `?`); None keeps the common value."""
+
+    name: str
+    match: Sequence[str]
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str,
+    lr: float,
+    weight_decay: float | None = None,
+    groups: Sequence[Group] = (),
+    args: Mapping[str, Any] | None = None,
+) -> torch.optim.Optimizer:
+    """Any class of `torch.optim` over all parameters of `model`.
+
+    The first group that matches a parameter takes it; the rest form the group `default`. Frozen parameters are in
+    their group from the start (an optimizer passes over those without gradient), so that thawing them later changes
+    no group. Each group keeps `name` and `base_lr`, which schedules multiply.
+
+    Raises:
+        UsageError: unknown optimizer or argument, or a group that matches nothing; names what there is.
+    """
+    kind = _optimizer_class(name)
+    members: dict[str, list[nn.Parameter]] = {group.name: [] for group in groups} | {"default": []}
+    for parameter_name, parameter in model.named_parameters():
+        owner = next((g.name for g in groups if any(fnmatchcase(parameter_name, p) for p in g.match)), "default")
+        members[owner].append(parameter)
+    for group in groups:
+        if not members[group.name]:
+            names = ", ".join(n for n, _ in list(model.named_parameters())[:8])
+            raise UsageError(
+                f"no parameter matches {list(group.match)}",
+                where=f"optim.groups, group {group.name!r}",
+                remedy=f"use patterns over the model's parameter names, such as: {names}",
+            )
+    settings = {group.name: group for group in groups}
+    param_groups = []
+    for group_name, parameters in members.items():
+        if not parameters:
+            continue
+        group_lr, group_decay = lr, weight_decay
+        if own := settings.get(group_name):
+            group_lr = own.lr if own.lr is not None else lr
+            group_decay = own.weight_decay if own.weight_decay is not None else weight_decay
+        options = {"params": parameters, "name": group_name, "lr": group_lr, "base_lr": group_lr}
+        if group_decay is not None:
+            options["weight_decay"] = group_decay
+        param_groups.append(options)
+    _check_arguments(kind, {"lr": lr, **(args or {})} | ({} if weight_decay is None else {"weight_decay": weight_decay}))
+    try:
+        return kind(param_groups, **{"lr": lr, **(args or {})})  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
+
+
+def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Give each group its base learning rate times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
+    known.pop("Optimizer", None)
+    if name in known:
+        return known[name]
+    nearest = get_close_matches(name, known, 1, 0.5)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=f"{hint}There are: {', '.join(sorted(known))}")
+
+
+def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
+    allowed = [name for name in inspect.signature(kind).parameters if name != "params"]
+    for name in given:
+        if name not in allowed:
+            raise UsageError(
+                f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=f"it takes: {', '.join(allowed)}"
+            )

@@ -1,0 +1,72 @@
+"""Learning-rate schedules as pure functions of applied updates. No state, nothing to save, nothing to forget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+ScheduleName = Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The factor on every group's learning rate. Call it with the number of updates applied so far.
+
+    Args:
+        name: shape after the warm-up (`one_cycle` has its own rise; `warmup_steps` sets its length).
+        total: updates of the whole training.
+        steps_per_epoch: updates of one epoch (for `step`).
+        warmup_steps: updates over which the factor rises linearly: update u (from 0) gets (u + 1) / warmup_steps.
+        end_factor: factor that linear, cosine and polynomial reach after `total` updates.
+        step_epochs, gamma: `step` multiplies by `gamma` every `step_epochs` epochs.
+        power: of `polynomial`.
+    """
+
+    name: ScheduleName = "constant"
+    total: int = 1
+    steps_per_epoch: int = 1
+    warmup_steps: int = 0
+    end_factor: float = 0.0
+    step_epochs: float = 1
+    gamma: float = 0.1
+    power: float = 1.0
+
+    def __call__(self, update: int) -> float:
+        if self.name == "one_cycle":
+            return self._one_cycle(update)
+        if update < self.warmup_steps:
+            return self._shape(self.warmup_steps) * (update + 1) / self.warmup_steps
+        return self._shape(update)
+
+    def _shape(self, update: int) -> float:
+        if self.name == "step":  # decays at epoch ends, wherever the warm-up ended
+            return self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9)
+        done = min(1.0, max(0, update - self.warmup_steps) / max(1, self.total - self.warmup_steps))
+        if self.name == "linear":
+            return self.end_factor + (1 - self.end_factor) * (1 - done)
+        if self.name == "cosine":
+            return self.end_factor + (1 - self.end_factor) * (1 + math.cos(math.pi * done)) / 2
+        if self.name == "polynomial":
+            return self.end_factor + (1 - self.end_factor) * (1 - done) ** self.power
+        return 1.0
+
+    def _one_cycle(self, update: int) -> float:
+        """Smith and Topin 2018, with the phases and factors of torch's OneCycleLR: 1/25 up to 1, down to 1/250000."""
+        start, end = 1 / 25, 1 / 25 / 1e4
+        peak = float(self.warmup_steps) if self.warmup_steps else 0.3 * self.total
+        peak = max(peak - 1, 1e-9)
+        if update <= peak:
+            low, done = start, update / peak
+        else:
+            low, done = end, 1 - min(1.0, (update - peak) / max(self.total - 1 - peak, 1e-9))
+        return low + (1 - low) * (1 - math.cos(math.pi * done)) / 2
+
+
+def scaled_lr(lr: float, scaling: Literal["none", "linear", "sqrt"], global_batch: int, reference_batch: int) -> float:
+    """Learning rate for `global_batch` samples per update, given the one that was tuned at `reference_batch`.
+
+    linear: Goyal et al. 2017, arXiv:1706.02677. sqrt: Krizhevsky 2014, arXiv:1404.5997.
+    """
+    ratio = global_batch / reference_batch
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]

@@ -1,0 +1,163 @@
+"""The exact step: one optimizer update that is the same however its global batch was cut.
+
+    W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
+    loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
+
+DDP averages gradients over `world` ranks, so the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: the mean over
+the units of the whole global batch, and never a mean of means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.data.loader import Micro
+from lockstep.data.order import mix
+from lockstep.dist import strategy
+from lockstep.dist.precision import Precision
+from lockstep.dist.world import World
+from lockstep.engine import optim
+from lockstep.engine.schedule import Schedule
+from lockstep.errors import TrainingError
+
+SAMPLES = ""  # the key of W where the unit of every head is the sample
+
+
+@dataclass
+class Training:
+    """All that changes during training, and what changes it.
+
+    forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
+    weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates.
+    """
+
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    precision: Precision
+    schedule: Schedule
+    world: World
+    seed: int = 0
+    clip_norm: float | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+    must_agree_on_weights: bool = False
+    check_unused: bool = True
+    step: int = 0
+    skipped: int = 0
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
+
+
+@dataclass
+class Outcome:
+    """What one step did on this rank. Tensors stay on the device: reading them is left to logging steps.
+
+    sums: loss sum over this rank's units, by head (empty where the step was skipped for want of units).
+    totals: W by head over all ranks, or under `SAMPLES` for all heads. micro_losses: weighted loss of each micro-batch, to find one that is not finite.
+    indices, bad: samples of each micro-batch, and messages about unreadable ones; the batches themselves are let go.
+    grad_norm: global norm before clipping, where it was computed.
+    """
+
+    step: int
+    applied: bool
+    totals: dict[str, float]
+    sums: dict[str, Tensor]
+    micro_losses: list[Tensor]
+    indices: list[tuple[int, ...]]
+    bad: list[str]
+    grad_norm: Tensor | None
+    samples: int
+
+
+def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: bool = False) -> Outcome:
+    """Consume one global batch and apply one update.
+
+    Args:
+        micros: this rank's micro-batches; equally many on every rank.
+        samples: size of the global batch, over all ranks, from the plan.
+        want_norm: compute the gradient norm also where nothing is clipped.
+
+    Raises:
+        TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
+    """
+    world, optimizer, scaler = run.world, run.optimizer, run.precision.scaler
+    totals = _count(run, micros, samples)  # W: by head, or one for all heads where the unit is the sample
+    sums: dict[str, Tensor] = {}
+    micro_losses: list[Tensor] = []
+    bad = [message for micro in micros for _, message in micro.bad]
+    outcome = Outcome(run.step, False, totals, sums, micro_losses, [micro.indices for micro in micros], bad, None, samples)
+    run.step += 1
+    if not any(totals.values()):  # nothing to learn from anywhere: every rank knows, so every rank skips
+        run.skipped += 1
+        return outcome
+
+    for number, micro in enumerate(micros):
+        last = number == len(micros) - 1
+        _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
+        with strategy.sync(run.forward, last):
+            with run.precision.autocast():
+                losses: dict[str, Tensor] = run.forward(micro.batch)
+            loss = _scaled_sum(losses, totals, run.coefficients, 0 if micro.filler else world.size)
+            if last and run.check_unused:
+                strategy.check_all_used(run.forward, loss, world)
+                run.check_unused = False
+            scaler.scale(loss).backward()
+        micro_losses.append(loss.detach())
+        if not micro.filler:
+            for head, value in losses.items():
+                sums[head] = sums[head] + value.detach() if head in sums else value.detach()
+
+    scaler.unscale_(optimizer)
+    if want_norm or run.clip_norm is not None:
+        outcome.grad_norm = nn.utils.get_total_norm([p.grad for p in run.parameters if p.grad is not None])
+        if run.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(run.parameters, run.clip_norm, outcome.grad_norm)
+    optim.set_lr(optimizer, run.schedule(outcome.step - run.skipped))
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    outcome.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
+    run.skipped += not outcome.applied
+    return outcome
+
+
+def _count(run: Training, micros: Sequence[Micro], samples: int) -> dict[str, float]:
+    """W by head. Where units are samples and none can be lost, the plan knows W and no rank needs to ask another."""
+    if micros[0].weights is None:
+        if not run.must_agree_on_weights:
+            return {SAMPLES: float(samples)}
+        return {SAMPLES: run.world.all_sum([sum(micro.samples for micro in micros)])[0]}
+    heads = list(micros[0].weights)
+    mine = [sum((micro.weights or {}).get(head, 0.0) for micro in micros) for head in heads]
+    return dict(zip(heads, run.world.all_sum(mine), strict=True))
+
+
+def _scaled_sum(losses: Mapping[str, Tensor], totals: Mapping[str, float], coefficients: Mapping[str, float], world: int) -> Tensor:
+    """sum_k c[k] * L[k] * world / W[k]; a head without any unit in the global batch adds nothing."""
+    if SAMPLES not in totals and losses.keys() != totals.keys():
+        raise TrainingError(
+            f"the loss has the heads {sorted(losses)}, the weight has {sorted(totals)}",
+            where="Task.loss and Task.weight",
+            remedy="return the same keys from both; a single tensor is the head 'loss'",
+        )
+    terms = []
+    for head, value in losses.items():
+        if value.ndim:
+            raise TrainingError(
+                f"head {head!r} is a tensor of shape {tuple(value.shape)}", where="Task.loss", remedy="return the SUM over its units, a scalar"
+            )
+        total = totals.get(head, totals.get(SAMPLES, 0.0))
+        terms.append(value * (coefficients.get(head, 1.0) * world / total if total else 0.0))
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+
+
+def _seed_forward(seed: int, device: torch.device) -> None:
+    """Seed dropout and its like for one micro-batch. `torch.manual_seed` does the same, 100 times slower."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,0 +1,53 @@
+"""What Lockstep says when something is wrong: what, where, and what to do about it."""
+
+from __future__ import annotations
+
+
+class LockstepError(Exception):
+    """A failure that the user can act on.
+
+    Args:
+        what: the fault and the value that shows it.
+        where: file, key, rank, step or sample; None where `what` says it all.
+        remedy: what to change; None where nothing can be advised.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        super().__init__(what, where, remedy)
+        self.what, self.where, self.remedy = what, where, remedy
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions cross process borders (loader workers, ranks); keyword arguments do not survive by default.
+        return _rebuild, (type(self), self.what, self.where, self.remedy)
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  remedy: {self.remedy}" if self.remedy else text
+
+
+def _rebuild(kind: type[LockstepError], what: str, where: str | None, remedy: str | None) -> LockstepError:
+    return kind(what, where=where, remedy=remedy)
+
+
+class UsageError(LockstepError):
+    """A wrong command, config or recipe: found before anything is computed. Exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(LockstepError):
+    """A data set or a sample that cannot be used."""
+
+
+class TrainingError(LockstepError):
+    """The training itself went wrong: a loss that is not finite, a parameter without gradient."""
+
+
+class CheckpointError(LockstepError):
+    """A checkpoint that is missing, damaged or of another model."""
+
+
+class RankError(LockstepError):
+    """Another rank failed; carries that rank's number and traceback."""

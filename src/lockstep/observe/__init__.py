@@ -1,0 +1,1 @@
+"""Watchers: they read, they never steer."""

@@ -1,0 +1,48 @@
+"""What a person sees: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from lockstep.observe.textlog import line
+
+
+class ConsoleWatcher:
+    """Prints entries as lines; on a terminal under them a bar with the time left."""
+
+    def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
+        self.total = total
+        self.console = console or Console(highlight=False)
+        self.bar: Progress | None = None
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
+            self.task = self.bar.add_task("training", total=total, completed=start)
+            self.bar.start()
+
+    def record(self, entry: dict[str, float]) -> None:
+        self.console.print(line(entry, self.total), soft_wrap=True, markup=False)
+        self.progress(int(entry["step"]))
+
+    def progress(self, step: int) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step)
+
+    def message(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
+    """A table in the project's look: the first column left, the others right."""
+    drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if number == 0 else "right", style="" if number else "cyan")
+    for row in rows:
+        drawn.add_row(*row)
+    return drawn

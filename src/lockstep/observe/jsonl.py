@@ -1,0 +1,29 @@
+"""metrics.jsonl: one flat JSON object per log entry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+class JsonLines:
+    """Appends entries to `path`. Entries of steps after `resumed_at` came from a run that died: they are dropped first."""
+
+    def __init__(self, path: Path, resumed_at: int = 0) -> None:
+        if path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= resumed_at]
+            path.write_text("".join(kept))
+        self.file = path.open("a", buffering=1)
+
+    def record(self, entry: dict[str, float]) -> None:
+        self.file.write(json.dumps(entry) + "\n")
+
+    def progress(self, step: int) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self.file.close()

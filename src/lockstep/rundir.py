@@ -1,0 +1,123 @@
+"""The run directory: whose it is, what is written into it, and by whom it is watched."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep import config as configs
+from lockstep.config import RunConfig
+from lockstep.dist.world import World
+from lockstep.engine.step import Training
+from lockstep.engine.trainer import Watcher
+from lockstep.errors import LockstepError, UsageError
+
+_OURS = ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints")
+
+
+def claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunConfig:
+    """Make `folder` the run directory of `config`, or find that it is; rank 0 decides for all.
+
+    Returns:
+        the config with its global batch as a number: as recorded at the first launch.
+
+    Raises:
+        UsageError: the directory is of a run whose weights another config determined (names the keys), or not writable.
+    """
+    outcome: RunConfig | LockstepError | None = None
+    if world.rank == 0:
+        try:
+            outcome = _claim(folder, config, world, fresh)
+        except LockstepError as error:
+            outcome = error
+    outcome = world.broadcast(outcome)
+    if isinstance(outcome, LockstepError):
+        raise outcome
+    assert outcome is not None
+    return outcome
+
+
+def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunConfig:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for name in _OURS:
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        if (folder / "config.yaml").exists():
+            resolved = _same_training(folder, config, resolved)
+        (folder / "config.yaml").write_text(resolved.to_yaml())
+        (folder / "environment.json").write_text(json.dumps(_environment(world), indent=1))
+    except OSError as error:
+        raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir") from error
+    return resolved
+
+
+def _same_training(folder: Path, config: RunConfig, resolved: RunConfig) -> RunConfig:
+    recorded = configs.read_run(folder)
+    if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
+        resolved = resolved.model_copy(update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})})
+    old, new = configs.determining(recorded), configs.determining(resolved)
+    changes = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
+    if changes:
+        raise UsageError(
+            "the run directory belongs to a run with another config:\n    " + "\n    ".join(sorted(changes)),
+            where=str(folder),
+            remedy="give the same values, another --run-dir, or --fresh to delete that run and start anew",
+        )
+    return resolved
+
+
+def _environment(world: World) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
+    versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+
+
+def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: nn.Module, quiet: bool) -> list[Watcher]:
+    """Everything that receives the log, after it was told what is about to be trained."""
+    from lockstep.observe.console import ConsoleWatcher
+    from lockstep.observe.jsonl import JsonLines
+    from lockstep.observe.tensorboard import TensorBoard
+    from lockstep.observe.textlog import TextLog
+
+    log = TextLog(folder / "train.log", stop)
+    log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
+    summary = model_summary(model, run.optimizer)
+    for text in summary:
+        log.message(text)
+    found: list[Watcher] = [log, JsonLines(folder / "metrics.jsonl", run.step)]
+    if config.log.tensorboard:
+        found.append(TensorBoard(folder / "tensorboard", run.step))
+    if not quiet:
+        console = ConsoleWatcher(stop, run.step)
+        batch = config.batch
+        console.message(f"{config.name}: {run.world.size} x {run.world.device.type}, global batch {batch.global_}, steps {run.step} to {stop}, {folder}")
+        for text in summary:
+            console.message(text)
+        found.append(console)
+    return found
+
+
+def model_summary(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Lines on the parameters of each group: how many, how many of them train, learning rate and weight decay."""
+    lines = [f"{type(model).__name__}: {_count(p for p in model.parameters()):,} parameters"]
+    for group in optimizer.param_groups:
+        total, trainable = _count(group["params"]), _count(p for p in group["params"] if p.requires_grad)
+        frozen = f", {total - trainable:,} frozen" if total > trainable else ""
+        decay = group.get("weight_decay", 0)
+        lines.append(f"  group {group['name']}: {trainable:,} trainable{frozen}, lr {group['base_lr']:.4g}, weight decay {decay:g}")
+    return lines
+
+
+def _count(parameters: Any) -> int:
+    return sum(parameter.numel() for parameter in parameters)

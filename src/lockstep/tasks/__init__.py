@@ -1,0 +1,1 @@
+"""A recipe's code is one file."""

@@ -1,0 +1,104 @@
+"""The contract between a task and the engine: what a user writes, and nothing else."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+Batch = Any
+Losses = dict[str, Tensor]
+
+
+class Task(abc.ABC):
+    """A model, its data, its loss and its metrics, for one process on one device.
+
+    A task knows nothing of ranks, devices, precision or accumulation. `model`, `train_data` and `loss` must be written;
+    everything else has a default. Its constructor takes the keys of the config's `task` section.
+    """
+
+    # ---- what it is made of
+
+    @abc.abstractmethod
+    def model(self) -> nn.Module:
+        """A new model. Called under a seeded RNG: the same weights on every rank."""
+
+    @abc.abstractmethod
+    def train_data(self) -> Dataset[Any]:
+        """Raw training samples: a map-style data set (`len` and `[index]`). Its optional method `where(index)` names
+        the file of a sample in error messages."""
+
+    def eval_data(self) -> Dataset[Any] | None:
+        """Raw samples for evaluation; None where there are none."""
+        return None
+
+    # ---- from a sample to a batch; runs in loader workers
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
+        """Turn a raw sample into what `collate` takes. Randomness (torch, numpy, random) drawn here depends on
+        (seed, epoch, sample) alone."""
+        return sample
+
+    prepare.is_identity = True  # type: ignore[attr-defined]
+
+    def collate(self, samples: list[Any]) -> Batch:
+        """A batch of prepared samples."""
+        return default_collate(samples)
+
+    def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
+        """How many units the loss of this batch sums over, by head, from the labels alone (valid labels, tokens,
+        pixels, boxes). None, the default: the unit is the sample."""
+        return None
+
+    # ---- from a batch to a loss
+
+    @abc.abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
+        """The SUM of the loss over the units that `weight` counts; with several heads a dict with the same keys."""
+
+    def coefficients(self) -> Mapping[str, float]:
+        """Factor of each head's mean in the total loss; 1 for those not named."""
+        return {}
+
+    # ---- what comes out
+
+    def predict(self, model: nn.Module, batch: Batch) -> Any:
+        """Outputs for metrics and users: tensors whose first dimension is the batch, or a dict, tuple or list of them."""
+        raise NotImplementedError(f"{type(self).__name__} does not define predict")
+
+    def metrics(self) -> MetricCollection | None:
+        """torchmetrics, on the CPU; they are moved to the device, and see every evaluation sample once."""
+        return None
+
+    def update_metrics(self, metrics: MetricCollection, output: Any, batch: Batch) -> None:
+        """Feed one batch to the metrics. The default is for batches that are (input, target) pairs."""
+        metrics.update(output, batch[1])
+
+    def loss_and_output(self, model: nn.Module, batch: Batch) -> tuple[Tensor | Losses, Any]:
+        """Both for one evaluation batch. Override it to spare the second forward pass."""
+        return self.loss(model, batch), self.predict(model, batch)
+
+    # ---- for people
+
+    def input_data(self, inputs: Sequence[str]) -> Dataset[Any]:
+        """Samples from the command line's INPUT arguments, prepared like evaluation samples."""
+        raise NotImplementedError(f"{type(self).__name__} does not define input_data")
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        """One sample's output as plain values for a person to read."""
+        return {"output": output}
+
+    def truth(self, sample: Any) -> Any:
+        """A raw sample's label as `describe` would name it, to show beside a prediction; None where it has none."""
+        return None
+
+    @final
+    def has(self, method: str) -> bool:
+        """Whether this task has its own `method` rather than the contract's."""
+        return getattr(type(self), method) is not getattr(Task, method)
