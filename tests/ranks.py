@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 from multiprocessing.connection import Connection, wait
@@ -41,9 +42,10 @@ def _serve(connection: Connection) -> None:
             return
         os.environ.update(environment)
         try:
-            connection.send((True, function(*arguments)))
+            answer = (True, function(*arguments))
+            connection.send_bytes(pickle.dumps(answer))  # plain pickle: multiprocessing's own would share tensors by file handle
         except BaseException as error:
-            connection.send((False, (repr(error), traceback.format_exc())))
+            connection.send_bytes(pickle.dumps((False, (f"{type(error).__name__}: {error}", traceback.format_exc()))))
 
 
 class Pool:
@@ -74,7 +76,7 @@ class Pool:
             for connection in ready:
                 rank = waiting[connection]
                 try:
-                    answers[rank] = connection.recv()
+                    answers[rank] = pickle.loads(connection.recv_bytes())
                 except EOFError:
                     answers[rank] = (False, ("the process died", ""))
         if any(self.workers[rank][0].exitcode is not None for rank in range(world)):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, short_traceback
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help="Distributed PyTorch training whose result does not depend on how it was run.")
 
@@ -123,7 +123,7 @@ def _reporting(debug: bool) -> Iterator[None]:
         raise typer.Exit(130) from None
     except Exception as error:
         known = isinstance(error, LockstepError)
-        text = f"{error}" if known and not debug else traceback.format_exc()
+        text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
         from lockstep.dist import launch
 
         launch.report_failure(error, text)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import traceback
+
 
 class LockstepError(Exception):
     """A failure that the user can act on.
@@ -51,3 +54,12 @@ class CheckpointError(LockstepError):
 
 class RankError(LockstepError):
     """Another rank failed; carries that rank's number and traceback."""
+
+
+def short_traceback(error: BaseException) -> str:
+    """The traceback without the frames inside installed libraries, but for the last one: what the user can change."""
+    frames = traceback.extract_tb(error.__traceback__)
+    library = f"{os.sep}site-packages{os.sep}"
+    kept = [frame for number, frame in enumerate(frames) if library not in frame.filename or number == len(frames) - 1]
+    lines = traceback.format_list(kept) + traceback.format_exception_only(error)
+    return "Traceback (frames inside libraries are left out):\n" + "".join(lines).rstrip()

@@ -72,7 +72,7 @@ def _first_cause(error: object) -> LockstepError:
     if failure.exitcode < 0:
         hint = "often the system ran out of memory: lower batch.micro or the number of ranks" if failure.exitcode == -9 else None
         return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint)
-    text = failure.message if failure.error_file_data else "it left no word; see its output above"
+    text = failure.error_file_data.get("message", {}).get("message") or "it left no word; see its output above"
     cause = RankError(f"rank {rank} failed: {text}")
     cause.exit_code = failure.exitcode
     return cause

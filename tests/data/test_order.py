@@ -1,0 +1,484 @@
+import itertools
+import math
+import random
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.data.order import StepPlan, cut, evaluation_chunks, mix, permute
+
+FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=150)
+GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
+
+
+def order(length, seed=0, epoch=0):
+    return permute(np.arange(length), length, seed, epoch)
+
+
+def peak_memory(work):
+    """Result of `work()` and the most bytes it held at once (NumPy reports its arrays to tracemalloc)."""
+    tracemalloc.start()
+    try:
+        result = work()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def chi_square(counts):
+    """How far `counts` are from all equal, in standard deviations above the mean of the chi-square distribution."""
+    expected = counts.sum() / counts.size
+    free = counts.size - 1
+    return (((counts - expected) ** 2 / expected).sum() - free) / math.sqrt(2 * free)
+
+
+def flatten(chunks):
+    return [chunk for rank in chunks for chunk in rank]
+
+
+def real(chunks):
+    """Samples that count, over all ranks and micro-batches."""
+    return [index for chunk in flatten(chunks) if not chunk.filler for index in chunk.indices]
+
+
+# ---- permute
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (1, 0), (0, 1), (2**63 + 5, 1000), (-3, 7)])
+def test_every_length_to_300_is_permuted_one_to_one(seed, epoch):
+    for length in range(1, 301):
+        assert sorted(order(length, seed, epoch).tolist()) == list(range(length)), length
+
+
+@pytest.mark.parametrize("length", [8191, 8192, 8193, 2**16, 2**16 + 1, 99_991, 250_000])
+def test_large_lengths_are_permuted_one_to_one(length):
+    hits = np.bincount(order(length, 3, 4), minlength=length)
+    assert hits.size == length
+    assert (hits == 1).all()
+
+
+def test_every_seed_and_epoch_gives_another_order():
+    keys = list(itertools.product(range(20), range(20)))
+    assert len({order(50, seed, epoch).tobytes() for seed, epoch in keys}) == len(keys)
+
+
+def test_the_same_key_gives_the_same_order():
+    assert (order(1000, 5, 6) == order(1000, 5, 6)).all()
+
+
+def test_orders_of_successive_epochs_and_seeds_are_unrelated():
+    # two independent permutations agree in one place on average, whatever their length
+    by_epoch = [order(64, 0, epoch) for epoch in range(300)]
+    by_seed = [order(64, seed, 0) for seed in range(300)]
+    for orders in (by_epoch, by_seed):
+        matches = np.mean([(a == b).sum() for a, b in itertools.pairwise(orders)])
+        assert 0.75 < matches < 1.25
+
+
+def test_neighbours_do_not_stay_neighbours():
+    # n independent steps between neighbours take about n * (1 - 1/e) different values; a rotation or a stride takes one
+    steps = np.diff(order(10_000, 1, 2)) % 10_000
+    assert 6000 < len(np.unique(steps)) < 6700
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 30, 100, 1000])
+def test_single_positions_are_places_of_the_whole(length):
+    whole = order(length, 9, 3)
+    for position in range(0, length, max(1, length // 40)):
+        assert permute([position], length, 9, 3).tolist() == [whole[position]]
+        assert int(permute(position, length, 9, 3)) == whole[position]
+
+
+def test_any_selection_of_positions_equals_that_of_the_whole():
+    generator = np.random.default_rng(0)
+    for length in (1, 5, 50, 1234):
+        whole = order(length, 2, 8)
+        for _ in range(20):
+            start, stop = sorted(generator.integers(0, length + 1, 2))
+            assert (permute(np.arange(start, stop), length, 2, 8) == whole[start:stop]).all()
+            chosen = generator.integers(0, length, 30)
+            assert (permute(chosen, length, 2, 8) == whole[chosen]).all()
+
+
+@FIXED
+@given(st.integers(1, 2**62), st.integers(-(2**63), 2**64), st.integers(0, 2**40), st.data())
+def test_places_are_distinct_in_range_and_independent_of_company(length, seed, epoch, data):
+    positions = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=20, unique=True))
+    places = permute(positions, length, seed, epoch).tolist()
+    assert len(set(places)) == len(positions)
+    assert all(0 <= place < length for place in places)
+    assert permute(positions[-1], length, seed, epoch) == places[-1]
+
+
+def test_the_result_has_the_shape_of_the_positions_and_leaves_them_alone():
+    positions = np.arange(12, dtype=np.int64).reshape(3, 4)
+    result = permute(positions, 100, 1)
+    assert result.shape == (3, 4)
+    assert result.dtype == np.int64
+    assert (positions == np.arange(12).reshape(3, 4)).all()
+    assert permute(5, 100, 1).shape == ()
+    assert permute(np.arange(0), 100, 1).shape == (0,)
+    assert result[1, 1] == permute(5, 100, 1)
+
+
+@pytest.mark.parametrize("length", [10**12, 2**62 - 1, 2**62])
+def test_huge_lengths_cost_no_memory(length):
+    positions = np.concatenate([np.arange(500), np.arange(length - 500, length), np.arange(length // 2, length // 2 + 500)])
+    places, peak = peak_memory(lambda: permute(positions, length, 1, 2))
+    assert peak < 500_000
+    assert places.min() >= 0
+    assert places.max() < length
+    assert len(np.unique(places)) == len(positions)
+
+
+def test_huge_lengths_are_spread_evenly():
+    length = 10**12
+    places = permute(np.arange(16_000), length, 3)
+    assert chi_square(np.bincount(places * 16 // length, minlength=16)) < 5
+    first = np.array([int(permute(0, length, seed)) for seed in range(800)])
+    assert chi_square(np.bincount(first * 8 // length, minlength=8)) < 5
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 8, 13])
+def test_every_index_lands_on_every_place_equally_often(length):
+    keys = 700
+    landed = np.zeros((length, length))
+    first_two = np.zeros((length, length))
+    for seed in range(keys):
+        places = order(length, seed, seed % 7)
+        landed[np.arange(length), places] += 1
+        first_two[places[0], places[1]] += 1
+    # rows and columns of `landed` have fixed sums, which only lowers its chi-square
+    assert chi_square(landed) < 5
+    assert landed.min() > 0.5 * keys / length
+    assert chi_square(first_two[~np.eye(length, dtype=bool)]) < 5
+
+
+def test_small_lengths_reach_every_permutation():
+    for length in (1, 2, 3, 4):
+        assert len({tuple(order(length, seed)) for seed in range(400)}) == math.factorial(length)
+
+
+def test_orders_never_change():
+    # a run that is resumed by a later version must go on in the order it began
+    assert order(10, 0, 0).tolist() == [9, 0, 7, 8, 5, 6, 2, 1, 3, 4]
+    assert order(10, 0, 1).tolist() == [7, 5, 2, 6, 0, 3, 8, 9, 4, 1]
+    assert permute([0, 1, 10**12 - 1], 10**12, 42, 3).tolist() == [733084990262, 533977434217, 849575358568]
+
+
+@pytest.mark.parametrize("length", [0, -1, 2**62 + 1, 2**64])
+def test_lengths_without_permutation_are_refused_with_their_value(length):
+    with pytest.raises(ValueError, match=rf"length is {length}"):
+        permute([0], length, 0)
+
+
+# ---- cut
+
+
+def test_every_rank_gets_equally_many_micro_batches_and_as_few_as_possible():
+    for count, world, micro in GRID:
+        chunks = cut(np.arange(count), 0, world, micro)
+        fewest = math.ceil(count / (world * micro))
+        assert [len(rank) for rank in chunks] == [fewest] * world, (count, world, micro)
+
+
+def test_no_micro_batch_is_empty_or_above_the_micro_batch():
+    for count, world, micro in GRID:
+        for chunk in flatten(cut(np.arange(count), 0, world, micro)):
+            assert 1 <= len(chunk.indices) <= micro, (count, world, micro)
+
+
+def test_sizes_differ_by_at_most_one():
+    for count, world, micro in GRID:
+        sizes = [0 if chunk.filler else len(chunk.indices) for chunk in flatten(cut(np.arange(count), 0, world, micro))]
+        assert max(sizes) - min(sizes) <= 1, (count, world, micro)
+
+
+def test_every_sample_is_cut_out_exactly_once():
+    for count, world, micro in GRID:
+        indices = np.arange(count)[::-1] * 3 + 11
+        assert sorted(real(cut(indices, 0, world, micro))) == sorted(indices.tolist()), (count, world, micro)
+
+
+def test_a_filler_repeats_one_sample_and_stands_only_where_none_is_left():
+    for count, world, micro in GRID:
+        indices = np.arange(100, 100 + count)
+        chunks = flatten(cut(indices, 0, world, micro))
+        fillers = [chunk for chunk in chunks if chunk.filler]
+        assert len(fillers) == max(0, len(chunks) - count), (count, world, micro)
+        assert all(len(filler.indices) == 1 and filler.indices[0] in indices for filler in fillers)
+
+
+def test_chunks_carry_their_epoch_and_plain_integers():
+    chunks = flatten(cut(np.arange(3), 17, 2, 1))
+    assert {chunk.epoch for chunk in chunks} == {17}
+    assert {type(index) for chunk in chunks for index in chunk.indices} == {int}
+
+
+def random_lengths(count, world, micro):
+    return np.random.default_rng([count, world, micro]).integers(1, 500, count)
+
+
+def test_lengths_change_neither_the_samples_nor_the_shape_of_the_cut():
+    for count, world, micro in GRID:
+        indices = np.arange(count) + 7
+        chunks = cut(indices, 0, world, micro, random_lengths(count, world, micro))
+        assert sorted(real(chunks)) == indices.tolist(), (count, world, micro)
+        assert [len(rank) for rank in chunks] == [math.ceil(count / (world * micro))] * world
+        sizes = [0 if chunk.filler else len(chunk.indices) for chunk in flatten(chunks)]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= micro
+        assert sizes.count(0) == max(0, len(sizes) - count)
+
+
+def test_similar_lengths_share_a_micro_batch():
+    for count, world, micro in GRID:
+        lengths = random_lengths(count, world, micro)
+        chunks = [chunk for chunk in flatten(cut(np.arange(count), 0, world, micro, lengths)) if not chunk.filler]
+        spans = sorted((min(found), max(found)) for found in (lengths[list(chunk.indices)] for chunk in chunks))
+        assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(spans)), (count, world, micro)
+
+
+def test_lengths_are_those_of_the_samples_and_not_of_their_places():
+    indices = np.array([40, 10, 30, 20])
+    lengths = np.array([1, 100, 2, 99])
+    pairs = {frozenset(chunk.indices) for chunk in flatten(cut(indices, 0, 1, 2, lengths))}
+    assert pairs == {frozenset({10, 20}), frozenset({30, 40})}
+
+
+def test_ranks_get_the_same_work_where_lengths_allow_it():
+    # 8 samples of 1..8 on two ranks: turns in reversing order give 8+5+4+1 and 7+6+3+2
+    for world, turns in ((2, 2), (2, 4), (3, 2), (4, 6), (5, 4)):
+        lengths = np.arange(1, world * turns + 1)
+        work = [sum(int(lengths[list(chunk.indices)].sum()) for chunk in rank) for rank in cut(np.arange(len(lengths)), 0, world, 1, lengths)]
+        assert len(set(work)) == 1, (world, turns, work)
+
+
+def test_work_of_ranks_differs_by_less_than_the_heaviest_and_the_lightest_micro_batch():
+    # In reversing order the surplus of a turn is made good by the next: the alternating sum telescopes to this bound.
+    for count, world, micro in GRID:
+        lengths = random_lengths(count, world, micro)
+        work = [[0 if chunk.filler else int(lengths[list(chunk.indices)].sum()) for chunk in rank] for rank in cut(np.arange(count), 0, world, micro, lengths)]
+        each = [amount for rank in work for amount in rank]
+        totals = [sum(rank) for rank in work]
+        assert max(totals) - min(totals) <= max(each) - min(each), (count, world, micro)
+
+
+# ---- StepPlan
+
+
+def combinations(number=200):
+    chance = random.Random(20)
+    for _ in range(number):
+        yield chance.randint(1, 400), chance.randint(1, 64), chance.randint(1, 8), chance.randint(1, 16), chance.randrange(2**32)
+
+
+def test_every_epoch_uses_every_sample_exactly_once():
+    for length, global_batch, world, micro, seed in combinations():
+        plan = StepPlan(length, global_batch, micro, world, seed)
+        for epoch in (0, 3):
+            steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+            seen = [index for step in steps for index in real(plan.chunks(step))]
+            assert sorted(seen) == list(range(length)), (length, global_batch, world, micro, epoch)
+
+
+def test_the_samples_of_a_step_do_not_depend_on_world_or_micro_batch():
+    for length, global_batch, world, micro, seed in combinations():
+        alone = StepPlan(length, global_batch, global_batch, 1, seed)
+        spread = StepPlan(length, global_batch, micro, world, seed)
+        assert spread.steps_per_epoch == alone.steps_per_epoch
+        for step in {0, 1, alone.steps_per_epoch - 1, alone.steps_per_epoch, 12_345}:
+            ((whole,),) = alone.chunks(step)
+            assert sorted(real(spread.chunks(step))) == sorted(whole.indices), (length, global_batch, world, micro, step)
+
+
+def test_every_chunk_of_a_step_is_of_that_steps_epoch():
+    plan = StepPlan(25, 10, 2, 3)
+    for step in range(12):
+        assert {chunk.epoch for chunk in flatten(plan.chunks(step))} == {step // 3}
+
+
+def test_epochs_differ_in_order_and_in_the_samples_of_their_steps():
+    plan = StepPlan(100, 10, 10)
+    first = [frozenset(real(plan.chunks(step))) for step in range(10)]
+    second = [frozenset(real(plan.chunks(step))) for step in range(10, 20)]
+    assert not set(first) & set(second)
+
+
+def test_the_seed_decides_the_samples_of_a_step():
+    assert len({frozenset(StepPlan(100, 10, 10, seed=seed).indices(0)[0].tolist()) for seed in range(20)}) == 20
+
+
+def test_the_last_batch_of_an_epoch_is_what_is_left():
+    plan = StepPlan(25, 10, 10)
+    assert plan.steps_per_epoch == 3
+    assert [len(real(plan.chunks(step))) for step in range(6)] == [10, 10, 5, 10, 10, 5]
+
+
+def test_a_data_set_that_fills_its_batches_has_no_partial_one():
+    plan = StepPlan(30, 10, 10)
+    assert plan.steps_per_epoch == 3
+    assert [len(real(plan.chunks(step))) for step in range(4)] == [10, 10, 10, 10]
+
+
+def test_drop_last_leaves_out_the_partial_batch_of_each_epoch():
+    for length, global_batch, world, micro, seed in combinations(60):
+        plan = StepPlan(length, global_batch, micro, world, seed, drop_last=True)
+        if length < global_batch:
+            continue
+        assert plan.steps_per_epoch == length // global_batch
+        seen = [real(plan.chunks(step)) for step in range(plan.steps_per_epoch)]
+        assert {len(batch) for batch in seen} == {global_batch}
+        together = [index for batch in seen for index in batch]
+        assert len(set(together)) == len(together)
+        assert set(together) <= set(range(length))
+
+
+def test_drop_last_drops_other_samples_in_other_epochs():
+    plan = StepPlan(15, 10, 10, drop_last=True)
+    assert len({frozenset(real(plan.chunks(epoch))) for epoch in range(20)}) > 10
+    assert set().union(*(real(plan.chunks(epoch)) for epoch in range(50))) == set(range(15))
+
+
+def test_drop_last_keeps_one_step_where_all_would_be_dropped():
+    plan = StepPlan(7, 10, 4, 2, drop_last=True)
+    assert plan.steps_per_epoch == 1
+    assert [sorted(real(plan.chunks(step))) for step in range(3)] == [list(range(7))] * 3
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_announced_number_of_samples_is_the_real_one(drop_last):
+    for length, global_batch, world, micro, seed in combinations():
+        plan = StepPlan(length, global_batch, micro, world, seed, drop_last)
+        for step in {0, 1, plan.steps_per_epoch - 1, plan.steps_per_epoch, 7 * plan.steps_per_epoch - 1, 99_999}:
+            assert plan.samples(step) == len(real(plan.chunks(step))) == len(plan.indices(step)[0]), (length, global_batch, world, micro, step)
+
+
+@pytest.mark.parametrize(("length", "global_batch"), [(30_000, 3000), (50_000, 20_000), (8192, 8192), (8193, 4096), (20_000, 7)])
+def test_steps_follow_the_permutation_across_any_internal_border(length, global_batch):
+    plan = StepPlan(length, global_batch, global_batch, seed=4)
+    for epoch in (0, 1):
+        expected = order(length, 4, epoch)
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        found = [plan.indices(step) for step in steps]
+        assert (np.concatenate([indices for indices, _ in found]) == expected).all()
+        assert {number for _, number in found} == {epoch}
+
+
+def test_steps_asked_for_in_any_order_are_the_same():
+    plan = StepPlan(30_000, 900, 100, 2, seed=8)
+    steps = list(range(0, 140, 3))
+    in_order = {step: plan.chunks(step) for step in steps}
+    random.Random(1).shuffle(steps)
+    assert {step: plan.chunks(step) for step in steps} == in_order
+    assert all(StepPlan(30_000, 900, 100, 2, seed=8).chunks(step) == in_order[step] for step in steps[:5])
+
+
+@pytest.mark.parametrize(("length", "step"), [(10**12, 0), (10**12, 10**9), (10**12, 10**18), (10, 10**15), (2**62, 10**9)])
+def test_any_step_of_any_data_set_costs_little_memory(length, step):
+    plan = StepPlan(length, 64, 8, 4, seed=1)
+    chunks, peak = peak_memory(lambda: plan.chunks(step))
+    samples = real(chunks)
+    assert peak < 2_000_000
+    assert len(samples) == plan.samples(step) == len(set(samples))
+    assert all(0 <= index < length for index in samples)
+    epoch, within = divmod(step, -(-length // 64))
+    positions = np.arange(within * 64, min((within + 1) * 64, length))
+    assert sorted(samples) == sorted(permute(positions, length, 1, epoch).tolist())
+    assert {chunk.epoch for chunk in flatten(chunks)} == {epoch}
+
+
+def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
+    lengths = np.random.default_rng(0).integers(1, 300, 200)
+    plain, grouped = StepPlan(200, 32, 4, 2, seed=3), StepPlan(200, 32, 4, 2, seed=3, lengths=lengths)
+
+    def padding(chunks):
+        return sum(int((lengths[list(c.indices)].max() - lengths[list(c.indices)]).sum()) for c in flatten(chunks))
+
+    for step in range(14):
+        assert sorted(real(grouped.chunks(step))) == sorted(real(plain.chunks(step)))
+    assert sum(padding(grouped.chunks(step)) for step in range(14)) < 0.3 * sum(padding(plain.chunks(step)) for step in range(14))
+
+
+# ---- evaluation_chunks
+
+EVALUATIONS = list(itertools.product(range(51), range(1, 8), range(1, 6)))  # length, micro-batch, world
+
+
+def test_evaluation_takes_every_sample_once_and_in_order_over_ranks():
+    for length, micro, world in EVALUATIONS:
+        assert real(evaluation_chunks(length, micro, world)) == list(range(length)), (length, micro, world)
+
+
+def test_evaluation_gives_every_rank_equally_many_chunks_and_as_few_as_possible():
+    for length, micro, world in EVALUATIONS:
+        chunks = evaluation_chunks(length, micro, world)
+        fewest = math.ceil(math.ceil(length / micro) / world)
+        assert [len(rank) for rank in chunks] == [fewest] * world, (length, micro, world)
+
+
+def test_evaluation_forward_passes_are_those_of_one_process():
+    for length, micro, world in EVALUATIONS:
+        ours = [chunk.indices for chunk in flatten(evaluation_chunks(length, micro, world)) if not chunk.filler]
+        alone = [tuple(range(length))[start : start + micro] for start in range(0, length, micro)]
+        assert ours == alone, (length, micro, world)
+
+
+def test_evaluation_fillers_are_single_existing_samples():
+    for length, micro, world in EVALUATIONS:
+        chunks = flatten(evaluation_chunks(length, micro, world))
+        fillers = [chunk for chunk in chunks if chunk.filler]
+        assert len(fillers) == len(chunks) - math.ceil(length / micro), (length, micro, world)
+        assert all(len(chunk.indices) == 1 and 0 <= chunk.indices[0] < length for chunk in fillers)
+
+
+# ---- mix
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        # the first outputs of the published SplitMix64 generator for the seeds 0 and 1234567, and its second one for the latter
+        ((0,), 0xE220A8397B1DCDAF),
+        ((1234567,), 6457827717110365317),
+        ((1234567 + 0x9E3779B97F4A7C15,), 3203168211198807973),
+    ],
+)
+def test_one_word_is_hashed_as_splitmix64_does(words, value):
+    assert mix(*words) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ((0, 0), 0xA706DD2F4D197E6F),
+        ((0, 1), 0x2A98F501AF37E97F),
+        ((1, 0), 0x5E41AB087439611E),
+        ((1, 2, 3), 0x6AE515C1C0AC7E37),
+        ((-1, 7), 0x19F20A9BB46150B6),
+        ((42, 3, 1000, 2), 0x7787BCE367EA82CC),
+    ],
+)
+def test_hashes_never_change(words, value):
+    # every seed and order of every recorded run hangs on these
+    assert mix(*words) == value
+
+
+def test_hashes_of_a_grid_do_not_collide():
+    words = [(a,) for a in range(500)] + list(itertools.product(range(150), repeat=2)) + list(itertools.product(range(-5, 15), range(20), range(60)))
+    assert len({mix(*group) for group in words}) == len(words)
+
+
+def test_hashes_are_unsigned_64_bit_integers_for_any_integers():
+    for words in ((-1,), (-(2**63), 5), (2**64 - 1, 2**63), (0, 0, 0, 0, 0)):
+        assert 0 <= mix(*words) < 2**64
+    assert len({mix(-1), mix(1), mix(0), mix(-1, 0), mix(0, -1), mix(-2)}) == 6
+
+
+def test_every_bit_of_every_word_changes_half_of_the_hash():
+    flips = [(mix(3, 1 << bit, 5) ^ mix(3, 0, 5)).bit_count() for bit in range(64)] + [(mix(1 << bit) ^ mix(0)).bit_count() for bit in range(64)]
+    assert 29 < np.mean(flips) < 35
+    assert min(flips) > 10

@@ -1,0 +1,265 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.engine.optim import Group, build_optimizer, set_lr
+from lockstep.engine.schedule import Schedule
+from lockstep.errors import UsageError
+
+
+def make_model():
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6))
+    return nn.ModuleDict({"body": body, "head": nn.Linear(6, 3)}).double()
+
+
+def forward(model, inputs):
+    return model["head"](model["body"](inputs).tanh())
+
+
+def names_in(model, optimizer):
+    """Parameter names per group."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {group["name"]: [name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups}
+
+
+def train(model, optimizer, updates=6):
+    for update in range(updates):
+        inputs = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(update))
+        optimizer.zero_grad(set_to_none=True)
+        forward(model, inputs).square().sum().backward()
+        optimizer.step()
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# ---- groups
+
+
+def test_without_groups_all_parameters_are_in_the_default_group():
+    model = make_model()
+    assert names_in(model, build_optimizer(model, "AdamW", 0.1)) == {"default": [name for name, _ in model.named_parameters()]}
+
+
+def test_a_group_takes_what_its_patterns_match_and_the_default_takes_the_rest():
+    model = make_model()
+    found = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[Group("plain", ["*.bias", "body.1.*"])]))
+    assert set(found["plain"]) == {"body.0.bias", "body.1.weight", "body.1.bias", "body.2.bias", "head.bias"}
+    assert set(found["default"]) == {"body.0.weight", "body.2.weight", "head.weight"}
+
+
+def test_the_first_group_that_matches_takes_the_parameter():
+    model = make_model()
+    head, bias = Group("head", ["head.*"]), Group("bias", ["*bias"])
+    found = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[head, bias]))
+    assert "head.bias" in found["head"]
+    assert "head.bias" not in found["bias"]
+    turned = names_in(model, build_optimizer(model, "AdamW", 0.1, groups=[bias, head]))
+    assert "head.bias" in turned["bias"]
+    assert turned["head"] == ["head.weight"]
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    model = make_model()
+    groups = [Group("a", ["body.?.weight"]), Group("b", ["*weight"]), Group("c", ["body*"])]
+    optimizer = build_optimizer(model, "AdamW", 0.1, groups=groups)
+    members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert len(members) == len({id(member) for member in members})
+    assert {id(member) for member in members} == {id(parameter) for parameter in model.parameters()}
+
+
+def test_groups_that_take_everything_leave_no_empty_default():
+    model = make_model()
+    optimizer = build_optimizer(model, "AdamW", 0.1, groups=[Group("all", ["*"])])
+    assert [group["name"] for group in optimizer.param_groups] == ["all"]
+
+
+def test_patterns_match_whole_names_and_case():
+    model = make_model()
+    for pattern in ("head", "ead.*", "HEAD.*", "body.0"):
+        with pytest.raises(UsageError):
+            build_optimizer(model, "AdamW", 0.1, groups=[Group("head", [pattern])])
+
+
+def test_frozen_parameters_are_in_their_group_and_stay_as_they_are_until_thawed():
+    model = make_model()
+    model["body"].requires_grad_(False)
+    optimizer = build_optimizer(model, "AdamW", 0.1, 0.5, [Group("body", ["body.*"])])
+    assert len(names_in(model, optimizer)["body"]) == 6
+    before = copy.deepcopy(model)
+    train(model, optimizer)
+    assert same_weights(model["body"], before["body"])
+    assert not same_weights(model["head"], before["head"])
+    model["body"].requires_grad_(True)
+    train(model, optimizer)
+    assert not same_weights(model["body"], before["body"])
+
+
+def test_shared_parameters_are_optimized_once():
+    shared = nn.Linear(3, 3)
+    optimizer = build_optimizer(nn.Sequential(shared, shared), "SGD", 0.1, groups=[Group("first", ["0.*"])])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2]
+
+
+# ---- rates and decay
+
+
+def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
+    groups = [Group("both", ["body.0.*"], 0.01, 0.3), Group("rate", ["body.1.*"], 0.02), Group("decay", ["body.2.*"], None, 0.0), Group("none", ["head.weight"])]
+    optimizer = build_optimizer(make_model(), "AdamW", 0.1, 0.05, groups)
+    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
+    assert found == {"both": (0.01, 0.3), "rate": (0.02, 0.05), "decay": (0.1, 0.0), "none": (0.1, 0.05), "default": (0.1, 0.05)}
+
+
+def test_every_group_keeps_its_base_rate():
+    optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.7)])
+    assert {group["name"]: group["base_lr"] for group in optimizer.param_groups} == {"head": 0.7, "default": 0.1}
+
+
+@pytest.mark.parametrize(("name", "decay"), [("AdamW", 0.01), ("SGD", 0), ("Adagrad", 0), ("RMSprop", 0)])
+def test_without_a_decay_torchs_own_default_holds(name, decay):
+    assert build_optimizer(make_model(), name, 0.1).param_groups[0]["weight_decay"] == decay
+
+
+def test_a_decay_of_zero_is_not_the_default():
+    assert build_optimizer(make_model(), "AdamW", 0.1, 0.0).param_groups[0]["weight_decay"] == 0.0
+
+
+# ---- any optimizer of torch
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("AdamW", {}),
+        ("AdamW", {"betas": (0.8, 0.95), "eps": 1e-6, "amsgrad": True}),
+        ("Adam", {}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("Adagrad", {"lr_decay": 0.1}),
+        ("RMSprop", {"alpha": 0.9, "momentum": 0.5}),
+        ("NAdam", {}),
+    ],
+)
+def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
+    mine, plain = make_model(), make_model()
+    optimizer = build_optimizer(mine, name, 0.02, 0.1, [Group("head", ["head.*"], 0.005, 0.0)], args)
+    kind = getattr(torch.optim, name)
+    rest, head = list(plain["body"].parameters()), list(plain["head"].parameters())
+    reference = kind([{"params": head, "lr": 0.005, "weight_decay": 0.0}, {"params": rest}], lr=0.02, weight_decay=0.1, **args)
+    assert type(optimizer) is kind
+    before = copy.deepcopy(mine)
+    train(mine, optimizer)
+    train(plain, reference)
+    assert same_weights(mine, plain)
+    assert not same_weights(mine, before)
+
+
+# ---- set_lr
+
+
+def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often():
+    optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.8)])
+    for factor in (0.5, 0.25, 0.0, 2.0):
+        set_lr(optimizer, factor)
+        assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {"head": 0.8 * factor, "default": 0.1 * factor}
+    assert {group["base_lr"] for group in optimizer.param_groups} == {0.1, 0.8}
+
+
+def test_a_schedule_drives_the_groups_as_torchs_lambda_lr_does():
+    model = make_model()
+    groups = [Group("head", ["head.*"], 0.8)]
+    mine, plain = build_optimizer(model, "SGD", 0.1, groups=groups), build_optimizer(model, "SGD", 0.1, groups=groups)
+    schedule = Schedule("cosine", 20, warmup_steps=3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(plain, schedule)
+    for update in range(20):
+        set_lr(mine, schedule(update))
+        assert [group["lr"] for group in mine.param_groups] == [group["lr"] for group in plain.param_groups]
+        plain.step()
+        scheduler.step()
+
+
+# ---- what is refused
+
+
+def refusal(*args, **options):
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(make_model(), *args, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("AdamWW", "AdamW"), ("Adagard", "Adagrad"), ("RMSProp", "RMSprop"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")])
+def test_an_unknown_optimizer_is_refused_with_the_nearest_one(wrong, right):
+    assert f"did you mean {right}?" in refusal(wrong, 0.1)
+
+
+def test_an_unknown_optimizer_is_refused_with_all_there_are():
+    text = refusal("Quux", 0.1)
+    assert "'Quux'" in text
+    assert "optim.name" in text
+    assert "did you mean" not in text
+    for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "LBFGS"):
+        assert name in text
+
+
+def test_names_of_torch_optim_that_are_no_optimizers_are_refused():
+    for name in ("Optimizer", "lr_scheduler", "__doc__"):
+        assert f"no {name!r}" in refusal(name, 0.1)
+
+
+def test_an_unknown_argument_is_refused_with_those_it_takes():
+    text = refusal("SGD", 0.1, args={"momentun": 0.9})
+    assert "'momentun'" in text
+    assert "optim.args.momentun" in text
+    for name in ("momentum", "dampening", "nesterov"):
+        assert name in text
+
+
+def test_parameters_are_no_argument():
+    assert "'params'" in refusal("SGD", 0.1, args={"params": []})
+
+
+def test_a_decay_that_the_optimizer_does_not_take_is_refused():
+    assert "'weight_decay'" in refusal("Rprop", 0.1, 0.1)
+
+
+def test_a_decay_of_a_group_that_the_optimizer_does_not_take_is_refused():
+    assert "weight_decay" in refusal("Rprop", 0.1, groups=[Group("head", ["head.*"], None, 0.1)])
+
+
+def test_a_rate_among_the_arguments_is_refused_or_used():
+    try:
+        optimizer = build_optimizer(make_model(), "SGD", 0.1, args={"lr": 0.5})
+    except UsageError:
+        return
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("AdamW", {"betas": (2.0, 0.9)}),
+        ("AdamW", {"betas": 3}),
+        ("AdamW", {"betas": [0.9]}),
+        ("AdamW", {"foreach": True, "fused": True}),
+        ("SGD", {"momentum": "high"}),
+        ("SGD", {"nesterov": True}),
+    ],
+)
+def test_a_bad_value_of_an_argument_is_refused(name, args):
+    assert f"optim.args of {name}" in refusal(name, 0.1, args=args)
+
+
+def test_a_group_that_matches_nothing_is_refused_with_names_there_are():
+    text = refusal("SGD", 0.1, groups=[Group("head", ["head.*"]), Group("encoder", ["encoder.*", "enc?"])])
+    assert "'encoder.*'" in text
+    assert "'enc?'" in text
+    assert "group 'encoder'" in text
+    assert "body.0.weight" in text
+
+
+def test_a_group_left_empty_by_those_before_it_is_refused():
+    assert "group 'bias'" in refusal("SGD", 0.1, groups=[Group("all", ["*"]), Group("bias", ["*.bias"])])

@@ -1,0 +1,195 @@
+"""Tasks that users might write, for tests: float64, so that a wrong factor cannot hide behind rounding."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep import Task
+
+
+def masked_data(length, seed=0):
+    """Inputs, five targets each, and a very uneven mask of valid targets (some samples have none)."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(length, 10, generator=generator, dtype=torch.float64)
+    targets = torch.randn(length, 5, generator=generator, dtype=torch.float64)
+    chance = torch.rand(length, 1, generator=generator, dtype=torch.float64) ** 3
+    mask = torch.rand(length, 5, generator=generator, dtype=torch.float64) < chance
+    return inputs, targets, mask
+
+
+class Masked(Task):
+    """Regression where labels are missing unevenly: the loss is a mean over valid labels."""
+
+    def __init__(self, length=240, dtype=torch.float64, eval_length=0, mask_all=False):
+        self.length, self.dtype, self.eval_length = length, dtype, eval_length
+        self.data = masked_data(length)
+        if mask_all:
+            self.data[2][:] = False
+
+    def model(self):
+        self.built = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 5)).to(self.dtype)
+        return self.built
+
+    def train_data(self):
+        inputs, targets, mask = self.data
+        return TensorDataset(inputs.to(self.dtype), targets.to(self.dtype), mask)
+
+    def eval_data(self):
+        inputs, targets, mask = masked_data(self.eval_length, seed=1)
+        return TensorDataset(inputs.to(self.dtype), targets.to(self.dtype), mask)
+
+    def weight(self, batch):
+        return batch[2].sum()
+
+    def loss(self, model, batch):
+        inputs, targets, mask = batch
+        return ((model(inputs) - targets).square() * mask).sum()
+
+
+class TwoHeads(Masked):
+    """Two losses with units of their own: head `a` over valid labels, head `b` over samples; b counts three times."""
+
+    def weight(self, batch):
+        return {"a": batch[2].sum(), "b": torch.tensor(float(len(batch[0])))}
+
+    def coefficients(self):
+        return {"b": 3.0}
+
+    def loss(self, model, batch):
+        inputs, targets, mask = batch
+        outputs = model(inputs)
+        return {"a": ((outputs - targets).square() * mask).sum(), "b": outputs.abs().mean(dim=1).sum()}
+
+
+class Plain(Masked):
+    """The unit is the sample, so that no collective is needed to count."""
+
+    def weight(self, batch):
+        return None
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
+
+
+class Unused(Plain):
+    """A model with a layer that the loss never touches."""
+
+    def model(self):
+        model = super().model()
+        model.forgotten = nn.Linear(3, 3).to(self.dtype)
+        return model
+
+    def loss(self, model, batch):
+        hidden = model[1](model[0](batch[0]))
+        return (model[2](hidden) - batch[1]).square().mean(dim=1).sum()
+
+
+class Failing(Plain):
+    """Raises on one rank when it meets its n-th batch."""
+
+    def __init__(self, rank, at=3, **options):
+        super().__init__(**options)
+        self.rank, self.at, self.calls = rank, at, 0
+
+    def loss(self, model, batch):
+        import os
+
+        self.calls += 1
+        if self.calls == self.at and os.environ["RANK"] == str(self.rank):
+            raise ValueError("the cat sat on the cable")
+        return super().loss(model, batch)
+
+
+class Files(Dataset):
+    """Samples as if from files, of which some cannot be read."""
+
+    def __init__(self, length, broken=(), poisoned=()):
+        self.length, self.broken, self.poisoned = length, set(broken), set(poisoned)
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        if index in self.broken:
+            raise OSError("truncated file")
+        generator = torch.Generator().manual_seed(index)
+        inputs = torch.randn(10, generator=generator, dtype=torch.float64)
+        targets = torch.randn(5, generator=generator, dtype=torch.float64)
+        return inputs, targets * (float("nan") if index in self.poisoned else 1.0)
+
+    def where(self, index):
+        return f"folder/{index:03d}.png"
+
+
+class FromFiles(Plain):
+    """Reads `Files`; `seen` are the samples in the order in which they were prepared here."""
+
+    def __init__(self, length=40, broken=(), poisoned=()):
+        super().__init__(length)
+        self.files = Files(length, broken, poisoned)
+
+    def train_data(self):
+        return self.files
+
+
+class Dropout(Plain):
+    """A model that draws random numbers in its forward pass, and data that does in its preparation."""
+
+    def model(self):
+        self.built = nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.5), nn.Tanh(), nn.Linear(16, 5)).to(self.dtype)
+        return self.built
+
+    def prepare(self, sample, epoch, training):
+        inputs, targets, mask = sample
+        return inputs + (0.1 * torch.randn(10, dtype=self.dtype) if training else 0), targets, mask
+
+
+class Classes(Task):
+    """Classification with metrics of several kinds of state (sums, lists, and Pearson's running moments)."""
+
+    def __init__(self, length=30, eval_length=30):
+        self.length, self.eval_length = length, eval_length
+
+    def draw(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+        return TensorDataset(inputs, torch.randint(0, 3, (length,), generator=generator))
+
+    def model(self):
+        self.built = nn.Linear(6, 3, dtype=torch.float64)
+        return self.built
+
+    def train_data(self):
+        return self.draw(self.length, 0)
+
+    def eval_data(self):
+        return self.draw(self.eval_length, 1)
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    def predict(self, model, batch):
+        return model(batch[0]).softmax(dim=1)
+
+    def metrics(self):
+        from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score
+
+        return MetricCollection(
+            {
+                "accuracy": MulticlassAccuracy(3, average="micro"),
+                "f1": MulticlassF1Score(3),
+                "auroc": MulticlassAUROC(3, thresholds=None),
+                "confusion": MulticlassConfusionMatrix(3),
+                "confidence": MeanMetric(),
+                "correlation": PearsonCorrCoef(),
+            }
+        )
+
+    def update_metrics(self, metrics, output, batch):
+        best = output.max(dim=1).values
+        for name in ("accuracy", "f1", "auroc", "confusion"):
+            metrics[name].update(output, batch[1])
+        metrics["confidence"].update(best)
+        metrics["correlation"].update(best, (output.argmax(dim=1) == batch[1]).double())

@@ -1,0 +1,75 @@
+"""Training through the public interface, in this process or on ranks, and the same training by hand in plain torch."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lockstep import Trainer
+from lockstep.data.order import permute
+
+
+def config(**sections):
+    """A config for tests: 20 steps of 24 samples, no TensorBoard; sections are merged into it."""
+    base = {
+        "batch": {"global": 24},
+        "train": {"steps": 20},
+        "optim": {"name": "AdamW", "lr": 0.01, "weight_decay": 0.1},
+        "log": {"tensorboard": False, "every_steps": 5},
+        "device": "cpu",
+    }
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
+    return base
+
+
+def fit(task, settings, run_dir=None):
+    """Final weights, by name, and what `fit` returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Trainer(settings, run_dir=run_dir or Path(folder), quiet=True).fit(task)
+    return {name: tensor.detach().clone() for name, tensor in task.built.state_dict().items()}, results
+
+
+def fit_kind(kind, options, settings, run_dir=None):
+    """`fit` for a task class of `own_tasks` by name: for ranks, which get everything by pickle."""
+    from tests import own_tasks
+
+    return fit(getattr(own_tasks, kind)(**options), settings, run_dir)
+
+
+def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None):
+    """Plain torch: one process, the whole global batch at once, mean over its units. Weights and gradient norms."""
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = optimizer(model) if optimizer else torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    data = task.train_data()
+    length = len(data)
+    per_epoch = -(-length // global_batch)
+    norms = []
+    for step in range(steps):
+        epoch, within = divmod(step, per_epoch)
+        positions = np.arange(within * global_batch, min((within + 1) * global_batch, length))
+        indices = torch.from_numpy(permute(positions, length, seed, epoch))
+        batch = [tensor[indices] for tensor in data.tensors]
+        losses, weights = task.loss(model, batch), task.weight(batch)
+        if weights is None:
+            loss = losses / len(indices)
+        elif isinstance(losses, dict):
+            factors = task.coefficients()
+            loss = sum(factors.get(head, 1.0) * losses[head] / weights[head] for head in losses if weights[head] > 0)
+        elif weights == 0:
+            continue  # plain torch would divide by zero; no unit means no update
+        else:
+            loss = losses / weights
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))))
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, norms
+
+
+def difference(one, other):
+    """Largest relative difference of any tensor, in the 2-norm."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].double() - other[name].double()).norm() / other[name].double().norm()) for name in one)
