@@ -66,7 +66,7 @@ class Trainer:
             task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
             model, run, plan, batches, stop = self._training(task, world)
             cadence = self._cadence(plan)
-            evaluate = self._evaluator(task, model, run.precision, world) if cadence.evaluate else dict
+            evaluate = self._evaluator(task, model, run.precision, world, run.forward) if cadence.evaluate else dict
             watchers = [] if world.rank else rundir.watchers(self.run_dir, self.config, run, stop, model, quiet=self.quiet)
             try:
                 latest = trainer.fit(run, batches, plan, stop, cadence, watchers, evaluate, self._saver(run, model))
@@ -186,11 +186,13 @@ class Trainer:
 
         return save
 
-    def _evaluator(self, task: Task, model: nn.Module, precision: Precision, world: World) -> Any:
+    def _evaluator(self, task: Task, model: nn.Module, precision: Precision, world: World, forward: nn.Module | None = None) -> Any:
         data = _required(task)
         loader = self._loader(data, task, world, training=False)
 
         def evaluate() -> dict[str, float]:
+            if forward is not None:
+                strategy.sync_buffers(forward, world)
             return evaluation.evaluate(task, model, loader, _length(data), self._eval_micro(), world, precision)
 
         return evaluate

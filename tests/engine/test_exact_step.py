@@ -62,7 +62,7 @@ def test_logged_loss_is_the_mean_over_exactly_the_units_since_the_last_entry():
     settings = runs.config(optim={"lr": 1e-30, "weight_decay": 0.0}, train={"steps": 10}, log={"every_steps": 10})  # weights stay
     model = (torch.manual_seed(0), task.model())[1]
     inputs, targets, mask = task.data  # 240 samples in 10 steps of 24: the window is the epoch
-    expected = float(((model(inputs) - targets).square() * mask).sum() / mask.sum())
+    expected = float(((model(inputs) - targets).square() * mask).sum().detach() / mask.sum())
     for world in (1, 2):
         for _, results in trained(world, "Masked", {}, settings | {"batch": {"global": 24, "micro": 5}}):
             assert results["train/loss"] == pytest.approx(expected, rel=1e-12)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lockstep.dist.failure import FailureBoard
 from lockstep.errors import UsageError
 
-_sessions = itertools.count()
 _retired: list[dist.ProcessGroup | None] = []
 
 
@@ -97,7 +96,7 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def join_world(device: str = "auto", timeout_s: float = 600.0, init_method: str | None = None) -> Iterator[World]:
+def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
     Where this rank fails, the others end with a `RankError` that names it and shows its traceback; see `FailureBoard`.
@@ -105,7 +104,6 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, init_method: str 
     Args:
         device: auto, cpu or cuda.
         timeout_s: a collective that takes longer is an error.
-        init_method: a rendezvous URL instead of the environment's MASTER_ADDR and MASTER_PORT.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -118,7 +116,8 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, init_method: str 
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     # One store per process, one name space per stay: the same ranks may join and leave several times.
-    store = dist.PrefixStore(f"lockstep/{next(_sessions)}", _store(init_method or "env://", rank, size, timeout))
+    shared, stays = _store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, timeout)
+    store = dist.PrefixStore(f"lockstep/{next(stays)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
     _release_groups()
@@ -137,6 +136,9 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, init_method: str 
 
 
 @functools.cache
-def _store(init_method: str, rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
-    store: dist.Store = next(dist.rendezvous(init_method, rank, size, timeout=timeout))[0]
-    return store
+def _store(host: str | None, port: str | None, rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Iterator[int]]:
+    """The store of all ranks, and a counter of stays that is equal on all of them."""
+    if not host or not port:
+        raise UsageError("RANK is set, but MASTER_ADDR or MASTER_PORT is not", where="environment", remedy="start ranks with --nproc or torchrun")
+    store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timeout))[0]
+    return store, itertools.count()

@@ -66,7 +66,7 @@ class Meter:
         entry["train/lr"] = next(iter(rates.values()))
         if len(rates) > 1:
             entry |= {f"train/lr/{name}": rate for name, rate in rates.items()}
-        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None]
+        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
         if norms:
             entry["train/grad_norm"] = float(norms[-1])
         if run.precision.name == "fp16":

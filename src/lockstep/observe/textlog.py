@@ -23,7 +23,7 @@ def line(entry: dict[str, float], total: int) -> str:
 
 
 def _number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e7:
+    if float(value).is_integer() and abs(value) < 1e7:
         return str(int(value))
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
 

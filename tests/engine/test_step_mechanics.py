@@ -1,0 +1,155 @@
+"""What a step does besides arithmetic: how often ranks talk, what they agree on, and how short its way is."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep import LockstepError, Trainer
+from tests import own_tasks, rank_cases, runs
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_one_reduction_per_bucket_per_step_under_accumulation(accumulate):
+    settings = runs.config(batch={"micro": 12 // accumulate}, train={"steps": 10})
+    for calls in run_ranks(2, rank_cases.count_reductions, settings):
+        buckets = max(calls) + 1
+        assert len(calls) == 10 * buckets
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["Masked", "Dropout"])
+def test_replicas_are_bit_identical_after_50_steps(world, kind):
+    settings = runs.config(train={"steps": 50}, batch={"micro": 5}, optim={"clip_norm": 0.5})
+    digests = run_ranks(world, rank_cases.digest_of_everything, kind, {}, settings)
+    assert len(digests[0]) == 4 + 4 * 3  # weights, and AdamW's step and two moments for each
+    assert all(digest == digests[0] for digest in digests[1:])
+
+
+def test_buffers_are_those_of_rank_0_at_evaluation():
+    settings = runs.config(train={"steps": 6, "eval_every_steps": 3})
+    first, second = run_ranks(2, rank_cases.batchnorm_buffers, settings)
+    assert len(first) == 2
+    assert first == second
+
+
+def test_parameter_without_gradient_is_named_on_all_ranks():
+    for world in (1, 2):
+        for message in run_ranks(world, rank_cases.error_of, "Unused", {}, runs.config()):
+            assert "forgotten.weight, forgotten.bias" in message
+            assert "find_unused_parameters" in message
+
+
+def test_unused_parameters_can_be_allowed():
+    settings = runs.config(parallel={"find_unused_parameters": True})
+    expected, _ = runs.by_hand(own_tasks.Unused())
+    for world in (1, 2):
+        for weights, _ in run_ranks(world, runs.fit_kind, "Unused", {}, settings):
+            assert runs.difference(weights, expected) < 1e-10
+
+
+def test_model_without_trainable_parameters_is_an_error():
+    class Frozen(own_tasks.Plain):
+        def model(self):
+            return super().model().requires_grad_(False)
+
+    with pytest.raises(LockstepError, match="no trainable parameter"):
+        runs.fit(Frozen(), runs.config())
+
+
+def test_overflow_in_fp16_skips_the_update_counts_it_and_holds_the_schedule():
+    class Overflowing(own_tasks.Masked):
+        """Gradients beyond fp16 at the initial loss scale of 65536, until it has come down."""
+
+        def loss(self, model, batch):
+            return super().loss(model, batch) * 100
+
+    settings = runs.config(precision="fp16", schedule={"name": "linear"}, train={"steps": 12}, log={"every_steps": 1})
+    _, results = runs.fit(Overflowing(dtype=torch.float32), settings)
+    skipped = results["train/skipped"]
+    assert 0 < skipped < 12
+    assert results["train/loss_scale"] == 65536 * 0.5**skipped
+    assert results["train/lr"] == pytest.approx(0.01 * (1 - (11 - skipped) / 12))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_trains_like_fp32(precision):
+    full, expected = runs.fit(own_tasks.Masked(dtype=torch.float32), runs.config())
+    settings = runs.config(precision=precision)
+    for world in (1, 2):
+        for weights, results in run_ranks(world, runs.fit_kind, "Masked", {"dtype": torch.float32}, settings):
+            assert weights["0.weight"].dtype == torch.float32
+            assert runs.difference(weights, full) > 0  # it did compute in another format
+            assert results["train/loss"] == pytest.approx(expected["train/loss"], rel=0.05)
+            assert results["train/skipped"] <= 2  # fp16 finds its loss scale first
+
+
+def test_not_finite_loss_names_step_rank_and_samples():
+    settings = runs.config(batch={"global": 8}, train={"steps": 5}, log={"every_steps": 5})
+    for world in (1, 2):
+        for message in run_ranks(world, rank_cases.error_of, "FromFiles", {"poisoned": [7]}, settings):
+            assert "the loss is nan" in message
+            named = message.partition("samples [")[2].partition("]")[0].split(", ")
+            assert "7" in named
+            assert len(named) == 8 // world
+            assert "step " in message
+            assert "rank " in message
+
+
+def test_step_passes_at_most_8_files_and_4_package_frames(tmp_path, monkeypatch):
+    """From asking for a batch to `optimizer.step`, in a step that does not log: the user's own files are not counted."""
+    package = Path(lockstep.__file__).parent
+    files, depths = set(), []
+    ours = {"toy.py", "mlp.py", "task.py", "classification.py"}
+    active = False
+
+    def package_frames(frame):
+        found = []
+        while frame is not None:
+            if Path(frame.f_code.co_filename).is_relative_to(package):
+                found.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        return found
+
+    def profile(frame, event, _):
+        nonlocal active
+        if event != "call":
+            return
+        path = Path(frame.f_code.co_filename)
+        if path.name == "trainer.py" and path.is_relative_to(package):
+            active = True
+        if active and path.is_relative_to(package) and path.name not in ours:
+            files.add(path.name)
+        if frame.f_code.co_name == "step" and path.name in ("adamw.py", "adam.py"):
+            depths.append(len(package_frames(frame)))
+
+    from lockstep.engine import trainer
+
+    steps = []
+    original = trainer.train_step
+
+    def traced(*arguments, **options):
+        sys.setprofile(None)  # the frame of this wrapper would count
+        outcome = None
+        if len(steps) == 5:
+            files.clear()
+            sys.setprofile(profile)
+        outcome = original(*arguments, **options)
+        sys.setprofile(None)
+        steps.append(1)
+        if len(steps) == 5:
+            sys.setprofile(profile)  # from here: the next batch is fetched
+        return outcome
+
+    monkeypatch.setattr(trainer, "train_step", traced)
+    settings = runs.config(task={"kind": "toy"}, train={"steps": 10}, batch={"global": 24}, log={"every_steps": 10})
+    Trainer(settings, run_dir=tmp_path, quiet=True).fit()
+    files |= {"trainer.py", "loader.py", "order.py"}
+    assert len(files) <= 8, sorted(files)
+    assert depths
+    assert max(depths) - 1 <= 4  # less the wrapper's own frame, which lies in this file and not in the package
+    assert os.path.basename(__file__) not in files

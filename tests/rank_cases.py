@@ -1,0 +1,120 @@
+"""What tests run on ranks, beyond plain training: importable functions that return plain values."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lockstep import LockstepError, Trainer
+from lockstep.dist import strategy
+from tests import own_tasks, runs
+
+
+def count_reductions(settings):
+    """The bucket index of every gradient reduction of a training, as DDP's own communication hook sees them."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    calls = []
+    wrap = strategy.wrap
+
+    def counting_wrap(*arguments, **options):
+        forward = wrap(*arguments, **options)
+        forward.register_comm_hook(None, lambda state, bucket: (calls.append(bucket.index()), allreduce_hook(state, bucket))[1])
+        return forward
+
+    strategy.wrap = counting_wrap
+    try:
+        runs.fit_kind("Masked", {}, settings)
+    finally:
+        strategy.wrap = wrap
+    return calls
+
+
+def digest_of_everything(kind, options, settings):
+    """All parameters, buffers and optimizer tensors after training, as bytes."""
+    import lockstep.run
+
+    kept = {}
+    build = lockstep.run.build_optimizer
+
+    def keeping(*arguments, **optionals):
+        kept["optimizer"] = build(*arguments, **optionals)
+        return kept["optimizer"]
+
+    lockstep.run.build_optimizer = keeping
+    try:
+        weights, _ = runs.fit_kind(kind, options, settings)
+    finally:
+        lockstep.run.build_optimizer = build
+    slots = [value for state in kept["optimizer"].state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.numpy().tobytes() for tensor in [*weights.values(), *slots]]
+
+
+def error_of(kind, options, settings):
+    """The error that training ends with on this rank."""
+    try:
+        runs.fit_kind(kind, options, settings)
+    except LockstepError as error:
+        return str(error)
+    return None
+
+
+def evaluate_and_predict(lengths, micro):
+    """Evaluation results and predictions of an untrained model, for data sets of several lengths."""
+    from lockstep.data.loader import Chunks, Loader
+    from lockstep.dist.precision import Precision
+    from lockstep.dist.world import join_world
+    from lockstep.engine.evaluate import evaluate, predict
+
+    answers = []
+    with join_world("cpu") as world:
+        for length in lengths:
+            task = own_tasks.Classes(eval_length=length)
+            torch.manual_seed(0)
+            model = task.model()
+            loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+            arguments = (task, model, loader, length, micro, world, Precision("fp32", world.device))
+            outputs = predict(*arguments)
+            answers.append((evaluate(*arguments), None if outputs is None else [output.tolist() for output in outputs]))
+    return answers
+
+
+def evaluate_run(run_dir, kind, options):
+    return Trainer(runs.config(), run_dir=Path(run_dir), quiet=True).evaluate(getattr(own_tasks, kind)(**options))
+
+
+def batchnorm_buffers(settings):
+    """Buffers on this rank at evaluation: BatchNorm saw other samples on each rank."""
+    seen = []
+
+    class Normed(own_tasks.Plain):
+        def model(self):
+            self.built = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5)).double()
+            return self.built
+
+        def loss(self, model, batch):
+            if not model.training:
+                seen.append([buffer.tolist() for buffer in model.buffers()])
+            return super().loss(model, batch)
+
+    runs.fit(Normed(eval_length=4), settings)
+    return seen
+
+
+def ledger(run_dir, settings, options):
+    """Indices of the samples that this rank trained on, step by step."""
+    from lockstep.engine import trainer
+
+    steps = []
+    original = trainer.train_step
+
+    def noting(run, micros, samples, want_norm=False):
+        steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
+        return original(run, micros, samples, want_norm)
+
+    trainer.train_step = noting
+    try:
+        runs.fit_kind("Plain", options, settings, run_dir)
+    finally:
+        trainer.train_step = original
+    return steps, os.getpid()

@@ -1,0 +1,71 @@
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from lockstep import errors
+from lockstep.errors import CheckpointError, DataError, LockstepError, RankError, TrainingError, UsageError
+
+KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, LockstepError)]
+
+
+def fields(error):
+    return error.what, error.where, error.remedy
+
+
+def test_these_are_all_the_kinds():
+    assert set(KINDS) == {LockstepError, UsageError, DataError, TrainingError, CheckpointError, RankError}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_has_place_fault_and_remedy(kind):
+    assert str(kind("7 is odd", where="file.yaml", remedy="use 8")) == "file.yaml: 7 is odd\n  remedy: use 8"
+
+
+def test_the_text_leaves_out_what_is_not_known():
+    assert str(LockstepError("7 is odd")) == "7 is odd"
+    assert str(LockstepError("7 is odd", where="file.yaml")) == "file.yaml: 7 is odd"
+    assert str(LockstepError("7 is odd", remedy="use 8")) == "7 is odd\n  remedy: use 8"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_can_be_read_back(kind):
+    error = kind("what", where="where", remedy="remedy")
+    assert fields(error) == ("what", "where", "remedy")
+    assert fields(kind("what")) == ("what", None, None)
+
+
+def test_place_and_remedy_are_given_by_name_only():
+    with pytest.raises(TypeError):
+        LockstepError("what", "where")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_class_fields_and_text_survive_pickling(kind, protocol):
+    for error in (kind("what", where="where", remedy="remedy"), kind("what"), kind("what", remedy="remedy")):
+        back = pickle.loads(pickle.dumps(error, protocol))
+        assert type(back) is kind
+        assert fields(back) == fields(error)
+        assert str(back) == str(error)
+        assert back.exit_code == error.exit_code
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("kind", KINDS)
+def test_class_and_fields_survive_copying(kind, copied):
+    back = copied(kind("what", where="where", remedy="remedy"))
+    assert type(back) is kind
+    assert fields(back) == ("what", "where", "remedy")
+
+
+def test_wrong_usage_exits_with_2_and_every_other_failure_with_1():
+    assert {kind: kind("what").exit_code for kind in KINDS} == {kind: 2 if kind is UsageError else 1 for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_caught_as_a_lockstep_error(kind):
+    with pytest.raises(LockstepError, match="what") as caught:
+        raise kind("what")
+    assert type(caught.value) is kind
