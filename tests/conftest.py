@@ -5,9 +5,9 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402 - the number of threads is read at import
+import torch
 
-from tests import ranks  # noqa: E402
+from tests import ranks
 
 torch.set_num_threads(1)
 

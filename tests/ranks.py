@@ -12,8 +12,9 @@ import os
 import pickle
 import socket
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Callable
+from typing import Any
 
 _context = multiprocessing.get_context("spawn")
 

@@ -15,7 +15,13 @@ import typer
 
 from lockstep.errors import LockstepError, UsageError, short_traceback
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help="Distributed PyTorch training whose result does not depend on how it was run.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Distributed PyTorch training whose result does not depend on how it was run.",
+)
 
 Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What to train.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")]
@@ -51,10 +57,11 @@ def train(
         settings = config.load(target, overrides or [])
         if _is_launcher(nproc):
             options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
-            return _launch(["train", target, *(overrides or []), *options], nproc)
-        from lockstep.run import Trainer
+            _launch(["train", target, *(overrides or []), *options], nproc)
+        else:
+            from lockstep.run import Trainer
 
-        Trainer(settings, run_dir=run_dir, fresh=fresh).fit()
+            Trainer(settings, run_dir=run_dir, fresh=fresh).fit()
 
 
 @app.command()
@@ -65,12 +72,13 @@ def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
 
         settings = config.read_run(run_dir)
         if _is_launcher(nproc):
-            return _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
-        from lockstep.run import Trainer
+            _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
+        else:
+            from lockstep.run import Trainer
 
-        results = Trainer(settings, run_dir=run_dir).evaluate()
-        if _is_first():
-            print(json.dumps({f"eval/{name}": value for name, value in results.items()}))
+            results = Trainer(settings, run_dir=run_dir).evaluate()
+            if _is_first():
+                print(json.dumps({f"eval/{name}": value for name, value in results.items()}))
 
 
 @app.command()

@@ -182,7 +182,7 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     task: dict[str, Any]
     data: DataConfig = DataConfig()
-    batch: BatchConfig = BatchConfig()
+    batch: BatchConfig = Field(default_factory=lambda: BatchConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -41,9 +41,7 @@ class Trainer:
         quiet: print nothing.
     """
 
-    def __init__(
-        self, config: RunConfig | Mapping[str, Any] | str, *, run_dir: str | Path | None = None, fresh: bool = False, quiet: bool = False
-    ) -> None:
+    def __init__(self, config: RunConfig | Mapping[str, Any] | str, *, run_dir: str | Path | None = None, fresh: bool = False, quiet: bool = False) -> None:
         if isinstance(config, str):
             config = configs.load(config)
         elif not isinstance(config, RunConfig):
@@ -84,7 +82,8 @@ class Trainer:
         with self._join() as world:
             task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
             model, _ = self._trained(task, world)
-            return self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
+            results: dict[str, float] = self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
+            return results
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
@@ -102,7 +101,7 @@ class Trainer:
         data = task.input_data(inputs) if inputs else _required(task)
         count = len(inputs) or min(samples, _length(data))
         outputs = self.predict(task, Subset(data, range(count)))
-        heads = [{"input": name} for name in inputs] or [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
+        heads: list[dict[str, Any]] = [{"input": name} for name in inputs] or [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
         return [head | task.describe(output) for head, output in zip(heads, outputs or [], strict=True)]
 
     # ---- the objects

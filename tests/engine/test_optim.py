@@ -109,7 +109,12 @@ def test_shared_parameters_are_optimized_once():
 
 
 def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
-    groups = [Group("both", ["body.0.*"], 0.01, 0.3), Group("rate", ["body.1.*"], 0.02), Group("decay", ["body.2.*"], None, 0.0), Group("none", ["head.weight"])]
+    groups = [
+        Group("both", ["body.0.*"], 0.01, 0.3),
+        Group("rate", ["body.1.*"], 0.02),
+        Group("decay", ["body.2.*"], None, 0.0),
+        Group("none", ["head.weight"]),
+    ]
     optimizer = build_optimizer(make_model(), "AdamW", 0.1, 0.05, groups)
     found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
     assert found == {"both": (0.01, 0.3), "rate": (0.02, 0.05), "decay": (0.1, 0.0), "none": (0.1, 0.05), "default": (0.1, 0.05)}
@@ -191,7 +196,9 @@ def refusal(*args, **options):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("wrong", "right"), [("AdamWW", "AdamW"), ("Adagard", "Adagrad"), ("RMSProp", "RMSprop"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")])
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("AdamWW", "AdamW"), ("Adagard", "Adagrad"), ("RMSProp", "RMSprop"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")]
+)
 def test_an_unknown_optimizer_is_refused_with_the_nearest_one(wrong, right):
     assert f"did you mean {right}?" in refusal(wrong, 0.1)
 

@@ -42,6 +42,5 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
         parameter = parameters[name]
         # A step counter stays where the optimizer keeps it (the CPU); tensors shaped like the parameter go along with it.
         optimizer.state[parameter] = {
-            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value
-            for key, value in slots.items()
+            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value for key, value in slots.items()
         }

@@ -73,7 +73,7 @@ def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def newest(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[str]] | None:
     """State and manifest of the newest valid checkpoint, and messages about damaged ones that were passed over."""
-    complaints = []
+    complaints: list[str] = []
     for checkpoint in _folders(folder):
         try:
             return *read(checkpoint), complaints

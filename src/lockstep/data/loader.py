@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -17,7 +17,9 @@ from lockstep.errors import DataError, LockstepError
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
 Plan = Callable[[], Iterable[Chunk]]
+Bad = tuple[tuple[int, str], ...]
 
+_NONE_BAD: Bad = ()
 _SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
 
 
@@ -44,7 +46,7 @@ class Micro:
     epoch: int
     weights: Weights
     filler: bool
-    bad: tuple[tuple[int, str], ...] = ()
+    bad: Bad = ()
 
     @property
     def samples(self) -> int:
@@ -60,10 +62,23 @@ class Chunks(Dataset[Micro]):
 
     def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
-        # Tensors hold no randomness to seed; anything else may draw some in its __getitem__ or in prepare.
+        # Tensors that are not prepared leave nothing to seed; anything else may draw random numbers as it is read.
         self.seeded = not (type(data) is TensorDataset and getattr(type(task).prepare, "is_identity", False))
 
     def __getitem__(self, chunk: Chunk) -> Micro:
+        indices, bad = chunk.indices, _NONE_BAD
+        try:
+            samples = [self.sample(index, chunk.epoch) for index in indices] if self.seeded else [self.data[index] for index in indices]
+        except Exception:
+            samples, indices, bad = self._one_by_one(chunk)
+        filler = chunk.filler or not samples
+        if not samples:
+            samples, indices = self._substitute(chunk)
+        batch = self.task.collate(samples)
+        return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, _NONE_BAD if chunk.filler else bad)
+
+    def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
+        """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
         samples, indices, bad = [], [], []
         for index in chunk.indices:
             try:
@@ -73,12 +88,7 @@ class Chunks(Dataset[Micro]):
                 if self.on_error == "raise":
                     raise self._unreadable(index, error) from error
                 bad.append((index, str(self._unreadable(index, error))))
-        filler = chunk.filler or not samples
-        if not samples:
-            samples, indices = self._substitute(chunk)
-        batch = self.task.collate(samples)
-        weights = _as_floats(self.task.weight(batch), filler)
-        return Micro(batch, tuple(indices), chunk.epoch, weights, filler, () if chunk.filler else tuple(bad))
+        return samples, tuple(indices), tuple(bad)
 
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
@@ -89,13 +99,13 @@ class Chunks(Dataset[Micro]):
             np.random.seed(seed & 0xFFFFFFFF)
         return self.task.prepare(self.data[index], epoch, self.training)
 
-    def _substitute(self, chunk: Chunk) -> tuple[list[Any], list[int]]:
+    def _substitute(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...]]:
         """Any readable sample: a micro-batch where all are bad still needs a forward pass, of weight zero."""
         length = len(self.data)  # type: ignore[arg-type]
         for step in range(1, min(length, _SUBSTITUTES) + 1):
             index = (chunk.indices[0] + step) % length
             try:
-                return [self.sample(index, chunk.epoch)], [index]
+                return [self.sample(index, chunk.epoch)], (index,)
             except Exception:  # noqa: S112 - the next one may be readable; none is an error below
                 continue
         raise DataError(
@@ -141,7 +151,7 @@ class Loader:
     def __init__(self, chunks: Chunks, workers: int, device: torch.device) -> None:
         self.device = device
         self.order = _Order()
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.batches: DataLoader[Micro] = DataLoader(
             _Caught(chunks),
             batch_size=None,
@@ -153,7 +163,7 @@ class Loader:
             generator=torch.Generator(),  # the loader's own seed must not come out of the training's RNG
         )
 
-    def run(self, plan: Plan) -> Iterator[Micro]:
+    def run(self, plan: Plan) -> Generator[Micro, None, None]:
         """The micro-batches of `plan`, one after the other."""
         self.order.plan = plan
         for micro in self.batches:

@@ -89,7 +89,9 @@ def image_folder(root: str | Path, size: int, channels: int, classes: Sequence[s
     labels: list[int] = []
     for folder in folders:
         if folder.name not in names:
-            raise DataError(f"class {folder.name!r} is not among the {len(names)} training classes", where=str(root), remedy=f"the classes are: {', '.join(names)}")
+            raise DataError(
+                f"class {folder.name!r} is not among the {len(names)} training classes", where=str(root), remedy=f"the classes are: {', '.join(names)}"
+            )
         files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
         paths += files
         labels += [names.index(folder.name)] * len(files)

@@ -10,6 +10,7 @@ import threading
 import time
 
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.dist.launch import report_failure
 from lockstep.errors import LockstepError, RankError, short_traceback
@@ -26,7 +27,7 @@ class FailureBoard:
     because the connection closes; where it does not (NCCL), the thread ends the process after `_GRACE_S`.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.first: dict[str, str | int] | None = None
         self.closed = threading.Event()

@@ -49,7 +49,7 @@ def sync(forward: nn.Module, last: bool) -> contextlib.AbstractContextManager[No
     """Context of one micro-batch's forward and backward: gradients travel only from the last one of a step."""
     if last or not isinstance(forward, DistributedDataParallel):
         return contextlib.nullcontext()
-    return forward.no_sync()  # type: ignore[no-any-return]
+    return forward.no_sync()
 
 
 def unwrap(forward: nn.Module) -> nn.Module:
@@ -68,8 +68,8 @@ def sync_buffers(forward: nn.Module, world: World) -> None:
         world.broadcast_tensors(list(forward.buffers()))
 
 
-def check_all_used(forward: nn.Module, loss: Tensor, world: World) -> None:
-    """Raise on every rank where some rank's `loss` does not depend on some trainable parameter.
+def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
+    """Raise on every rank where some rank's losses do not depend on some trainable parameter.
 
     Reads the autograd graph before the backward pass: once DDP has begun to reduce, ranks that use other parameters
     pair their collectives wrongly, which gloo does not always notice.
@@ -77,7 +77,7 @@ def check_all_used(forward: nn.Module, loss: Tensor, world: World) -> None:
     Raises:
         TrainingError: names the parameters and the remedy.
     """
-    used = _leaves(loss)
+    used = _leaves(losses)
     named = [(name, p) for name, p in unwrap(forward).named_parameters() if p.requires_grad]
     unused_on = world.all_sum([float(id(p) not in used) for _, p in named])
     unused = [name for (name, _), count in zip(named, unused_on, strict=True) if count]
@@ -91,11 +91,11 @@ def check_all_used(forward: nn.Module, loss: Tensor, world: World) -> None:
         )
 
 
-def _leaves(loss: Tensor) -> set[int]:
-    """Identities of the leaf tensors that `loss` depends on."""
+def _leaves(losses: Losses) -> set[int]:
+    """Identities of the leaf tensors that `losses` depend on."""
     leaves: set[int] = set()
     seen: set[Any] = set()
-    pending = [loss.grad_fn]
+    pending = [loss.grad_fn for loss in losses.values()]
     while pending:
         node = pending.pop()
         if node is None or node in seen:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from lockstep.dist.failure import FailureBoard
 from lockstep.errors import UsageError
@@ -52,7 +54,7 @@ class World:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        return packed.tolist()  # type: ignore[no-any-return]
+        return packed.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
         """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object."""
@@ -117,9 +119,9 @@ def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World
     timeout = datetime.timedelta(seconds=timeout_s)
     # One store per process, one name space per stay: the same ranks may join and leave several times.
     shared, stays = _store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, timeout)
-    store = dist.PrefixStore(f"lockstep/{next(stays)}", shared)
+    store = PrefixStore(f"lockstep/{next(stays)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
     _release_groups()
     _retired.append(dist.group.WORLD)
     failures = FailureBoard(store, rank, size)
@@ -136,9 +138,9 @@ def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World
 
 
 @functools.cache
-def _store(host: str | None, port: str | None, rank: int, size: int, timeout: datetime.timedelta) -> tuple[dist.Store, Iterator[int]]:
+def _store(host: str | None, port: str | None, rank: int, size: int, timeout: datetime.timedelta) -> tuple[Store, Iterator[int]]:
     """The store of all ranks, and a counter of stays that is equal on all of them."""
     if not host or not port:
         raise UsageError("RANK is set, but MASTER_ADDR or MASTER_PORT is not", where="environment", remedy="start ranks with --nproc or torchrun")
-    store: dist.Store = next(dist.rendezvous("env://", rank, size, timeout=timeout))[0]
+    store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
     return store, itertools.count()

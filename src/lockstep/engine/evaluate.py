@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.task import Task
 
 
-def evaluate(
-    task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision
-) -> dict[str, float]:
+def evaluate(task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> dict[str, float]:
     """Loss (sum over units, divided by their number) and the task's metrics over a data set of `length` samples.
 
     Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
@@ -51,7 +49,7 @@ def evaluate(
         if metrics is not None:
             task.update_metrics(metrics, output, micro.batch)
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
-    results = world.broadcast(_means(world.gather(parts), task.coefficients()))
+    results: dict[str, float] = world.broadcast(_means(world.gather(parts), task.coefficients()))
     if metrics is not None:
         results |= metric_states.compute(metrics, world)
     counted = world.all_sum([samples, bad])
@@ -98,7 +96,7 @@ def split(output: Any, count: int) -> list[Any]:
     raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
 
 
-def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World) -> Iterator[Micro]:
+def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World) -> Generator[Micro, None, None]:
     """This rank's micro-batches, with `model` in evaluation mode and no gradients while they last."""
     chunks = evaluation_chunks(length, micro_batch, world.size)[world.rank]
     was_training = model.training

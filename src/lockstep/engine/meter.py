@@ -45,20 +45,25 @@ class Meter:
         Raises:
             TrainingError: a loss or gradient in the window was not finite; names step, rank and samples.
         """
-        heads = list(dict.fromkeys(head for outcome in self.outcomes for head in outcome.sums))
-        sums = [self._total([o.sums[head] for o in self.outcomes if head in o.sums]) for head in heads]
+        sums: dict[str, list[Tensor]] = {}
+        units: dict[str, float] = {}
+        for o in self.outcomes:
+            for by_head, counts in zip(o.losses, o.counted, strict=False):
+                for head, value in by_head.items():
+                    sums.setdefault(head, []).extend([value] if counts else [])
+            for head in o.losses[0] if o.losses else ():
+                units[head] = units.get(head, 0.0) + o.totals.get(head, o.totals.get(SAMPLES, 0.0))
         fault = self._first_fault()
         bad = [message for o in self.outcomes for message in o.bad]
         memory = [0.0] * self.world.size
         memory[self.world.rank] = peak_memory_mb(self.world.device)
-        packed = [float(fault is not None), float(len(bad)), self.wait_s, self.wait_s + self.step_s, *memory, *sums]
+        packed = [float(fault is not None), float(len(bad)), self.wait_s, self.wait_s + self.step_s, *memory, *map(_total, sums.values())]
         faults, bad_count, wait_s, total_s, *rest = self.world.all_sum(packed)
-        memory, sums = rest[: self.world.size], rest[self.world.size :]
+        memory, totals = rest[: self.world.size], rest[self.world.size :]
         if faults:
             self._raise_first(fault)
         told = self._collect(bad) if bad_count else []
-        units = {head: sum(o.totals.get(head, o.totals.get(SAMPLES, 0.0)) for o in self.outcomes if o.sums) for head in heads}
-        losses = combine(dict(zip(heads, sums, strict=True)), units, self.coefficients)
+        losses = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
         entry: dict[str, float] = {"step": run.step, "epoch": round(run.step / self.steps_per_epoch, 4)}
         entry["time_s"] = round(time.perf_counter() - self.started, 3)
         entry |= {f"train/{name}": value for name, value in losses.items()}
@@ -89,20 +94,18 @@ class Meter:
         if self.world.all_sum([float(fault is not None)])[0]:
             self._raise_first(fault)
 
-    @staticmethod
-    def _total(values: list[Tensor]) -> float:
-        return float(torch.stack(values).double().sum()) if values else 0.0
-
     def _first_fault(self) -> tuple[int, str, str] | None:
         """(step, what, where) of the first loss or gradient norm on this rank that is not finite."""
-        losses = [loss for o in self.outcomes for loss in o.micro_losses]
+        losses = [loss for o in self.outcomes for by_head in o.losses for loss in by_head.values()]
         norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
         if not losses or bool(torch.stack([*losses, *norms]).double().isfinite().all()):
             return None
         for o in self.outcomes:
-            for indices, loss in zip(o.indices, o.micro_losses, strict=False):
-                if not bool(loss.isfinite()):
-                    return o.step, f"the loss is {float(loss)}", f"rank {self.world.rank}, samples {list(indices)}"
+            for indices, by_head in zip(o.indices, o.losses, strict=False):
+                for head, loss in by_head.items():
+                    if not bool(loss.isfinite()):
+                        name = "loss" if head == "loss" else f"loss {head!r}"
+                        return o.step, f"the {name} is {float(loss)}", f"rank {self.world.rank}, samples {list(indices)}"
             if o.grad_norm is not None and o.applied and not bool(o.grad_norm.isfinite()):
                 return o.step, f"the gradient norm is {float(o.grad_norm)}", "all ranks (the gradient is global)"
         return None
@@ -121,6 +124,10 @@ class Meter:
     def _collect(self, bad: list[str]) -> list[str]:
         gathered = self.world.gather(bad)
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
+
+
+def _total(values: list[Tensor]) -> float:
+    return float(torch.stack(values).double().sum()) if values else 0.0
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -60,7 +60,8 @@ def _merge(metric: Metric, ranks: list[tuple[int, dict[str, Any]]]) -> None:
     if not seen:
         return
     counts = torch.tensor([float(count) for count, _ in seen])
-    for name, reduction in metric._reductions.items():
+    reductions: dict[str, Any] = dict(metric._reductions)
+    for name, reduction in reductions.items():
         values = [state[name] for _, state in seen]
         merged: Any
         if isinstance(values[0], list):

@@ -43,7 +43,7 @@ def build_optimizer(
         UsageError: unknown optimizer or argument, or a group that matches nothing; names what there is.
     """
     kind = _optimizer_class(name)
-    members: dict[str, list[nn.Parameter]] = {group.name: [] for group in groups} | {"default": []}
+    members: dict[str, list[nn.Parameter]] = {name: [] for name in [*(group.name for group in groups), "default"]}
     for parameter_name, parameter in model.named_parameters():
         owner = next((g.name for g in groups if any(fnmatchcase(parameter_name, p) for p in g.match)), "default")
         members[owner].append(parameter)
@@ -70,7 +70,7 @@ def build_optimizer(
         param_groups.append(options)
     _check_arguments(kind, {"lr": lr, **(args or {})} | ({} if weight_decay is None else {"weight_decay": weight_decay}))
     try:
-        return kind(param_groups, **{"lr": lr, **(args or {})})  # type: ignore[call-arg]
+        return kind(param_groups, **{"lr": lr, **(args or {})})
     except (TypeError, ValueError) as error:
         raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
 
@@ -95,6 +95,4 @@ def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
     allowed = [name for name in inspect.signature(kind).parameters if name != "params"]
     for name in given:
         if name not in allowed:
-            raise UsageError(
-                f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=f"it takes: {', '.join(allowed)}"
-            )
+            raise UsageError(f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=f"it takes: {', '.join(allowed)}")

@@ -41,14 +41,14 @@ class Schedule:
 
     def _shape(self, update: int) -> float:
         if self.name == "step":  # decays at epoch ends, wherever the warm-up ended
-            return self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9)
+            return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
         done = min(1.0, max(0, update - self.warmup_steps) / max(1, self.total - self.warmup_steps))
         if self.name == "linear":
             return self.end_factor + (1 - self.end_factor) * (1 - done)
         if self.name == "cosine":
             return self.end_factor + (1 - self.end_factor) * (1 + math.cos(math.pi * done)) / 2
         if self.name == "polynomial":
-            return self.end_factor + (1 - self.end_factor) * (1 - done) ** self.power
+            return float(self.end_factor + (1 - self.end_factor) * (1 - done) ** self.power)
         return 1.0
 
     def _one_cycle(self, update: int) -> float:

@@ -19,6 +19,7 @@ from lockstep.data.loader import Micro
 from lockstep.data.order import mix
 from lockstep.dist import strategy
 from lockstep.dist.precision import Precision
+from lockstep.dist.strategy import Losses
 from lockstep.dist.world import World
 from lockstep.engine import optim
 from lockstep.engine.schedule import Schedule
@@ -56,21 +57,21 @@ class Training:
 class Outcome:
     """What one step did on this rank. Tensors stay on the device: reading them is left to logging steps.
 
-    sums: loss sum over this rank's units, by head (empty where the step was skipped for want of units).
-    totals: W by head over all ranks, or under `SAMPLES` for all heads. micro_losses: weighted loss of each micro-batch, to find one that is not finite.
-    indices, bad: samples of each micro-batch, and messages about unreadable ones; the batches themselves are let go.
-    grad_norm: global norm before clipping, where it was computed.
+    totals: W by head over all ranks, or under `SAMPLES` for all heads.
+    losses: loss sums by head, of each micro-batch that ran. counted: whether it counts (a filler does not).
+    indices: samples of each micro-batch. bad: messages about unreadable ones.
+    grad_norm: global norm before clipping, where it was computed. samples: in the global batch.
     """
 
     step: int
-    applied: bool
-    totals: dict[str, float]
-    sums: dict[str, Tensor]
-    micro_losses: list[Tensor]
-    indices: list[tuple[int, ...]]
-    bad: list[str]
-    grad_norm: Tensor | None
     samples: int
+    totals: dict[str, float]
+    indices: list[tuple[int, ...]]
+    counted: list[bool]
+    bad: list[str]
+    losses: list[Losses] = field(default_factory=list)
+    grad_norm: Tensor | None = None
+    applied: bool = False
 
 
 def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: bool = False) -> Outcome:
@@ -86,10 +87,8 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
     """
     world, optimizer, scaler = run.world, run.optimizer, run.precision.scaler
     totals = _count(run, micros, samples)  # W: by head, or one for all heads where the unit is the sample
-    sums: dict[str, Tensor] = {}
-    micro_losses: list[Tensor] = []
     bad = [message for micro in micros for _, message in micro.bad]
-    outcome = Outcome(run.step, False, totals, sums, micro_losses, [micro.indices for micro in micros], bad, None, samples)
+    outcome = Outcome(run.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad)
     run.step += 1
     if not any(totals.values()):  # nothing to learn from anywhere: every rank knows, so every rank skips
         run.skipped += 1
@@ -100,16 +99,14 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
         with strategy.sync(run.forward, last):
             with run.precision.autocast():
-                losses: dict[str, Tensor] = run.forward(micro.batch)
-            loss = _scaled_sum(losses, totals, run.coefficients, 0 if micro.filler else world.size)
+                losses: Losses = run.forward(micro.batch)
+            factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
             if last and run.check_unused:
-                strategy.check_all_used(run.forward, loss, world)
+                strategy.check_all_used(run.forward, losses, world)
                 run.check_unused = False
-            scaler.scale(loss).backward()
-        micro_losses.append(loss.detach())
-        if not micro.filler:
-            for head, value in losses.items():
-                sums[head] = sums[head] + value.detach() if head in sums else value.detach()
+            # The gradient of sum_k factor[k] * L[k], without computing that sum.
+            torch.autograd.backward(list(losses.values()), [scaler.scale(factor) for factor in factors])
+        outcome.losses.append({head: value.detach() for head, value in losses.items()})
 
     scaler.unscale_(optimizer)
     if want_norm or run.clip_norm is not None:
@@ -137,23 +134,21 @@ def _count(run: Training, micros: Sequence[Micro], samples: int) -> dict[str, fl
     return dict(zip(heads, run.world.all_sum(mine), strict=True))
 
 
-def _scaled_sum(losses: Mapping[str, Tensor], totals: Mapping[str, float], coefficients: Mapping[str, float], world: int) -> Tensor:
-    """sum_k c[k] * L[k] * world / W[k]; a head without any unit in the global batch adds nothing."""
+def _factors(losses: Losses, totals: Mapping[str, float], coefficients: Mapping[str, float], world: int) -> list[Tensor]:
+    """c[k] * world / W[k] for each head; zero for one without any unit in the global batch."""
     if SAMPLES not in totals and losses.keys() != totals.keys():
         raise TrainingError(
             f"the loss has the heads {sorted(losses)}, the weight has {sorted(totals)}",
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
-    terms = []
+    factors = []
     for head, value in losses.items():
         if value.ndim:
-            raise TrainingError(
-                f"head {head!r} is a tensor of shape {tuple(value.shape)}", where="Task.loss", remedy="return the SUM over its units, a scalar"
-            )
+            raise TrainingError(f"head {head!r} is a tensor of shape {tuple(value.shape)}", where="Task.loss", remedy="return the SUM over its units, a scalar")
         total = totals.get(head, totals.get(SAMPLES, 0.0))
-        terms.append(value * (coefficients.get(head, 1.0) * world / total if total else 0.0))
-    return terms[0] if len(terms) == 1 else torch.stack(terms).sum()
+        factors.append(torch.full_like(value, coefficients.get(head, 1.0) * world / total if total else 0.0))
+    return factors
 
 
 def _seed_forward(seed: int, device: torch.device) -> None:

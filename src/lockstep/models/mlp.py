@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -13,7 +14,7 @@ class MLP(nn.Module):
     def __init__(self, sizes: Sequence[int], dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for wide, narrow in zip(sizes[:-1], sizes[1:], strict=True):
+        for wide, narrow in pairwise(sizes):
             layers += [nn.Linear(wide, narrow), nn.ReLU(), nn.Dropout(dropout)]
         self.layers = nn.Sequential(*layers[:-2])
 

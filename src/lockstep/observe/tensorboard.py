@@ -26,10 +26,10 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
 
             purge = self.resumed_at + 1 if self.resumed_at else None
-            self.writer = SummaryWriter(str(self.folder), purge_step=purge)  # type: ignore[no-untyped-call]
+            self.writer = SummaryWriter(str(self.folder), purge_step=purge)
         for name, value in entry.items():
             if name not in ("step", "time_s"):
-                self.writer.add_scalar(name, value, int(entry["step"]))  # type: ignore[no-untyped-call]
+                self.writer.add_scalar(name, value, int(entry["step"]))
 
     def progress(self, step: int) -> None:
         pass
@@ -39,4 +39,4 @@ class TensorBoard:
 
     def close(self) -> None:
         if self.writer is not None:
-            self.writer.close()  # type: ignore[no-untyped-call]
+            self.writer.close()

@@ -56,7 +56,8 @@ def _from_file(kind: str) -> type[Task]:
         raise UsageError("no such file", where=path, remedy="the task's Python file must be where it was when the run began")
     module_name = f"lockstep_user_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # where pickle looks for the classes of loader workers
     sys.path.insert(0, str(Path(path).resolve().parent))

@@ -1,0 +1,197 @@
+"""Time per step of Lockstep against a hand-written plain loop that does the same work.
+
+    python benchmarks/overhead.py [--ranks 1 2] [--sizes small large] [--rounds 9]
+
+Both train the same MLP on the same batches with AdamW, log the mean loss to TensorBoard, a text file and a progress bar
+every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; what counts is the
+median over rounds of the difference and of the ratio of their time per step. Set-up is outside the clock for both.
+Lockstep runs with its default logging: console, train.log, metrics.jsonl, TensorBoard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+STEPS = 200
+BATCH = 32
+SIZES = {"small": (256, 2), "large": (1024, 3)}  # hidden width and layers: about 2 ms and 30 ms per step on one core
+MEMORY = (4096, 4)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
+
+
+def data(hidden, layers):
+    from lockstep.tasks.toy import Toy
+
+    return Toy(samples=STEPS * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+
+
+class Plain:
+    """What a careful person writes: DistributedSampler, DDP, tqdm, SummaryWriter."""
+
+    def __init__(self, task, world, rank):
+        import torch
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        torch.manual_seed(0)
+        self.model = task.model()
+        if world > 1:
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.sampler = DistributedSampler(task.train_data(), world, rank, seed=0)
+        self.loader = DataLoader(task.train_data(), BATCH // world, sampler=self.sampler)
+        self.task, self.rank, self.world, self.epoch = task, rank, world, 0
+
+    def run(self, folder):
+        """One epoch of STEPS steps; returns seconds per step."""
+        import torch
+        import torch.distributed as dist
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        writer = SummaryWriter(folder / "plain") if self.rank == 0 else None
+        log = open(folder / "plain.log", "a", buffering=1) if self.rank == 0 else None
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        bar = tqdm(total=STEPS, disable=self.rank > 0, file=open(os.devnull, "w"))
+        running, step = torch.zeros(()), 0
+        begun = time.perf_counter()
+        for inputs, targets in self.loader:
+            loss = self.task.loss(self.model, (inputs, targets)) / len(inputs)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+            running += loss.detach()
+            step += 1
+            bar.update()
+            if step % 50 == 0:
+                mean = running / 50
+                if self.world > 1:
+                    dist.all_reduce(mean)
+                    mean /= self.world
+                if writer is not None:
+                    writer.add_scalar("loss", float(mean), step)
+                    log.write(f"step {step} loss {float(mean):.4f}\n")
+                running.zero_()
+        seconds = time.perf_counter() - begun
+        bar.close()
+        if writer is not None:
+            writer.close()
+            log.close()
+        return seconds / STEPS
+
+
+class Ours:
+    """The same through Lockstep's own objects and loop; a round is one epoch."""
+
+    def __init__(self, task, world, folder):
+        from lockstep.run import Trainer
+
+        config = {
+            "batch": {"global": BATCH},
+            "train": {"epochs": 1},
+            "optim": {"name": "AdamW", "lr": 1e-3},
+            "device": "cpu",
+            "task": {"kind": "toy"},
+        }
+        self.task, self.world, self.folder = task, world, folder
+        self.trainer = Trainer(config, run_dir=folder / "ours")
+
+    def run(self, _):
+        from lockstep import rundir
+        from lockstep.engine import trainer
+
+        self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
+        self.trainer.run_dir.mkdir(exist_ok=True)
+        model, run, plan, batches, stop = self.trainer._training(self.task, self.world)
+        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, run, stop, model, quiet=False)
+        begun = time.perf_counter()
+        trainer.fit(run, batches, plan, stop, trainer.Cadence(log=50), watchers, dict, lambda latest: None)
+        seconds = time.perf_counter() - begun
+        for watcher in watchers:
+            watcher.close()
+        return seconds / STEPS
+
+
+def rank_main(size, rounds):
+    import torch
+
+    torch.set_num_threads(1)
+    from lockstep.dist.world import join_world
+
+    with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        task = data(*SIZES[size])
+        plain, ours = Plain(task, world.size, world.rank), Ours(task, world, folder)
+        sys.stdout.flush()
+        keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)  # what the loops print costs them time, but is not for the reader
+        pairs = []
+        for number in range(rounds + 1):
+            first, second = (plain, ours) if number % 2 else (ours, plain)
+            times = {first: first.run(folder), second: second.run(folder)}
+            if number:
+                pairs.append((times[plain] * 1e3, times[ours] * 1e3))
+        os.dup2(keep, 1)
+        if world.rank == 0:
+            plain_ms = statistics.median(p for p, _ in pairs)
+            extra = statistics.median(o - p for p, o in pairs)
+            ratio = statistics.median(o / p for p, o in pairs)
+            spread = f"{min(o / p for p, o in pairs):.3f} to {max(o / p for p, o in pairs):.3f}"
+            print(f"{world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})", flush=True)
+
+
+def memory_main(which):
+    """Peak memory of a process that trains a few steps in one way only."""
+    import torch
+
+    global STEPS
+    STEPS = 6
+
+    torch.set_num_threads(1)
+    from lockstep.dist.world import join_world
+
+    with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
+        task = data(*MEMORY)
+        loop = Plain(task, 1, 0) if which == "plain" else Ours(task, world, Path(name))
+        loop.run(Path(name))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--memory", choices=["plain", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.memory:
+        return memory_main(options.memory)
+    if options.as_rank:
+        return rank_main(options.as_rank, options.rounds)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for ranks in options.ranks:
+        for size in options.sizes:
+            command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds)]
+            if ranks > 1:
+                command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command[1:]]
+            subprocess.run(command, check=True, env=environment)
+    peaks = {which: [] for which in ("plain", "ours")}
+    for _ in range(3):
+        for which, found in peaks.items():
+            found.append(float(subprocess.check_output([sys.executable, __file__, "--memory", which], env=environment).split()[-1]))
+    plain, ours = (statistics.median(peaks[which]) for which in ("plain", "ours"))
+    print(f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, ratio {ours / plain:.3f}")
+    return None
+
+
+if __name__ == "__main__":
+    main()
