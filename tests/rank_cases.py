@@ -118,3 +118,12 @@ def ledger(run_dir, settings, options):
     finally:
         trainer.train_step = original
     return steps, os.getpid()
+
+
+def evaluate_and_predict_quietly(lengths, micro):
+    """Without torchmetrics' warnings about classes that no sample has."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return evaluate_and_predict(lengths, micro)

@@ -53,7 +53,7 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, length: int, micro_ba
     if metrics is not None:
         results |= metric_states.compute(metrics, world)
     counted = world.all_sum([samples, bad])
-    return results | {"samples": counted[0], "bad": counted[1]}
+    return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
 def predict(task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> list[Any] | None:

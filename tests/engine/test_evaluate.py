@@ -1,0 +1,74 @@
+"""P4: the metric on N ranks is the metric on one. Against plain torch and torchmetrics in one process."""
+
+import pytest
+import torch
+
+from lockstep import LockstepError
+from lockstep.engine.evaluate import split
+from tests import own_tasks, rank_cases
+from tests.ranks import run_ranks
+
+LENGTHS = [0, 1, 2, 3, 4, 7, 16, 30]  # none, fewer than ranks, not divisible, several micro-batches per rank
+MICRO = 4
+
+
+def by_hand(length):
+    """One process, the whole data set at once."""
+    task = own_tasks.Classes(eval_length=length)
+    torch.manual_seed(0)
+    model = task.model()
+    batch = task.eval_data().tensors
+    with torch.no_grad():
+        loss, output = task.loss(model, batch), task.predict(model, batch)
+    metrics = task.metrics()
+    task.update_metrics(metrics, output, batch)
+    return float(loss) / length, metrics.compute(), output.tolist()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics warns of classes without samples; so it does by hand
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_data_set_size_gives_the_numbers_of_plain_torch(world):
+    answers = run_ranks(world, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)
+    for number, length in enumerate(LENGTHS):
+        for rank in range(1, world):
+            assert repr(answers[rank][number][0]) == repr(answers[0][number][0])  # every rank gets the same results
+            assert answers[rank][number][1] is None
+        results, outputs = answers[0][number]
+        assert results["samples"] == length
+        if length == 0:
+            assert results == {"samples": 0, "bad": 0}
+            assert outputs == []
+            continue
+        loss, metrics, expected_outputs = by_hand(length)
+        assert results["loss"] == pytest.approx(loss, rel=1e-12)
+        for name in ("accuracy", "f1", "auroc", "confidence"):
+            assert results[name] == pytest.approx(float(metrics[name]), rel=1e-6), name
+        assert [results[f"confusion/{cell}"] for cell in range(9)] == metrics["confusion"].flatten().tolist()
+        if length > 4:
+            assert results["correlation"] == pytest.approx(float(metrics["correlation"]), rel=1e-5)
+        assert torch.allclose(torch.tensor(outputs), torch.tensor(expected_outputs), rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_loss_and_counting_metrics_are_bitwise_those_of_one_process():
+    (single,) = run_ranks(1, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)
+    for world in (2, 3):
+        answers = run_ranks(world, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)[0]
+        for (one, one_outputs), (many, many_outputs) in zip(single, answers, strict=True):
+            for name in one.keys() - {"confidence", "correlation"}:  # float running sums of torchmetrics: to rounding
+                assert repr(one[name]) == repr(many[name]), name
+            assert one_outputs == many_outputs
+
+
+def test_split_gives_one_output_per_sample():
+    batch = {"a": torch.arange(6).reshape(3, 2), "b": (torch.ones(3), [1, 2, 3])}
+    parts = split(batch, 3)
+    assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
+    assert parts[2]["b"] == (torch.tensor(1.0), 3)
+
+
+def test_output_that_is_not_one_per_sample_is_an_error():
+    with pytest.raises(LockstepError, match=r"shape \(2,\) for 3 samples"):
+        split(torch.ones(2), 3)
+    with pytest.raises(LockstepError, match="str"):
+        split("no", 3)
