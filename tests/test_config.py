@@ -575,7 +575,7 @@ def test_without_a_batch_there_is_a_default_one():
     assert batch.micro is None
 
 
-@pytest.mark.parametrize("section", [{"micro": 8}, {"micro": 64}, {"per_rank": 64}, {"global": 5, "micro": 5}, {}])
+@pytest.mark.parametrize("section", [{"micro": 8}, {"global": 64, "micro": 64}, {"per_rank": 64}, {"global": 5, "micro": 5}, {}])
 def test_a_resolved_batch_can_be_recorded_and_read_again(section):
     found = toy(batch=section)
     resolved = found.model_copy(update={"batch": found.batch.resolve(2)})

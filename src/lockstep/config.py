@@ -6,8 +6,8 @@ Imports no torch: a wrong key is reported before anything heavy is loaded.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,13 +15,27 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
+
+_GLOBAL_BATCH = 32
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers: `1e-8` is one. (PyYAML follows YAML 1.1, where it is text.)"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads back the same: the text '1e-8' gets quotes."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
 class Section(BaseModel):
-    """A YAML section: unknown keys are errors."""
+    """A YAML section. Unknown keys are errors, and so is a value of another type: `yes` is no number."""
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ToyTask(Section):
@@ -84,15 +98,15 @@ class BatchConfig(Section):
             raise ValueError("accumulate needs per_rank")
         if self.micro and self.per_rank:
             raise ValueError("per_rank is the micro-batch; leave micro out")
-        if self.global_ and self.micro and self.micro > self.global_:
-            raise ValueError(f"micro ({self.micro}) is above global ({self.global_}); use micro <= global")
+        if self.micro and self.micro > (self.global_ or _GLOBAL_BATCH):
+            raise ValueError(f"micro ({self.micro}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global")
         return self
 
     def resolve(self, world: int) -> BatchConfig:
         """With `global` and `micro` as numbers, for a first launch on `world` ranks."""
         if self.per_rank:
             return BatchConfig.model_validate({"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank})
-        return self.model_copy(update={"global_": self.global_ or 32})
+        return self.model_copy(update={"global_": self.global_ or _GLOBAL_BATCH})
 
 
 class TrainConfig(Section):
@@ -193,7 +207,7 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """All keys, as `load` reads them."""
-        return yaml.safe_dump(self.model_dump(by_alias=True), sort_keys=False)
+        return yaml.dump(self.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
 
 
 # ---- what determines the training
@@ -244,22 +258,22 @@ def read_run(run_dir: Path) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise UsageError("not a run directory: it has no config.yaml", where=str(run_dir), remedy="give the directory of a run, such as runs/digits")
-    return parse(yaml.safe_load(path.read_text()), str(path))
+    return parse(_read_yaml(path), str(path))
 
 
 def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
     """Check `values` under `overrides`; `where` names them in errors."""
-    raw: dict[str, Any] = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
     problems: list[str] = []
+    raw: dict[str, Any] = _plain(values, "", where, problems)
     given: set[str] = set()
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
+        if not equals or not all(key.split(".")):
             problems.append(f"command line: {override!r} is not key=value")
             continue
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = yaml.load(text, _Loader)
+        except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue
         given.add(key)
@@ -273,7 +287,8 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
                 raw["train"].pop(theirs, None)
 
     def origin(path: str) -> str:
-        return "command line" if any(path == key or path.startswith(f"{key}.") for key in given) else where
+        """The override that set `path`, or what is above or below it; else the file."""
+        return "command line" if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given) else where
 
     config: RunConfig | None = None
     try:
@@ -301,30 +316,55 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
     if target.endswith((".yaml", ".yml")):
         if not Path(target).is_file():
             raise UsageError("no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file")
-        text = Path(target).read_text()
+        values = _read_yaml(Path(target))
     else:
         known = recipes()
         if target not in known:
-            nearest = get_close_matches(target, known, 1, 0.4)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            hint = did_you_mean(target, known)
             raise UsageError(f"there is no recipe {target!r}", remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task")
-        text = resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text()
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"not YAML: {error}", where=target) from error
-    if not isinstance(values, dict):
-        raise UsageError("not a YAML mapping of sections", where=target)
+        values = yaml.load(resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text(), _Loader)
     values.setdefault("name", Path(target).stem)
     return values, target
 
 
-def _assign(raw: dict[str, Any], path: list[str], value: Any) -> None:
-    for key in path[:-1]:
-        inner = raw.get(key)
-        raw[key] = inner = dict(inner) if isinstance(inner, Mapping) else {}
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date or number that is none
+        raise UsageError(f"not YAML: {error}", where=str(path), remedy="repair the file") from error
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    if not isinstance(values, dict):
+        raise UsageError("not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`")
+    return values
+
+
+def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
+    """A copy of `value` in YAML's own types (tuples become lists), so that it is the same when it is read back."""
+    if isinstance(value, Mapping):
+        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
+        return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{path}{number}.", where, problems) for number, item in enumerate(value)]
+    if value is not None and type(value) not in (bool, int, float, str):
+        problems.append(f"{where}: {path.rstrip('.')}: {value!r} is a {type(value).__name__}; use numbers, text, lists and mappings")
+    return value
+
+
+def _assign(raw: Any, path: list[str], value: Any) -> None:
+    """Set `path` in nested mappings and lists, making mappings where there is nothing."""
+    for number, key in enumerate(path):
+        place: Any = int(key) if isinstance(raw, list) and key.isdigit() and int(key) < len(raw) else key
+        if isinstance(raw, list) and isinstance(place, str):
+            raw.append({key: value})  # no such item: validation says what is wrong with this one
+            return
+        if number == len(path) - 1:
+            raw[place] = value
+            return
+        inner = raw[place] if isinstance(raw, list) else raw.get(place)
+        if not isinstance(inner, dict | list):
+            raw[place] = inner = {}
         raw = inner
-    raw[path[-1]] = value
 
 
 def _check_task(task: dict[str, Any], origin: Any) -> tuple[dict[str, Any] | None, list[str]]:
@@ -332,10 +372,9 @@ def _check_task(task: dict[str, Any], origin: Any) -> tuple[dict[str, Any] | Non
     kind = task.get("kind")
     if isinstance(kind, str) and ".py:" in kind:
         return UserTask.model_validate(task).model_dump(), []
-    if kind not in BUILT_IN:
-        nearest = get_close_matches(str(kind), BUILT_IN, 1, 0.4)
-        hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind{hint}; there are {', '.join(BUILT_IN)} and FILE.py:Class"]
+    if not isinstance(kind, str) or kind not in BUILT_IN:
+        hint = did_you_mean(kind, BUILT_IN)
+        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"]
     try:
         return BUILT_IN[kind].model_validate(task).model_dump(), []
     except ValidationError as error:
@@ -347,9 +386,8 @@ def _describe(fault: Any, model: type[BaseModel], prefix: str, origin: Any) -> s
     where = origin(path)
     if fault["type"] == "extra_forbidden":
         known = _keys(model, fault["loc"][:-1])
-        nearest = get_close_matches(str(fault["loc"][-1]), known, 1, 0.5)
         parent = path.rpartition(".")[0]
-        hint = f"did you mean {f'{parent}.' if parent else ''}{nearest[0]}? " if nearest else ""
+        hint = did_you_mean(fault["loc"][-1], known, f"{parent}." if parent else "")
         return f"{where}: {path}: unknown key; {hint}known here: {', '.join(known)}"
     if fault["type"] == "missing":
         return f"{where}: {path}: is missing"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class LockstepError(Exception):
@@ -54,6 +56,13 @@ class CheckpointError(LockstepError):
 
 class RankError(LockstepError):
     """Another rank failed; carries that rank's number and traceback."""
+
+
+def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
+    """`did you mean X? ` with the nearest of `known`, whatever its case; empty where none is near."""
+    by_lower = {one.lower(): one for one in known}
+    nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
+    return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
 
 
 def short_traceback(error: BaseException) -> str:

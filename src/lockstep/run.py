@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -118,7 +119,7 @@ class Trainer:
             raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
         global_batch = config.batch.global_ or 1
         micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
-        plan = StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, getattr(data, "lengths", None))
+        plan = StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
         if plan.samples(0) < 1:
             raise DataError(f"{length} samples make no step", where="data.drop_last", remedy="lower batch.global or keep the last batch")
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
@@ -223,6 +224,12 @@ def _length(data: Dataset[Any]) -> int:
         raise DataError(
             f"{type(data).__name__} has no length", where="Task.train_data or Task.eval_data", remedy="return a map-style data set, with len and [index]"
         ) from error
+
+
+def _lengths(data: Dataset[Any]) -> Any:
+    """Lengths of the samples, where the data set has them (attribute `lengths`)."""
+    lengths = getattr(data, "lengths", None)
+    return None if lengths is None else np.asarray(lengths)
 
 
 def _required(task: Task) -> Dataset[Any]:

@@ -53,7 +53,7 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunCon
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        if (folder / "config.yaml").exists():
+        if (folder / "config.yaml").exists() and any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved)
         (folder / "config.yaml").write_text(resolved.to_yaml())
         (folder / "environment.json").write_text(json.dumps(_environment(world), indent=1))

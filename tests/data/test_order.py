@@ -47,7 +47,7 @@ def real(chunks):
 # ---- permute
 
 
-@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (0, 1), (2**63 + 5, 1000), (-3, 7)])
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (2**63 + 5, 1), (-3, 1000)])
 def test_every_length_to_300_is_permuted_one_to_one(seed, epoch):
     for length in range(1, 301):
         assert sorted(order(length, seed, epoch).tolist()) == list(range(length)), length
@@ -143,7 +143,7 @@ def test_huge_lengths_are_spread_evenly():
     assert chi_square(np.bincount(first * 8 // length, minlength=8)) < 5
 
 
-@pytest.mark.parametrize("length", [2, 3, 5, 7, 12])
+@pytest.mark.parametrize("length", [2, 5, 12])
 def test_every_index_lands_on_every_place_equally_often(length):
     keys = 500
     landed = np.zeros((length, length))

@@ -56,6 +56,9 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     """
     if not 1 <= length <= 1 << 62:
         raise ValueError(f"length is {length}; a permutation needs 1 to 2**62 places")
+    outside = np.asarray(positions)
+    if outside.size and not 0 <= outside.min() <= outside.max() < length:
+        raise ValueError(f"positions from {outside.min()} to {outside.max()} are outside of range({length})")
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
     keys = [mix(seed, epoch, number) for number in range(_ROUNDS)]
@@ -168,7 +171,9 @@ class StepPlan:
         # A step takes a few dozen positions; computing thousands at once divides NumPy's cost per call by as much.
         if self._cached is None or self._cached[:2] != (epoch, number):
             places = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, self.length))
-            self._cached = (epoch, number, permute(places, self.length, self.seed, epoch))
+            order = permute(places, self.length, self.seed, epoch)
+            order.flags.writeable = False  # slices of it are handed out
+            self._cached = (epoch, number, order)
         return self._cached[2]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -68,10 +67,10 @@ def build_optimizer(
         if group_decay is not None:
             options["weight_decay"] = group_decay
         param_groups.append(options)
-    _check_arguments(kind, {"lr": lr, **(args or {})} | ({} if weight_decay is None else {"weight_decay": weight_decay}))
+    _check_arguments(kind, args or {}, decays=any("weight_decay" in options for options in param_groups))
     try:
         return kind(param_groups, **{"lr": lr, **(args or {})})
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
 
 
@@ -86,13 +85,17 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     known.pop("Optimizer", None)
     if name in known:
         return known[name]
-    nearest = get_close_matches(name, known, 1, 0.5)
-    hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=f"{hint}There are: {', '.join(sorted(known))}")
+    remedy = f"{did_you_mean(name, known)}There are: {', '.join(sorted(known))}"
+    raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=remedy)
 
 
-def _check_arguments(kind: type, given: Mapping[str, Any]) -> None:
-    allowed = [name for name in inspect.signature(kind).parameters if name != "params"]
+def _check_arguments(kind: type, given: Mapping[str, Any], decays: bool) -> None:
+    allowed = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
     for name in given:
+        if name in ("lr", "weight_decay"):
+            raise UsageError("given in a second place", where=f"optim.args.{name}", remedy=f"set optim.{name}")
         if name not in allowed:
-            raise UsageError(f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=f"it takes: {', '.join(allowed)}")
+            remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
+            raise UsageError(f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=remedy)
+    if decays and "weight_decay" not in inspect.signature(kind).parameters:
+        raise UsageError(f"{kind.__name__} takes no argument 'weight_decay'", where="optim.weight_decay", remedy="leave it out, also in optim.groups")

@@ -36,7 +36,7 @@ class Schedule:
         if self.name == "one_cycle":
             return self._one_cycle(update)
         if update < self.warmup_steps:
-            return self._shape(self.warmup_steps) * (update + 1) / self.warmup_steps
+            return self._shape(update) * (update + 1) / self.warmup_steps
         return self._shape(update)
 
     def _shape(self, update: int) -> float:

@@ -29,7 +29,7 @@ class Classification(Task):
 
     Args:
         train, eval: `digits`, or a folder with one folder per class; eval may be None.
-        image_size: images from folders are resized to this square.
+        image_size: images from folders are resized to this square (digits stay 8x8).
         channels: 1 or 3.
         width: of the convolutional network.
         shift: in training, move each image by up to so many pixels in each direction.
@@ -37,7 +37,7 @@ class Classification(Task):
 
     def __init__(self, train: str, eval: str | None = None, image_size: int = 32, channels: int = 3, width: int = 32, shift: int = 0) -> None:
         self.train_source, self.eval_source = train, eval
-        self.image_size, self.channels, self.width, self.shift = image_size, channels, width, shift
+        self.image_size, self.channels, self.width, self.shift = 8 if train == "digits" else image_size, channels, width, shift
 
     @cached_property
     def _train(self) -> tuple[Dataset[LabelledImage], list[str]]:
@@ -51,7 +51,7 @@ class Classification(Task):
         return self._train[1]
 
     def model(self) -> nn.Module:
-        return ConvNet(self.channels, len(self.classes), self.width)
+        return ConvNet(self.channels, len(self.classes), self.image_size, self.width)
 
     def train_data(self) -> Dataset[LabelledImage]:
         return self._train[0]
@@ -92,8 +92,7 @@ class Classification(Task):
 
     def input_data(self, inputs: Sequence[str]) -> Images:
         paths = [Path(name) for name in inputs]
-        size = 8 if self.train_source == "digits" else self.image_size
-        return Images(paths, [-1] * len(paths), size, self.channels)
+        return Images(paths, [-1] * len(paths), self.image_size, self.channels)
 
     def describe(self, output: Tensor) -> dict[str, Any]:
         best = int(output.argmax())

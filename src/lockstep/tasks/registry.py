@@ -6,11 +6,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks.task import Task
 
 _SHIPPED = {"toy": "toy:Toy", "classification": "classification:Classification"}
@@ -34,8 +33,7 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     known = [name for name, parameter in takes.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
     for key in arguments:
         if key not in known and not any_key:
-            nearest = get_close_matches(key, known, 1, 0.5)
-            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            hint = did_you_mean(key, known)
             raise UsageError("unknown key", where=f"task.{key}", remedy=f"{hint}{task_class.__name__} takes: {', '.join(known) or 'no keys'}")
     missing = [name for name in known if takes[name].default is inspect.Parameter.empty and name not in arguments]
     if missing:

@@ -1,0 +1,135 @@
+"""The command line in this process: commands, exit codes, and what is said of wrong input."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep import Task
+
+class Mine(Task):
+    def __init__(self, width=4):
+        self.width = width
+    def model(self):
+        return nn.Linear(self.width, 1)
+    def train_data(self):
+        return TensorDataset(torch.randn(64, self.width), torch.zeros(64, 1))
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum()
+
+class Unfinished(Task):
+    def model(self):
+        return nn.Linear(1, 1)
+
+class Broken(Mine):
+    def loss(self, model, batch):
+        raise KeyError("no such thing")
+"""
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def test_recipes_are_listed(call):
+    done = call("recipes")
+    assert done.exit_code == 0
+    assert {line.split()[0] for line in done.stdout.splitlines()} >= {"digits", "toy", "image_folder"}
+
+
+def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_path):
+    assert call("train", "toy", "train.steps=4", "log.tensorboard=false").exit_code == 0
+    again = call("train", "toy", "train.steps=8", "log.tensorboard=false")
+    assert again.exit_code == 0
+    assert "resuming runs/toy at step 4" in again.stdout
+    results = json.loads(call("evaluate", "runs/toy").stdout)
+    assert results["eval/samples"] == 200
+    rows = call("predict", "runs/toy", "--samples", "2").stdout.splitlines()
+    assert len(rows) == 2
+    assert {"sample", "truth", "y0"} <= json.loads(rows[0]).keys()
+
+
+def test_own_task_trains_and_takes_keys(call):
+    done = call("train", "mine.py:Mine", "task.width=6", "train.steps=3")
+    assert done.exit_code == 0, done.stderr
+    assert "7 parameters" in done.stdout
+    assert "step 3/3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["digts"], "did you mean digits?"),
+        (["nowhere.yaml"], "no such file"),
+        (["nowhere.py:Task"], "no such file"),
+        (["mine.py"], "no class is named"),
+        (["mine.py:Nine"], "the file has: Mine, Unfinished, Broken"),
+        (["mine.py:Unfinished"], "lacks loss, train_data"),
+        (["mine.py:Mine", "task.widht=3"], "did you mean width?"),
+        (["toy", "optim.name=Adamw"], "did you mean AdamW?"),
+        (["toy", "optim.args.momentun=0.9"], "takes no argument 'momentun'"),
+        (["toy", "batch.micro=100"], "micro (100) is above global (50)"),
+        (["toy", "train.epochs=many"], "train.epochs: 'many'"),
+        (["toy", "nonsense"], "'nonsense' is not key=value"),
+        (["toy", "--nproc", "zero"], "'zero' is not a number of ranks"),
+        (["image_folder"], "needs data.train"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_what_to_do(call, arguments, expected):
+    done = call("train", *arguments)
+    assert done.exit_code == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_all_errors_are_told_at_once(call):
+    done = call("train", "digits", "optim.lrr=1", "train.epochs=x", "task.widht=3", "seeed=1")
+    for expected in ("optim.lr?", "train.epochs", "task.width?", "did you mean seed?"):
+        assert expected in done.stderr
+
+
+def test_missing_data_exits_with_1_and_names_the_folder(call, tmp_path):
+    done = call("train", "image_folder", "data.train=nowhere")
+    assert done.exit_code == 1
+    assert "nowhere: no such folder" in done.stderr
+    (tmp_path / "empty" / "cats").mkdir(parents=True)
+    # The failed start trained nothing, so its directory is free for another config.
+    assert "no images found" in call("train", "image_folder", "data.train=empty").stderr
+
+
+def test_fault_in_a_users_code_shows_where_without_library_frames(call):
+    done = call("train", "mine.py:Broken", "train.steps=3")
+    assert done.exit_code == 1
+    assert "KeyError: 'no such thing'" in done.stderr
+    assert "mine.py" in done.stderr
+    assert "site-packages" not in done.stderr
+    assert "site-packages" in call("train", "mine.py:Broken", "train.steps=3", "--debug").stderr
+
+
+def test_debug_shows_the_traceback_of_a_known_error(call):
+    assert "Traceback" in call("train", "digts", "--debug").stderr
+
+
+def test_what_is_no_run_directory_is_said_so(call):
+    done = call("evaluate", "runs/none")
+    assert done.exit_code == 2
+    assert "not a run directory" in done.stderr
+
+
+def test_run_without_checkpoint_cannot_be_evaluated(call, tmp_path):
+    call("train", "toy", "train.steps=2")
+    for path in (tmp_path / "runs" / "toy" / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    done = call("evaluate", "runs/toy")
+    assert done.exit_code == 1
+    assert "no checkpoint" in done.stderr
