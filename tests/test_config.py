@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import RunConfig, determining, load, parse, read_run, recipes
+from lockstep.config import RunConfig, determining
+from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
 
 TOY = {"task": {"kind": "toy"}}
@@ -431,7 +432,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_path(text, write):
 
 @pytest.mark.parametrize("name", sorted(recipes()))
 def test_recipes_survive_a_file(name, write):
-    assert load(write(load(name).to_yaml())) == load(name)
+    assert load(write(to_yaml(load(name)))) == load(name)
 
 
 def full():
@@ -461,18 +462,18 @@ def full():
 
 
 def test_every_value_survives_a_file(write):
-    assert load(write(full().to_yaml())) == full()
+    assert load(write(to_yaml(full()))) == full()
 
 
 def test_the_file_has_every_key_as_users_write_it():
-    found = yaml.safe_load(toy().to_yaml())
+    found = yaml.safe_load(to_yaml(toy()))
     assert list(found) == list(RunConfig.model_fields)
     assert list(found["batch"]) == ["global", "micro", "per_rank", "accumulate"]
     assert found["optim"]["clip_norm"] is None
 
 
 def test_a_run_directory_gives_its_config_back(tmp_path):
-    (tmp_path / "config.yaml").write_text(full().to_yaml())
+    (tmp_path / "config.yaml").write_text(to_yaml(full()))
     assert read_run(tmp_path) == full()
 
 
@@ -551,7 +552,7 @@ def test_another_task_determines_the_run():
 def test_a_recorded_config_determines_the_same_as_the_one_that_was_given():
     # from Python, values may be tuples, which YAML reads back as lists
     original = parse(TOY | {"optim": {"args": {"betas": (0.9, 0.95)}}})
-    assert determining(parse(yaml.safe_load(original.to_yaml()))) == determining(original)
+    assert determining(parse(yaml.safe_load(to_yaml(original)))) == determining(original)
 
 
 # ---- the batch at a first launch
@@ -579,14 +580,14 @@ def test_without_a_batch_there_is_a_default_one():
 def test_a_resolved_batch_can_be_recorded_and_read_again(section):
     found = toy(batch=section)
     resolved = found.model_copy(update={"batch": found.batch.resolve(2)})
-    assert parse(yaml.safe_load(resolved.to_yaml())) == resolved
+    assert parse(yaml.safe_load(to_yaml(resolved))) == resolved
 
 
 # ---- import
 
 
 def test_reading_a_config_imports_no_torch():
-    code = "import sys; from lockstep.config import load; load('toy'); print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
+    code = "import sys; from lockstep.config_file import load; load('toy'); print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
@@ -670,6 +671,6 @@ RIGHT = some(
 @given(RIGHT)
 def test_whatever_is_accepted_survives_yaml(values):
     found = parse(TOY | values)
-    again = parse(yaml.safe_load(found.to_yaml()))
+    again = parse(yaml.safe_load(to_yaml(found)))
     assert again == found
     assert determining(again) == determining(found)

@@ -33,9 +33,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all err
 @app.command()
 def recipes() -> None:
     """List the shipped recipes."""
-    from lockstep import config
+    from lockstep import config_file
 
-    known = config.recipes()
+    known = config_file.recipes()
     wide = max(map(len, known))
     for name, about in known.items():
         print(f"{name:<{wide}}  {about}")
@@ -52,9 +52,9 @@ def train(
 ) -> None:
     """Train. The same command again resumes the run."""
     with _reporting(debug):
-        from lockstep import config
+        from lockstep import config_file
 
-        settings = config.load(target, overrides or [])
+        settings = config_file.load(target, overrides or [])
         if _is_launcher(nproc):
             options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
             _launch(["train", target, *(overrides or []), *options], nproc)
@@ -68,9 +68,9 @@ def train(
 def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
     """Evaluate the newest checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
-        from lockstep import config
+        from lockstep import config_file
 
-        settings = config.read_run(run_dir)
+        settings = config_file.read_run(run_dir)
         if _is_launcher(nproc):
             _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
         else:
@@ -90,9 +90,9 @@ def predict(
 ) -> None:
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
     with _reporting(debug):
-        from lockstep import config
+        from lockstep import config_file
 
-        settings = config.read_run(run_dir)
+        settings = config_file.read_run(run_dir)
         from lockstep.run import Trainer
 
         for row in Trainer(settings, run_dir=run_dir).describe(inputs or [], samples):

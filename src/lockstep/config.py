@@ -1,35 +1,13 @@
-"""The configuration of a run: one pydantic model per YAML section. Only `run.py` and `cli.py` read it.
-
-Imports no torch: a wrong key is reported before anything heavy is loaded.
-"""
+"""The configuration of a run: one pydantic model per YAML section."""
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from importlib import resources
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
-
-from lockstep.errors import UsageError, did_you_mean
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 _GLOBAL_BATCH = 32
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-8` is one. (PyYAML follows YAML 1.1, where it is text.)"""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back the same: the text '1e-8' gets quotes."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 
 class Section(BaseModel):
@@ -205,10 +183,6 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
-    def to_yaml(self) -> str:
-        """All keys, as `load` reads them."""
-        return yaml.dump(self.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
-
 
 # ---- what determines the training
 
@@ -227,179 +201,3 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{key}"
         flat |= _flatten(item, f"{path}.") if isinstance(item, Mapping) else {path: item}
     return flat
-
-
-# ---- reading
-
-
-def recipes() -> dict[str, str]:
-    """Names of the shipped recipes, and what their first comment says."""
-    files = sorted(resources.files("lockstep.recipes").iterdir(), key=lambda file: file.name)
-    texts = {file.name.removesuffix(".yaml"): file.read_text() for file in files if file.name.endswith(".yaml")}
-    return {name: text.splitlines()[0].removeprefix("# ") for name, text in texts.items()}
-
-
-def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe name, a YAML file or `FILE.py:Task`, and apply `key=value` overrides.
-
-    Raises:
-        UsageError: names file, key and value of everything that is wrong, all at once.
-    """
-    values, where = _read(target)
-    return parse(values, where, overrides)
-
-
-def read_run(run_dir: Path) -> RunConfig:
-    """The config that a run directory records.
-
-    Raises:
-        UsageError: not a run directory.
-    """
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        raise UsageError("not a run directory: it has no config.yaml", where=str(run_dir), remedy="give the directory of a run, such as runs/digits")
-    return parse(_read_yaml(path), str(path))
-
-
-def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
-    """Check `values` under `overrides`; `where` names them in errors."""
-    problems: list[str] = []
-    raw: dict[str, Any] = _plain(values, "", where, problems)
-    given: set[str] = set()
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not all(key.split(".")):
-            problems.append(f"command line: {override!r} is not key=value")
-            continue
-        try:
-            value = yaml.load(text, _Loader)
-        except (yaml.YAMLError, ValueError) as error:
-            problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
-            continue
-        given.add(key)
-        _assign(raw, key.split("."), value)
-    if "batch" in raw and any(key in given for key in ("batch.per_rank", "batch.accumulate")) and isinstance(raw["batch"], dict):
-        for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
-            raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
-    for one, other in (("epochs", "steps"), ("eval_every_epochs", "eval_every_steps")):
-        for mine, theirs in ((one, other), (other, one)):
-            if f"train.{mine}" in given and f"train.{theirs}" not in given and isinstance(raw.get("train"), dict):
-                raw["train"].pop(theirs, None)
-
-    def origin(path: str) -> str:
-        """The override that set `path`, or what is above or below it; else the file."""
-        return "command line" if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given) else where
-
-    config: RunConfig | None = None
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        problems += [_describe(fault, RunConfig, "", origin) for fault in error.errors()]
-    if isinstance(raw.get("task"), dict):
-        task, faults = _check_task(raw["task"], origin)
-        problems += faults
-        if config is not None and task is not None:
-            config.task = task
-    if problems or config is None:
-        raise UsageError("\n  ".join(["the configuration has errors:", *problems]))
-    return config
-
-
-def _read(target: str) -> tuple[dict[str, Any], str]:
-    path, _, attribute = target.partition(":")
-    if path.endswith(".py"):
-        if not Path(path).is_file():
-            raise UsageError("no such file", where=path, remedy="give the path of your Python file, as FILE.py:Task")
-        if not attribute:
-            raise UsageError("no class is named", where=path, remedy=f"write {path}:MyTask")
-        return {"name": Path(path).stem, "task": {"kind": f"{os.path.abspath(path)}:{attribute}"}}, target
-    if target.endswith((".yaml", ".yml")):
-        if not Path(target).is_file():
-            raise UsageError("no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file")
-        values = _read_yaml(Path(target))
-    else:
-        known = recipes()
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise UsageError(f"there is no recipe {target!r}", remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task")
-        values = yaml.load(resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text(), _Loader)
-    values.setdefault("name", Path(target).stem)
-    return values, target
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date or number that is none
-        raise UsageError(f"not YAML: {error}", where=str(path), remedy="repair the file") from error
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    if not isinstance(values, dict):
-        raise UsageError("not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`")
-    return values
-
-
-def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
-    """A copy of `value` in YAML's own types (tuples become lists), so that it is the same when it is read back."""
-    if isinstance(value, Mapping):
-        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
-        return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)}
-    if isinstance(value, list | tuple):
-        return [_plain(item, f"{path}{number}.", where, problems) for number, item in enumerate(value)]
-    if value is not None and type(value) not in (bool, int, float, str):
-        problems.append(f"{where}: {path.rstrip('.')}: {value!r} is a {type(value).__name__}; use numbers, text, lists and mappings")
-    return value
-
-
-def _assign(raw: Any, path: list[str], value: Any) -> None:
-    """Set `path` in nested mappings and lists, making mappings where there is nothing."""
-    for number, key in enumerate(path):
-        place: Any = int(key) if isinstance(raw, list) and key.isdigit() and int(key) < len(raw) else key
-        if isinstance(raw, list) and isinstance(place, str):
-            raw.append({key: value})  # no such item: validation says what is wrong with this one
-            return
-        if number == len(path) - 1:
-            raw[place] = value
-            return
-        inner = raw[place] if isinstance(raw, list) else raw.get(place)
-        if not isinstance(inner, dict | list):
-            raw[place] = inner = {}
-        raw = inner
-
-
-def _check_task(task: dict[str, Any], origin: Any) -> tuple[dict[str, Any] | None, list[str]]:
-    """The task section under its kind's own model; a user's own class checks its keys when it is made."""
-    kind = task.get("kind")
-    if isinstance(kind, str) and ".py:" in kind:
-        return UserTask.model_validate(task).model_dump(), []
-    if not isinstance(kind, str) or kind not in BUILT_IN:
-        hint = did_you_mean(kind, BUILT_IN)
-        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"]
-    try:
-        return BUILT_IN[kind].model_validate(task).model_dump(), []
-    except ValidationError as error:
-        return None, [_describe(fault, BUILT_IN[kind], "task.", origin) for fault in error.errors()]
-
-
-def _describe(fault: Any, model: type[BaseModel], prefix: str, origin: Any) -> str:
-    path = prefix + ".".join(str(part) for part in fault["loc"])
-    where = origin(path)
-    if fault["type"] == "extra_forbidden":
-        known = _keys(model, fault["loc"][:-1])
-        parent = path.rpartition(".")[0]
-        hint = did_you_mean(fault["loc"][-1], known, f"{parent}." if parent else "")
-        return f"{where}: {path}: unknown key; {hint}known here: {', '.join(known)}"
-    if fault["type"] == "missing":
-        return f"{where}: {path}: is missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{where}: {path}: {message}" if fault["type"] == "value_error" else f"{where}: {path}: {fault['input']!r}: {message}"
-
-
-def _keys(model: Any, loc: Iterable[Any]) -> list[str]:
-    """Keys of the section at `loc`."""
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        field = next(f for name, f in model.model_fields.items() if part in (name, f.alias))
-        model = GroupConfig if part == "groups" else field.annotation
-    return [field.alias or name for name, field in model.model_fields.items()]

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from lockstep import config as configs
-from lockstep import rundir
+from lockstep import config_file, rundir
 from lockstep.checkpoint import state as states
 from lockstep.checkpoint import store
 from lockstep.config import RunConfig
@@ -44,9 +43,9 @@ class Trainer:
 
     def __init__(self, config: RunConfig | Mapping[str, Any] | str, *, run_dir: str | Path | None = None, fresh: bool = False, quiet: bool = False) -> None:
         if isinstance(config, str):
-            config = configs.load(config)
+            config = config_file.load(config)
         elif not isinstance(config, RunConfig):
-            config = configs.parse({"task": {"kind": "in Python.py:Task"}} | dict(config))
+            config = config_file.parse({"task": {"kind": "in Python.py:Task"}} | dict(config))
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.quiet = fresh, quiet

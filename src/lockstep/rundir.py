@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import config as configs
-from lockstep.config import RunConfig
+from lockstep import config_file
+from lockstep.config import RunConfig, determining
 from lockstep.dist.world import World
 from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
@@ -55,7 +55,7 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunCon
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         if (folder / "config.yaml").exists() and any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved)
-        (folder / "config.yaml").write_text(resolved.to_yaml())
+        (folder / "config.yaml").write_text(config_file.to_yaml(resolved))
         (folder / "environment.json").write_text(json.dumps(_environment(world), indent=1))
     except OSError as error:
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir") from error
@@ -63,10 +63,10 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunCon
 
 
 def _same_training(folder: Path, config: RunConfig, resolved: RunConfig) -> RunConfig:
-    recorded = configs.read_run(folder)
+    recorded = config_file.read_run(folder)
     if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
         resolved = resolved.model_copy(update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})})
-    old, new = configs.determining(recorded), configs.determining(resolved)
+    old, new = determining(recorded), determining(resolved)
     changes = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
     if changes:
         raise UsageError(
