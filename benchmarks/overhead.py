@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-STEPS = 200
+STEPS = 100
 BATCH = 32
 SIZES = {"small": (256, 2), "large": (1024, 3)}  # hidden width and layers: about 2 ms and 30 ms per step on one core
 MEMORY = (4096, 4)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
@@ -64,8 +64,8 @@ class Plain:
         running, step = torch.zeros(()), 0
         begun = time.perf_counter()
         for inputs, targets in self.loader:
-            loss = self.task.loss(self.model, (inputs, targets)) / len(inputs)
             self.optimizer.zero_grad(set_to_none=True)
+            loss = self.task.loss(self.model, (inputs, targets)) / len(inputs)
             loss.backward()
             self.optimizer.step()
             running += loss.detach()

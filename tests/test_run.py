@@ -176,6 +176,8 @@ def test_evaluation_of_a_run_on_two_ranks_is_that_of_training(tmp_path):
 def test_empty_data_sets_are_errors(tmp_path):
     with pytest.raises(LockstepError, match="training data set is empty"):
         runs.fit(own_tasks.Plain(0), runs.config(), tmp_path / "train")
+    with pytest.raises(LockstepError, match="10 samples do not fill one batch of 24"):
+        runs.fit(own_tasks.Plain(10), runs.config(data={"drop_last": True}), tmp_path / "dropped")
     with pytest.raises(LockstepError, match="evaluation data set is empty"):
         runs.fit(own_tasks.Plain(10), runs.config(train={"eval_every_steps": 5}), tmp_path / "eval")
 

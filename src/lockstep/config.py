@@ -167,12 +167,12 @@ class LogConfig(Section):
 
 
 class RunConfig(Section):
-    """A whole run. Everything but the task and its data has a default."""
+    """A whole run. Everything but the task and its data has a default; in Python, the task may be given as an object instead."""
 
     name: str = "run"
     seed: Annotated[int, Field(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    task: dict[str, Any]
+    task: dict[str, Any] = {}
     data: DataConfig = DataConfig()
     batch: BatchConfig = Field(default_factory=lambda: BatchConfig.model_validate({}))
     train: TrainConfig = TrainConfig()

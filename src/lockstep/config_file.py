@@ -62,10 +62,10 @@ def read_run(run_dir: Path) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise UsageError("not a run directory: it has no config.yaml", where=str(run_dir), remedy="give the directory of a run, such as runs/digits")
-    return parse(_read_yaml(path), str(path))
+    return parse(_read_yaml(path), str(path), needs_task=False)
 
 
-def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = ()) -> RunConfig:
+def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True) -> RunConfig:
     """Check `values` under `overrides`; `where` names them in errors."""
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
@@ -99,7 +99,9 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         problems += [_describe(fault, RunConfig, "", origin) for fault in error.errors()]
-    if isinstance(raw.get("task"), dict):
+    if needs_task and "task" not in raw:
+        problems.append(f"{where}: task: is missing")
+    if isinstance(raw.get("task"), dict) and (needs_task or raw["task"]):
         task, faults = _check_task(raw["task"], origin)
         problems += faults
         if config is not None and task is not None:

@@ -45,7 +45,7 @@ class Trainer:
         if isinstance(config, str):
             config = config_file.load(config)
         elif not isinstance(config, RunConfig):
-            config = config_file.parse({"task": {"kind": "in Python.py:Task"}} | dict(config))
+            config = config_file.parse(config, needs_task=False)
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.quiet = fresh, quiet
@@ -118,9 +118,10 @@ class Trainer:
             raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
         global_batch = config.batch.global_ or 1
         micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
+        if config.data.drop_last and length < global_batch:
+            remedy = "lower batch.global, or set data.drop_last=false"
+            raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
         plan = StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
-        if plan.samples(0) < 1:
-            raise DataError(f"{length} samples make no step", where="data.drop_last", remedy="lower batch.global or keep the last batch")
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
         torch.manual_seed(config.seed)
         model = task.model().to(world.device)

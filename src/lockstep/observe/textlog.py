@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
+_SHORT = {"train/samples_per_s": "samples/s", "memory/peak_mb": "peak MB"}
 _HIDDEN = ("memory/peak_mb/rank", "step", "epoch", "time_s")
 
 
@@ -17,15 +18,15 @@ def line(entry: dict[str, float], total: int) -> str:
     for name in names:
         if name in ("train/skipped", "eval/bad") and not entry[name]:
             continue
-        label = name.removeprefix("train/").replace("memory/peak_mb", "peak_mb")
-        parts.append(f"{label} {_number(entry[name])}")
+        if name == "train/wait_share":
+            parts.append(f"wait {entry[name]:.0%}")
+        else:
+            parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
     return "  ".join(parts)
 
 
 def _number(value: float) -> str:
-    if float(value).is_integer() and abs(value) < 1e7:
-        return str(int(value))
-    return f"{value:.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    return f"{value:.0f}" if 100 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 class TextLog:

@@ -23,6 +23,8 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     Raises:
         UsageError: no such file or class, or arguments that its constructor does not take; names what it takes.
     """
+    if "kind" not in section:
+        raise UsageError("the config names no task", where="task", remedy="set task.kind, or give a Task object to fit, evaluate or predict")
     arguments = {key: value for key, value in section.items() if key != "kind"}
     kind = section["kind"]
     task_class = _shipped(_SHIPPED[kind]) if kind in _SHIPPED else _from_file(kind)
