@@ -182,6 +182,17 @@ def test_empty_data_sets_are_errors(tmp_path):
         runs.fit(own_tasks.Plain(10), runs.config(train={"eval_every_steps": 5}), tmp_path / "eval")
 
 
+def test_single_strategy_on_several_ranks_is_an_error():
+    for message in run_ranks(2, rank_cases.error_of, "Plain", {}, runs.config(parallel={"strategy": "single"})):
+        assert "2 ranks would train 2 models" in message
+
+
+def test_prediction_without_predict_is_an_error(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(), tmp_path)
+    with pytest.raises(LockstepError, match="Plain has no predict"):
+        Trainer(runs.config(), run_dir=tmp_path, quiet=True).predict(own_tasks.Plain(), own_tasks.Plain().train_data())
+
+
 def test_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LockstepError, match="cannot write") as caught:

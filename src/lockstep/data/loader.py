@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.order import Chunk, StepPlan, mix
+from lockstep.data.order import Chunk, StepPlan, micro_batches, mix
 from lockstep.errors import DataError, LockstepError
 
 OnError = Literal["raise", "skip"]
@@ -192,8 +192,7 @@ def training_steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: 
 
     micros = loader.run(chunks)
     for step in range(start, stop):
-        count = max(1, -(-plan.samples(step) // (plan.world * plan.micro_batch)))
-        yield [next(micros) for _ in range(count)]
+        yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
 
 
 class _Order(torch.utils.data.Sampler[Chunk]):

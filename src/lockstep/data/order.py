@@ -91,6 +91,11 @@ class Chunk(NamedTuple):
     filler: bool
 
 
+def micro_batches(samples: int, world: int, micro_batch: int) -> int:
+    """How many forward passes of at most `micro_batch` samples each rank needs for `samples` together."""
+    return max(1, -(-samples // (world * micro_batch)))
+
+
 def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None) -> list[list[Chunk]]:
     """Cut one global batch into equally many micro-batches for every rank.
 
@@ -101,7 +106,7 @@ def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Ind
         chunks[rank][micro]
     """
     count = len(indices)
-    per_rank = max(1, -(-count // (world * micro_batch)))
+    per_rank = micro_batches(count, world, micro_batch)
     if lengths is not None:
         indices = indices[np.argsort(-lengths, kind="stable")]
     sizes, extra = divmod(count, world * per_rank)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.dist.world import World
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, UsageError
 
 StrategyName = Literal["single", "ddp"]
 Losses = dict[str, Tensor]
@@ -39,9 +39,14 @@ def wrap(forward: Forward, strategy: StrategyName, world: World, find_unused: bo
     """Make `forward` synchronise its gradients as the mean over ranks, during the backward pass.
 
     On one rank there is nothing to synchronise, and `ddp` is `single`.
+
+    Raises:
+        UsageError: `single` on several ranks, which would train as many models.
     """
-    if strategy == "single" or world.size == 1:
+    if world.size == 1:
         return forward
+    if strategy == "single":
+        raise UsageError(f"{world.size} ranks would train {world.size} models", where="parallel.strategy=single", remedy="use ddp, or one rank")
     return DistributedDataParallel(forward, gradient_as_bucket_view=True, find_unused_parameters=find_unused)
 
 
