@@ -126,7 +126,7 @@ def _reporting(debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        if _is_first():
+        if "RANK" not in os.environ:
             print("\nstopped; the same command goes on from the newest checkpoint", file=sys.stderr)
         raise typer.Exit(130) from None
     except Exception as error:

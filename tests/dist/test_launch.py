@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,20 @@ def test_wrong_key_is_refused_before_anything_starts(tmp_path):
     assert done.returncode == 2
     assert "did you mean optim.lr?" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_ctrl_c_stops_all_ranks_and_says_how_to_go_on(tmp_path, nproc):
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "lockstep", "train", "toy", "train.steps=1000000", "log.every_steps=5", "--nproc", str(nproc), "--run-dir", str(run)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and all ranks
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.strip() == "stopped; the same command goes on from the newest checkpoint"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left

@@ -47,7 +47,9 @@ def write(folder: Path, step: int, state: dict[str, Any], about: dict[str, Any],
         _sync_folder(folder)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         shutil.rmtree(staging, ignore_errors=True)
-        raise CheckpointError(str(error), where=str(final), remedy="free disk space or repair permissions, then run the same command") from error
+        free = shutil.disk_usage(folder).free // 2**20 if folder.is_dir() else 0
+        remedy = "free disk space or repair permissions, then run the same command"
+        raise CheckpointError(f"cannot be written with {free} MiB free: {error}", where=str(final), remedy=remedy) from error
     if keep_last:
         for old in list(_folders(folder))[keep_last:]:
             shutil.rmtree(old, ignore_errors=True)

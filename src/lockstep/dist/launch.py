@@ -21,13 +21,16 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
 
     Raises:
         RankError: a rank failed; names it, with its own words, and carries its exit code.
+        KeyboardInterrupt: a signal asked to stop; the ranks were stopped too.
     """
     import torch.distributed.elastic.multiprocessing as elastic
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for noisy in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say of a failed rank, we say
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHED] = "1"
@@ -49,6 +52,8 @@ def launch(arguments: Sequence[str], nproc: int) -> None:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             raise _first_cause(error) from None
+        except SignalException as signal:
+            raise KeyboardInterrupt(str(signal)) from None
 
 
 def report_failure(error: BaseException, text: str) -> None:
