@@ -1,6 +1,6 @@
 """Time per step of Lockstep against a hand-written plain loop that does the same work.
 
-    python benchmarks/overhead.py [--ranks 1 2] [--sizes small large] [--rounds 9]
+    python benchmarks/overhead.py [--ranks 1 2] [--sizes small large] [--rounds 15]
 
 Both train the same MLP on the same batches with AdamW, log the mean loss to TensorBoard, a text file and a progress bar
 every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; what counts is the
@@ -20,16 +20,16 @@ import tempfile
 import time
 from pathlib import Path
 
-STEPS = 100
 BATCH = 32
-SIZES = {"small": (256, 2), "large": (1024, 3)}  # hidden width and layers: about 2 ms and 30 ms per step on one core
-MEMORY = (4096, 4)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
+# Hidden width, layers, steps in a round: about 2 ms and 30 ms per step on one core.
+SIZES = {"small": (128, 1, 500), "large": (1024, 3, 60)}
+MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
 
 
-def data(hidden, layers):
+def data(hidden, layers, steps):
     from lockstep.tasks.toy import Toy
 
-    return Toy(samples=STEPS * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+    return Toy(samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
 
 
 class Plain:
@@ -50,7 +50,7 @@ class Plain:
         self.task, self.rank, self.world, self.epoch = task, rank, world, 0
 
     def run(self, folder):
-        """One epoch of STEPS steps; returns seconds per step."""
+        """One epoch; returns seconds per step."""
         import torch
         import torch.distributed as dist
         from torch.utils.tensorboard import SummaryWriter
@@ -60,7 +60,7 @@ class Plain:
         log = open(folder / "plain.log", "a", buffering=1) if self.rank == 0 else None
         self.sampler.set_epoch(self.epoch)
         self.epoch += 1
-        bar = tqdm(total=STEPS, disable=self.rank > 0, file=open(os.devnull, "w"))
+        bar = tqdm(total=len(self.loader), disable=self.rank > 0, file=open(os.devnull, "w"))
         running, step = torch.zeros(()), 0
         begun = time.perf_counter()
         for inputs, targets in self.loader:
@@ -85,7 +85,7 @@ class Plain:
         if writer is not None:
             writer.close()
             log.close()
-        return seconds / STEPS
+        return seconds / step
 
 
 class Ours:
@@ -117,7 +117,7 @@ class Ours:
         seconds = time.perf_counter() - begun
         for watcher in watchers:
             watcher.close()
-        return seconds / STEPS
+        return seconds / stop
 
 
 def rank_main(size, rounds):
@@ -152,9 +152,6 @@ def memory_main(which):
     """Peak memory of a process that trains a few steps in one way only."""
     import torch
 
-    global STEPS
-    STEPS = 6
-
     torch.set_num_threads(1)
     from lockstep.dist.world import join_world
 
@@ -169,7 +166,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--memory", choices=["plain", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -44,6 +44,28 @@ def test_tensorboard_holds_the_logged_values(tmp_path):
     assert values == {entry["step"]: pytest.approx(entry["train/loss"], rel=1e-6) for entry in entries(tmp_path)}
 
 
+def test_tensorboard_hides_what_a_dead_run_wrote_after_its_checkpoint(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    settings = runs.config(train={"steps": 20}, log={"tensorboard": True}, checkpoint={"every_steps": 12})
+
+    class Interrupted(own_tasks.Plain):
+        calls = 0
+
+        def loss(self, model, batch):
+            self.calls += 1
+            if self.calls == 17:
+                raise KeyboardInterrupt
+            return super().loss(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.fit(Interrupted(), settings, tmp_path)
+    runs.fit(own_tasks.Plain(), settings, tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
+
+
 def test_learning_rate_of_each_group_is_logged_scaled_and_scheduled(tmp_path):
     settings = runs.config(schedule={"name": "linear"}, train={"steps": 10}, log={"every_steps": 5})
     settings["optim"] = {"lr": 0.01, "lr_scaling": "linear", "reference_batch": 12, "groups": [{"name": "last", "match": ["2.*"], "lr": 0.1}]}

@@ -52,6 +52,21 @@ def test_preparing_leaves_the_training_rng_to_the_step():
     assert runs.difference(one, other) == 0
 
 
+def test_tensors_read_at_once_are_those_read_one_by_one():
+    class OneByOne(own_tasks.Plain):
+        def collate(self, samples):
+            return super().collate(samples)
+
+    quick, slow = (Chunks(task.train_data(), task, 0, True) for task in (own_tasks.Plain(), OneByOne()))
+    assert quick.at_once
+    assert not slow.at_once
+    chunk = Chunk((7, 3, 200), 0, False)
+    for one, other in zip(quick[chunk].batch, slow[chunk].batch, strict=True):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype
+    assert type(quick[chunk].batch) is type(slow[chunk].batch)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_sample_names_its_file(workers):
     task = own_tasks.FromFiles(8, broken=[5])

@@ -63,19 +63,25 @@ class Chunks(Dataset[Micro]):
     def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         # Tensors that are not prepared leave nothing to seed; anything else may draw random numbers as it is read.
-        self.seeded = not (type(data) is TensorDataset and getattr(type(task).prepare, "is_identity", False))
+        self.seeded = not (type(data) is TensorDataset and getattr(type(task).prepare, "is_default", False))
+        self.at_once = not self.seeded and getattr(type(task).collate, "is_default", False)
 
     def __getitem__(self, chunk: Chunk) -> Micro:
+        if self.at_once:  # what reading and collating these samples one by one gives, in a tenth of the time
+            rows = torch.tensor(chunk.indices)
+            return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
         indices, bad = chunk.indices, _NONE_BAD
         try:
-            samples = [self.sample(index, chunk.epoch) for index in indices] if self.seeded else [self.data[index] for index in indices]
+            samples = [self.sample(index, chunk.epoch) for index in indices]
         except Exception:
             samples, indices, bad = self._one_by_one(chunk)
         filler = chunk.filler or not samples
         if not samples:
             samples, indices = self._substitute(chunk)
-        batch = self.task.collate(samples)
-        return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, _NONE_BAD if chunk.filler else bad)
+        return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
+
+    def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
+        return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
 
     def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
@@ -188,7 +194,7 @@ def training_steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: 
 
     def chunks() -> Iterator[Chunk]:
         for step in range(start, stop):
-            yield from plan.chunks(step)[rank]
+            yield from plan.rank_chunks(step, rank)
 
     micros = loader.run(chunks)
     for step in range(start, stop):

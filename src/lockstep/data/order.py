@@ -35,12 +35,18 @@ def mix(*words: int) -> int:
     return state
 
 
-def _scramble(values: npt.NDArray[np.uint64], key: int) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser under a key, to 63 bits: one bit of head room, so that adding to it never wraps."""
-    state = values ^ np.uint64(key)
+def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int, size: int) -> npt.NDArray[np.uint64]:
+    """Move `half` within Z_size by a distance that `other` and `key` give: one round. Undone by moving back.
+
+    The distance is SplitMix64's finaliser, scaled from 32 bits to `size` (at most 2**31) by a multiplication: a 64-bit
+    division takes several times as long.
+    """
+    state = other ^ np.uint64(key)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return (state ^ (state >> np.uint64(31))) >> np.uint64(1)
+    distance = (((state ^ (state >> np.uint64(31))) >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
+    moved = half + distance
+    return np.where(moved >= np.uint64(size), moved - np.uint64(size), moved)
 
 
 def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) -> Indices:
@@ -69,9 +75,9 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
         left, right = np.divmod(flat[outside], np.uint64(columns))
         for number, key in enumerate(keys):
             if number % 2 == 0:
-                left = (left + _scramble(right, key)) % np.uint64(rows)
+                left = _shift(left, right, key, rows)
             else:
-                right = (right + _scramble(left, key)) % np.uint64(columns)
+                right = _shift(right, left, key, columns)
         flat[outside] = left * np.uint64(columns) + right
         outside = outside[flat[outside] >= length]
     return places.astype(np.int64).reshape(np.shape(positions))
@@ -105,22 +111,25 @@ def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Ind
     Returns:
         chunks[rank][micro]
     """
+    return [cut_rank(indices, epoch, world, micro_batch, rank, lengths) for rank in range(world)]
+
+
+def cut_rank(indices: Indices, epoch: int, world: int, micro_batch: int, rank: int, lengths: Indices | None = None) -> list[Chunk]:
+    """The micro-batches of one rank, as `cut` gives them; costs nothing for the others."""
     count = len(indices)
     per_rank = micro_batches(count, world, micro_batch)
     if lengths is not None:
         indices = indices[np.argsort(-lengths, kind="stable")]
-    sizes, extra = divmod(count, world * per_rank)
-    samples = indices.tolist()
-    ranks: list[list[Chunk]] = [[] for _ in range(world)]
-    start = 0
-    for number in range(world * per_rank):
-        stop = start + sizes + (number < extra)
-        turn, place = divmod(number, world)
-        rank = world - 1 - place if lengths is not None and turn % 2 else place
-        filler = stop == start
-        ranks[rank].append(Chunk((samples[0],) if filler else tuple(samples[start:stop]), epoch, filler))
-        start = stop
-    return ranks
+    size, extra = divmod(count, world * per_rank)
+    chunks = []
+    for turn in range(per_rank):
+        place = world - 1 - rank if lengths is not None and turn % 2 else rank
+        number = turn * world + place
+        start = number * size + min(number, extra)
+        mine = indices[start : start + size + (number < extra)]
+        filler = not mine.size
+        chunks.append(Chunk(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
+    return chunks
 
 
 @dataclass
@@ -168,9 +177,13 @@ class StepPlan:
 
     def chunks(self, step: int) -> list[list[Chunk]]:
         """The micro-batches of step `step`: chunks[rank][micro]."""
+        return [self.rank_chunks(step, rank) for rank in range(self.world)]
+
+    def rank_chunks(self, step: int, rank: int) -> list[Chunk]:
+        """The micro-batches of one rank in step `step`."""
         indices, epoch = self.indices(step)
         lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
-        return cut(indices, epoch, self.world, self.micro_batch, lengths)
+        return cut_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
 
     def _block(self, epoch: int, number: int) -> Indices:
         # A step takes a few dozen positions; computing thousands at once divides NumPy's cost per call by as much.

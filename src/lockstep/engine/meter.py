@@ -98,7 +98,7 @@ class Meter:
         """(step, what, where) of the first loss or gradient norm on this rank that is not finite."""
         losses = [loss for o in self.outcomes for by_head in o.losses for loss in by_head.values()]
         norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
-        if not losses or bool(torch.stack([*losses, *norms]).double().isfinite().all()):
+        if not losses or bool(torch.stack([value.double() for value in (*losses, *norms)]).isfinite().all()):
             return None
         for o in self.outcomes:
             for indices, by_head in zip(o.indices, o.losses, strict=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -47,11 +47,13 @@ class Task(abc.ABC):
         (seed, epoch, sample) alone."""
         return sample
 
-    prepare.is_identity = True  # type: ignore[attr-defined]
+    prepare.is_default = True  # type: ignore[attr-defined]
 
     def collate(self, samples: list[Any]) -> Batch:
         """A batch of prepared samples."""
         return default_collate(samples)
+
+    collate.is_default = True  # type: ignore[attr-defined]
 
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
         """How many units the loss of this batch sums over, by head, from the labels alone (valid labels, tokens,
@@ -99,8 +101,3 @@ class Task(abc.ABC):
     def truth(self, sample: Any) -> Any:
         """A raw sample's label as `describe` would name it, to show beside a prediction; None where it has none."""
         return None
-
-    @final
-    def has(self, method: str) -> bool:
-        """Whether this task has its own `method` rather than the contract's."""
-        return getattr(type(self), method) is not getattr(Task, method)
