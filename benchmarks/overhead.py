@@ -26,10 +26,16 @@ SIZES = {"small": (128, 1, 500), "large": (1024, 3, 60)}
 MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
 
 
-def data(hidden, layers, steps):
+def data(hidden, layers, steps, one_by_one=False):
     from lockstep.tasks.toy import Toy
 
-    return Toy(samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+    class OneByOne(Toy):
+        """Lockstep reads a TensorDataset at once unless a task collates by itself."""
+
+        def collate(self, samples):
+            return super().collate(samples)
+
+    return (OneByOne if one_by_one else Toy)(samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
 
 
 class Plain:
@@ -120,7 +126,7 @@ class Ours:
         return seconds / stop
 
 
-def rank_main(size, rounds):
+def rank_main(size, rounds, one_by_one):
     import torch
 
     torch.set_num_threads(1)
@@ -128,7 +134,7 @@ def rank_main(size, rounds):
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = data(*SIZES[size])
+        task = data(*SIZES[size], one_by_one)
         plain, ours = Plain(task, world.size, world.rank), Ours(task, world, folder)
         sys.stdout.flush()
         keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
@@ -167,17 +173,18 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--one-by-one", action="store_true", help="read samples one by one in both, as from files")
     parser.add_argument("--memory", choices=["plain", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
         return memory_main(options.memory)
     if options.as_rank:
-        return rank_main(options.as_rank, options.rounds)
+        return rank_main(options.as_rank, options.rounds, options.one_by_one)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for ranks in options.ranks:
         for size in options.sizes:
-            command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds)]
+            command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds), *(["--one-by-one"] if options.one_by_one else [])]
             if ranks > 1:
                 command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command[1:]]
             subprocess.run(command, check=True, env=environment)
