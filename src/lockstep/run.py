@@ -61,7 +61,7 @@ class Trainer:
         """
         with self._join() as world:
             self.config = rundir.claim(self.run_dir, self.config, world, self.fresh)
-            task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
+            task = task or self._task()
             model, run, plan, batches, stop = self._training(task, world)
             cadence = self._cadence(plan)
             evaluate = self._evaluator(task, model, run.precision, world, run.forward) if cadence.evaluate else dict
@@ -80,16 +80,16 @@ class Trainer:
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
         with self._join() as world:
-            task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
-            model, _ = self._trained(task, world)
+            task = task or self._task()
+            model = self._trained(task, world)
             results: dict[str, float] = self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
             return results
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
-            task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
-            model, _ = self._trained(task, world)
+            task = task or self._task()
+            model = self._trained(task, world)
             data = data if data is not None else _required(task)
             loader = self._loader(data, task, world, training=False)
             precision = Precision(self.config.precision, world.device)
@@ -97,7 +97,7 @@ class Trainer:
 
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of the files `inputs`, or of the first `samples` evaluation samples beside their truth."""
-        task = task or registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
+        task = task or self._task()
         data = task.input_data(inputs) if inputs else _required(task)
         count = len(inputs) or min(samples, _length(data))
         outputs = self.predict(task, Subset(data, range(count)))
@@ -105,6 +105,9 @@ class Trainer:
         return [head | task.describe(output) for head, output in zip(heads, outputs or [], strict=True)]
 
     # ---- the objects
+
+    def _task(self) -> Task:
+        return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
         return join_world(self.config.device, self.config.parallel.timeout_s)
@@ -159,15 +162,15 @@ class Trainer:
         if world.rank == 0 and not self.quiet:
             print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
 
-    def _trained(self, task: Task, world: World) -> tuple[nn.Module, int]:
-        """The model with the newest checkpoint's weights, and that checkpoint's step."""
+    def _trained(self, task: Task, world: World) -> nn.Module:
+        """The model with the newest checkpoint's weights."""
         torch.manual_seed(self.config.seed)
         model = task.model().to(world.device)
         found = store.newest(self._checkpoints)
         if found is None:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
         states.restore(found[0], model)
-        return model, found[1]["step"]
+        return model
 
     def _saver(self, run: Training, model: nn.Module) -> Any:
         def save(latest: Mapping[str, float]) -> None:

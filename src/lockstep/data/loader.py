@@ -67,7 +67,7 @@ class Chunks(Dataset[Micro]):
         self.at_once = not self.seeded and getattr(type(task).collate, "is_default", False)
 
     def __getitem__(self, chunk: Chunk) -> Micro:
-        if self.at_once:  # what reading and collating these samples one by one gives, in a tenth of the time
+        if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
         indices, bad = chunk.indices, _NONE_BAD

@@ -30,7 +30,7 @@ def _release_groups() -> None:
 
     gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
     the Python object waits for them without that lock; DDP's reducer, where it holds the last reference, waits with it
-    and never wakes (seen in 1 of 3 exits, torch 2.13). So the Python object must go last.
+    and never wakes (seen with torch 2.13). So the Python object must go last.
     """
     gc.collect()
     _retired.clear()

@@ -15,7 +15,7 @@ from lockstep.engine.evaluate import combine
 from lockstep.engine.step import SAMPLES, Outcome, Training
 from lockstep.errors import TrainingError
 
-_RANKS_SHOWN = 16  # beyond, only the largest and smallest peak memory are entries
+_RANKS_SHOWN = 16  # beyond, only the largest peak memory is an entry
 
 
 class Meter:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from lockstep.observe.textlog import line
 
@@ -36,13 +35,3 @@ class ConsoleWatcher:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
-
-
-def table(title: str, columns: list[str], rows: list[list[str]]) -> Table:
-    """A table in the project's look: the first column left, the others right."""
-    drawn = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if number == 0 else "right", style="" if number else "cyan")
-    for row in rows:
-        drawn.add_row(*row)
-    return drawn
