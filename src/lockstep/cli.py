@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.errors import LockstepError, UsageError, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, short_traceback
 
 app = typer.Typer(
     add_completion=False,
@@ -48,6 +48,10 @@ def train(
     nproc: Nproc = "1",
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")] = False,
+    allow_change: Annotated[list[str] | None, typer.Option("--allow-change", metavar="KEY", help="Go on although this key differs from the run's.")] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="How often ranks that were killed or crashed are started again. Default: 3; on one rank 0, without a launcher.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Train. The same command again resumes the run."""
@@ -55,13 +59,17 @@ def train(
         from lockstep import config_file
 
         settings = config_file.load(target, overrides or [])
-        if _is_launcher(nproc):
+        if _is_launcher(nproc, max_restarts):
             options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
-            _launch(["train", target, *(overrides or []), *options], nproc)
+            options += [part for key in allow_change or [] for part in ("--allow-change", key)]
+            _launch(["train", target, *(overrides or []), *options], nproc, 3 if max_restarts is None else max_restarts)
         else:
-            from lockstep.run import Trainer
+            from lockstep.dist import signals
 
-            Trainer(settings, run_dir=run_dir, fresh=fresh).fit()
+            with signals.listening():  # before torch is imported, which takes seconds
+                from lockstep.run import Trainer
+
+                Trainer(settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or ()).fit()
 
 
 @app.command()
@@ -99,21 +107,48 @@ def predict(
             print(json.dumps(row))
 
 
-def _is_launcher(nproc: str) -> bool:
+@app.command()
+def checkpoints(
+    run_dir: RunDir,
+    check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
+    prune: Annotated[bool, typer.Option("--prune", help="Delete what the run's config does not keep; never the newest valid one.")] = False,
+    debug: Debug = False,
+) -> None:
+    """List a run's checkpoints. With --check the exit code is 3 where one is damaged."""
+    with _reporting(debug):
+        from lockstep import config_file, inventory
+
+        if not inventory.show(run_dir, config_file.read_run(run_dir).checkpoint, check, prune):
+            raise typer.Exit(3)
+
+
+@app.command()
+def export(run_dir: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")], debug: Debug = False) -> None:
+    """Write the newest checkpoint's weights as safetensors, for use without Lockstep."""
+    with _reporting(debug):
+        from lockstep import config_file
+
+        settings = config_file.read_run(run_dir)
+        from lockstep.run import Trainer
+
+        print(Trainer(settings, run_dir=run_dir).export(out))
+
+
+def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """Whether this process is to start ranks, rather than be one."""
     if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
         raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
-    return "RANK" not in os.environ and nproc != "1"
+    return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
-def _launch(arguments: list[str], nproc: str) -> None:
+def _launch(arguments: list[str], nproc: str, max_restarts: int = 0) -> None:
     from lockstep.dist import launch
 
     if nproc == "auto":
         import torch
 
         nproc = str(max(1, torch.cuda.device_count()))
-    launch.launch(["-m", "lockstep", *arguments], int(nproc))
+    launch.launch(["-m", "lockstep", *arguments], int(nproc), max_restarts)
 
 
 def _is_first() -> bool:
@@ -125,17 +160,24 @@ def _reporting(debug: bool) -> Iterator[None]:
     """Turn exceptions into messages and exit codes. A rank that a launcher started leaves its words to it."""
     try:
         yield
-    except KeyboardInterrupt:
+    except typer.Exit:
+        raise
+    except Preempted as stopped:
+        from lockstep.dist import launch
+
+        launch.report_failure(stopped, str(stopped))
         if "RANK" not in os.environ:
-            print("\nstopped; the same command goes on from the newest checkpoint", file=sys.stderr)
+            print(f"{stopped}; the same command goes on from there", file=sys.stderr)
+        raise typer.Exit(stopped.exit_code) from None
+    except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
-        from lockstep.dist import launch
+        from lockstep.dist import launch, signals
 
         launch.report_failure(error, text)
-        if launch.LAUNCHED not in os.environ or "RANK" not in os.environ:
+        if signals.LAUNCHED not in os.environ or "RANK" not in os.environ:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             print(f"{rank}error: {text}", file=sys.stderr)
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None

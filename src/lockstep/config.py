@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -88,12 +90,19 @@ class BatchConfig(Section):
 
 
 class TrainConfig(Section):
-    """How long: `epochs` or `steps`; and how often to evaluate (0: never)."""
+    """How long: `epochs` or `steps`; and how often to evaluate (0: never).
+
+    ema_decay: evaluate and export an exponential moving average of the weights. init_from: safetensors file or folder
+    to start from; init_skip: patterns of tensor names that need not be in it.
+    """
 
     epochs: PositiveInt | None = None
     steps: PositiveInt | None = None
     eval_every_epochs: Annotated[int, Field(ge=0)] | None = None
     eval_every_steps: Annotated[int, Field(ge=0)] | None = None
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    init_from: str | None = None
+    init_skip: list[str] = []
 
     @model_validator(mode="after")
     def _one_of(self) -> TrainConfig:
@@ -145,7 +154,7 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks. timeout_s: a collective that takes longer is an error."""
+    """How the model is spread over ranks. timeout_s: where no rank gets on for longer, the run ends with a report."""
 
     strategy: Literal["single", "ddp"] = "ddp"
     find_unused_parameters: bool = False
@@ -153,10 +162,17 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """every_steps: 0 saves at the end only."""
+    """every_steps: 0 saves at the end only. mode: async trains on while it writes.
+
+    Kept are the `keep_last` newest, those of every `keep_every_steps`-th step, and the best: `keep_best: max eval/accuracy`
+    also saves after each evaluation.
+    """
 
     every_steps: Annotated[int, Field(ge=0)] = 0
+    mode: Literal["async", "sync"] = "async"
     keep_last: PositiveInt = 3
+    keep_best: Annotated[str, Field(pattern=r"^(min|max) eval/\S+$")] | None = None
+    keep_every_steps: PositiveInt | None = None
 
 
 class LogConfig(Section):
@@ -186,13 +202,19 @@ class RunConfig(Section):
 
 # ---- what determines the training
 
-_FREE = ("name", "device", "data.workers", "batch.micro", "train", "parallel", "checkpoint", "log")
+_LENGTH = ("train.epochs", "train.steps", "train.eval_every_epochs", "train.eval_every_steps")
+_FREE = ("name", "device", "data.workers", "batch.micro", *_LENGTH, "parallel", "checkpoint", "log")
 
 
 def determining(config: RunConfig) -> dict[str, Any]:
     """The keys, by dotted path, whose change would change the weights; world size, micro-batch and logs do not."""
     flat = _flatten(config.model_dump(by_alias=True))
     return {key: value for key, value in flat.items() if not any(key == free or key.startswith(f"{free}.") for free in _FREE)}
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 of what determines the training."""
+    return hashlib.sha256(json.dumps(determining(config), sort_keys=True).encode()).hexdigest()
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

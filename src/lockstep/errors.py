@@ -18,6 +18,7 @@ class LockstepError(Exception):
     """
 
     exit_code = 1
+    may_pass = False  # whether the same command may go well the next time: then a launcher may try
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
@@ -45,6 +46,8 @@ class UsageError(LockstepError):
 class DataError(LockstepError):
     """A data set or a sample that cannot be used."""
 
+    may_pass = True  # files may come back
+
 
 class TrainingError(LockstepError):
     """The training itself went wrong: a loss that is not finite, a parameter without gradient."""
@@ -55,7 +58,19 @@ class CheckpointError(LockstepError):
 
 
 class RankError(LockstepError):
-    """Another rank failed; carries that rank's number and traceback."""
+    """Another rank failed; carries that rank's number and traceback. secondary: it is not itself the cause."""
+
+    may_pass = True
+    secondary = True
+
+
+class Preempted(BaseException):
+    """A signal asked this run to stop, and it did. No failure, so no `Exception`: nothing may swallow it on its way out.
+
+    Exit code 75 (EX_TEMPFAIL): run the same command again.
+    """
+
+    exit_code = 75
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +15,29 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from lockstep import config_file, rundir
+import lockstep
+from lockstep import config_file, inventory, rundir
+from lockstep.checkpoint import files, store
 from lockstep.checkpoint import state as states
-from lockstep.checkpoint import store
-from lockstep.config import RunConfig
+from lockstep.checkpoint.export import export_weights, load_weights
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.store import Checkpoint
+from lockstep.config import RunConfig, config_digest
+from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Chunks, Loader, training_steps
 from lockstep.data.order import StepPlan
-from lockstep.dist import strategy
+from lockstep.dist import signals, strategy
+from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
+from lockstep.dist.signals import Agreement
 from lockstep.dist.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import trainer
+from lockstep.engine.ema import Ema
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import Schedule, scaled_lr
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, TrainingError
+from lockstep.errors import CheckpointError, DataError, Preempted, TrainingError, UsageError
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -41,14 +52,22 @@ class Trainer:
         quiet: print nothing.
     """
 
-    def __init__(self, config: RunConfig | Mapping[str, Any] | str, *, run_dir: str | Path | None = None, fresh: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig | Mapping[str, Any] | str,
+        *,
+        run_dir: str | Path | None = None,
+        fresh: bool = False,
+        allow_change: Sequence[str] = (),
+        quiet: bool = False,
+    ) -> None:
         if isinstance(config, str):
             config = config_file.load(config)
         elif not isinstance(config, RunConfig):
             config = config_file.parse(config, needs_task=False)
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
-        self.fresh, self.quiet = fresh, quiet
+        self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
 
     def fit(self, task: Task | None = None) -> dict[str, float]:
         """Train to the end, resuming what the run directory holds.
@@ -58,21 +77,35 @@ class Trainer:
 
         Returns:
             the last value of everything logged, such as `train/loss` and `eval/accuracy`.
+
+        Raises:
+            Preempted: SIGINT, SIGTERM or SIGUSR1 asked to stop; the state was saved, and `fit` again goes on.
+            CheckpointError: the training went to its end, but a checkpoint could not be written.
         """
-        with self._join() as world:
-            self.config = rundir.claim(self.run_dir, self.config, world, self.fresh)
+        with signals.listening() as flag, self._join() as world, rundir.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config:
+            self.config = config
             task = task or self._task()
-            model, run, plan, batches, stop = self._training(task, world)
-            cadence = self._cadence(plan)
-            evaluate = self._evaluator(task, model, run.precision, world, run.forward) if cadence.evaluate else dict
-            watchers = [] if world.rank else rundir.watchers(self.run_dir, self.config, run, stop, model, quiet=self.quiet)
+            job = self._training(task, world)
+            asked = Agreement(world, flag)
+            watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.model, quiet=self.quiet)
+            tell = partial(_tell_all, watchers)
+            saver = Saver(self._checkpoints, world, inventory.retention(config.checkpoint), tell, in_background=config.checkpoint.mode == "async")
+            cadence = self._cadence(job.plan)
+            evaluate = self._evaluator(task, job.model, job.run.precision, world, job.run, asked) if cadence.evaluate else dict
+            flag.saves = True
             try:
-                latest = trainer.fit(run, batches, plan, stop, cadence, watchers, evaluate, self._saver(run, model))
-                if not latest:  # resumed at the end
-                    for watcher in watchers:
-                        watcher.message(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
-                    latest = {f"eval/{name}": value for name, value in evaluate().items()}
+                if job.run.step >= job.stop:
+                    tell(f"{self.run_dir} is complete at step {job.run.step}: raise train.epochs to go on, or start anew with --fresh")
+                save = self._save_function(job, saver)
+                latest = trainer.fit(job.run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, save, asked, job.evaluated)
+                saver.finish()
+            except Preempted:
+                saver.finish()
+                text = f"stopped by {flag.signal.name if flag.signal else 'a signal to another rank'} at step {job.run.step} of {job.stop}, saved"
+                tell(f"{text}; the same command goes on from there")
+                raise Preempted(text) from None
             finally:
+                saver.close()
                 for watcher in watchers:
                     watcher.close()
             return latest
@@ -82,8 +115,7 @@ class Trainer:
         with self._join() as world:
             task = task or self._task()
             model = self._trained(task, world)
-            results: dict[str, float] = self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
-            return results
+            return self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
@@ -104,15 +136,24 @@ class Trainer:
         heads: list[dict[str, Any]] = [{"input": name} for name in inputs] or [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
         return [head | task.describe(output) for head, output in zip(heads, outputs or [], strict=True)]
 
+    def export(self, folder: str | Path, task: Task | None = None) -> Path:
+        """Write the newest checkpoint's weights into `folder` as `model.safetensors`, under the names of the task's model,
+        and what `Task.export` adds. Returns the file. The errors are those of `export_weights`."""
+        with self._join() as world:
+            task = task or self._task()
+            model = self._trained(task, world)
+            about = {"lockstep": lockstep.__version__, "run": self.config.name}
+            return export_weights(model.state_dict(), Path(folder), about, partial(task.export, model))
+
     # ---- the objects
 
     def _task(self) -> Task:
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
-        return join_world(self.config.device, self.config.parallel.timeout_s)
+        return join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir)
 
-    def _training(self, task: Task, world: World) -> tuple[nn.Module, Training, StepPlan, Iterator[Any], int]:
+    def _training(self, task: Task, world: World) -> _Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
         data = task.train_data()
@@ -126,8 +167,12 @@ class Trainer:
             raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
         plan = StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
+        print_of_data = world.broadcast(fingerprint(data) if world.rank == 0 else None)
+        found, complaints = store.newest(self._checkpoints, world)
         torch.manual_seed(config.seed)
         model = task.model().to(world.device)
+        if config.train.init_from and found is None:
+            load_weights(model, Path(config.train.init_from), config.train.init_skip)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy="set requires_grad_(True) on some")
         rate = config.optim
@@ -146,57 +191,85 @@ class Trainer:
             coefficients=task.coefficients(),
             must_agree_on_weights=config.data.on_error == "skip",
             check_unused=not config.parallel.find_unused_parameters,
+            averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
         )
-        self._resume(run, model, world)
+        if found is not None:
+            self._resume(found, run, model, print_of_data)
+            if world.rank == 0 and not self.quiet:
+                print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         batches = training_steps(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
-        return model, run, plan, batches, stop
+        return _Job(model, run, plan, batches, stop, print_of_data, found.metrics if found else {})
 
-    def _resume(self, run: Training, model: nn.Module, world: World) -> None:
-        found = store.newest(self._checkpoints)
-        if found is None:
-            return
-        state, manifest, complaints = found
-        states.restore(state, model, run.optimizer)
-        run.precision.scaler.load_state_dict(state["scaler"])
-        run.step, run.skipped = manifest["step"], manifest["skipped"]
-        if world.rank == 0 and not self.quiet:
-            print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
+    def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> None:
+        saved = found.manifest["data"]
+        if saved != data and "data" not in self.allow_change:
+            counts = f"{saved['samples']} samples then, {data['samples']} now" if saved["samples"] != data["samples"] else "samples differ"
+            raise UsageError(
+                f"the training data are not those that the run began with: {counts}",
+                where=str(found.path),
+                remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
+            )
+        averages = run.averages.tensors if run.averages else None
+        states.check_fits(found.shapes(), model, averages=averages is not None)
+        states.restore(files.read(found.path, found.index), found.manifest["values"], model, run.optimizer, averages)
+        run.precision.load(found.manifest["loss_scale"])
+        run.step, run.skipped = found.step, found.manifest["skipped"]
 
     def _trained(self, task: Task, world: World) -> nn.Module:
-        """The model with the newest checkpoint's weights."""
+        """The model with the newest checkpoint's weights: their average, where the run kept one."""
         torch.manual_seed(self.config.seed)
         model = task.model().to(world.device)
-        found = store.newest(self._checkpoints)
+        found, complaints = store.newest(self._checkpoints, world)
         if found is None:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
-        states.restore(found[0], model)
+        if world.rank == 0 and complaints and not self.quiet:
+            print("\n".join(complaints), file=sys.stderr)
+        states.check_fits(found.shapes(), model)
+        names = [name for name in found.index if name.startswith("model.")]
+        states.restore(files.read(found.path, found.index, names), found.manifest["values"], model)
+        averages = [name for name in found.index if name.startswith("ema.")]
+        states.restore(files.read(found.path, found.index, averages), {}, model, averages=dict(model.named_parameters()))
         return model
 
-    def _saver(self, run: Training, model: nn.Module) -> Any:
-        def save(latest: Mapping[str, float]) -> None:
+    def _save_function(self, job: _Job, saver: Saver) -> Callable[[dict[str, float]], None]:
+        run = job.run
+
+        def save(evaluated: dict[str, float]) -> None:
+            best = self.config.checkpoint.keep_best
+            if best and evaluated and best.split()[1] not in evaluated:
+                raise UsageError(f"there is no metric {best.split()[1]}", where="checkpoint.keep_best", remedy=f"there are: {', '.join(evaluated)}")
+            before = run.world.heart.phase
+            run.world.heart.enter(Phase.SAVING)
             strategy.sync_buffers(run.forward, run.world)
-            fault: Exception | None = None
-            if run.world.rank == 0:
-                state = states.capture(model, run.optimizer) | {"scaler": run.precision.scaler.state_dict()}
-                about = {"skipped": run.skipped, "metrics": {k: v for k, v in latest.items() if k.startswith("eval/")}}
-                try:
-                    store.write(self._checkpoints, run.step, state, about, self.config.checkpoint.keep_last)
-                except CheckpointError as error:
-                    fault = error
-            fault = run.world.broadcast(fault)
-            if fault is not None:
-                raise fault
+            tensors, values = states.capture(job.model, run.optimizer, run.averages.tensors if run.averages else None)
+            about = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "values": values, "metrics": evaluated}
+            versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
+            saver.save(run.step, tensors, about | {"data": job.data, "config": config_digest(self.config), "versions": versions})
+            run.world.heart.enter(Phase(before))
 
         return save
 
-    def _evaluator(self, task: Task, model: nn.Module, precision: Precision, world: World, forward: nn.Module | None = None) -> Any:
+    def _evaluator(
+        self, task: Task, model: nn.Module, precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
+    ) -> Callable[[], dict[str, float]]:
+        """A function that evaluates `model`; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
         loader = self._loader(data, task, world, training=False)
 
+        def tick() -> None:
+            if asked is not None and asked():
+                raise Preempted
+
         def evaluate() -> dict[str, float]:
-            if forward is not None:
-                strategy.sync_buffers(forward, world)
-            return evaluation.evaluate(task, model, loader, _length(data), self._eval_micro(), world, precision)
+            with contextlib.ExitStack() as stack:
+                if asked is not None:
+                    asked.restart()
+                    stack.callback(asked.restart)
+                if run is not None:
+                    strategy.sync_buffers(run.forward, world)
+                    if run.averages is not None:
+                        stack.enter_context(run.averages.applied())
+                return evaluation.evaluate(task, model, loader, _length(data), self._eval_micro(), world, precision, tick)
 
         return evaluate
 
@@ -205,7 +278,8 @@ class Trainer:
         every = train.eval_every_steps
         if every is None:
             every = plan.steps_per_epoch * (train.eval_every_epochs or 0)
-        return trainer.Cadence(log=self.config.log.every_steps, evaluate=every, save=self.config.checkpoint.every_steps or 2**62)
+        keep_best = self.config.checkpoint.keep_best is not None
+        return trainer.Cadence(self.config.log.every_steps, every, self.config.checkpoint.every_steps or 2**62, save_evaluated=keep_best)
 
     def _loader(self, data: Dataset[Any], task: Task, world: World, training: bool) -> Loader:
         chunks = Chunks(data, task, self.config.seed, training, self.config.data.on_error)
@@ -218,6 +292,24 @@ class Trainer:
     @property
     def _checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
+
+
+@dataclass
+class _Job:
+    """A training, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any."""
+
+    model: nn.Module
+    run: Training
+    plan: StepPlan
+    batches: Iterator[Any]
+    stop: int
+    data: dict[str, Any]
+    evaluated: dict[str, float]
+
+
+def _tell_all(watchers: Sequence[trainer.Watcher], text: str) -> None:
+    for watcher in watchers:
+        watcher.message(text)
 
 
 def _length(data: Dataset[Any]) -> int:

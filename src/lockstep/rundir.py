@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import platform
 import shutil
 import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,47 +19,58 @@ from torch import nn
 
 import lockstep
 from lockstep import config_file
+from lockstep.checkpoint import store
 from lockstep.config import RunConfig, determining
+from lockstep.dist.launch import RESTARTS
 from lockstep.dist.world import World
 from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, did_you_mean
 
 _OURS = ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints")
+_DYING_S = 20.0  # how long the rank before may take to end
 
 
-def claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunConfig:
-    """Make `folder` the run directory of `config`, or find that it is; rank 0 decides for all.
+@contextlib.contextmanager
+def claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()) -> Iterator[RunConfig]:
+    """Make `folder` the run directory of `config`, or find that it is, and keep others out; rank 0 decides for all.
 
-    Returns:
+    Args:
+        allow_change: keys (or their beginnings, such as `optim`) that may differ from the run's.
+
+    Yields:
         the config with its global batch as a number: as recorded at the first launch.
 
     Raises:
-        UsageError: the directory is of a run whose weights another config determined (names the keys), or not writable.
+        UsageError: the directory is of a run whose weights another config determined (names the keys), is not
+            writable, or another process trains in it.
     """
-    outcome: RunConfig | LockstepError | None = None
-    if world.rank == 0:
-        try:
-            outcome = _claim(folder, config, world, fresh)
-        except LockstepError as error:
-            outcome = error
-    outcome = world.broadcast(outcome)
-    if isinstance(outcome, LockstepError):
-        raise outcome
-    assert outcome is not None
-    return outcome
+    with contextlib.ExitStack() as held:
+        outcome: RunConfig | LockstepError | None = None
+        if world.rank == 0:
+            try:
+                outcome = _claim(folder, config, world, fresh, allow_change, held)
+            except LockstepError as error:
+                outcome = error
+        outcome = world.broadcast(outcome)
+        if isinstance(outcome, LockstepError):
+            raise outcome
+        assert outcome is not None
+        yield outcome
 
 
-def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunConfig:
+def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack) -> RunConfig:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if fresh:
+        _lock(folder, held)
+        if fresh and not _was_restarted(folder):
             for name in _OURS:
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        store.clear_leftovers(folder / "checkpoints")
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         if (folder / "config.yaml").exists() and any((folder / "checkpoints").glob("step-*")):
-            resolved = _same_training(folder, config, resolved)
+            resolved = _same_training(folder, config, resolved, allow_change)
         (folder / "config.yaml").write_text(config_file.to_yaml(resolved))
         (folder / "environment.json").write_text(json.dumps(_environment(world), indent=1))
     except OSError as error:
@@ -62,17 +78,59 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool) -> RunCon
     return resolved
 
 
-def _same_training(folder: Path, config: RunConfig, resolved: RunConfig) -> RunConfig:
+def _lock(folder: Path, held: contextlib.ExitStack) -> None:
+    """Keep other processes out until `held` is closed or this process is gone."""
+    file = held.enter_context((folder / ".lock").open("a+"))
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                remedy = "wait for it, stop it, or give another --run-dir"
+                raise UsageError(f"in use by {file.read().strip() or 'another process'}", where=str(folder), remedy=remedy) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+
+
+def _was_restarted(folder: Path) -> bool:
+    """Whether this launch has begun the run already, and was restarted: then --fresh has been done."""
+    try:
+        begun = json.loads((folder / "environment.json").read_text())["launch"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return _restarts() > 0 and begun == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _restarts() -> int:
+    return int(os.environ.get(RESTARTS, 0)) + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:
     recorded = config_file.read_run(folder)
     if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
         resolved = resolved.model_copy(update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})})
     old, new = determining(recorded), determining(resolved)
-    changes = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in old.keys() | new.keys() if old.get(key) != new.get(key)]
-    if changes:
+    keys = old.keys() | new.keys()
+    changed = {key for key in keys if old.get(key) != new.get(key)}
+    for allowed in allow_change:
+        if not any(f"{key}.".startswith(f"{allowed}.") for key in keys):
+            hint = did_you_mean(allowed, keys)
+            remedy = f"{hint}There are: {', '.join(sorted(keys))}"
+            raise UsageError(f"no key that determines the training is called {allowed!r}", where="--allow-change", remedy=remedy)
+        changed -= {key for key in changed if f"{key}.".startswith(f"{allowed}.")}
+    if changed:
         raise UsageError(
-            "the run directory belongs to a run with another config:\n    " + "\n    ".join(sorted(changes)),
+            "the run directory belongs to a run with another config:\n    "
+            + "\n    ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)),
             where=str(folder),
-            remedy="give the same values, another --run-dir, or --fresh to delete that run and start anew",
+            remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
         )
     return resolved
 
@@ -80,6 +138,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig) -> RunC
 def _environment(world: World) -> dict[str, Any]:
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else platform.processor() or platform.machine()
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
 
 

@@ -1,32 +1,55 @@
-"""Model and optimizer in and out, by parameter name."""
+"""Model, optimizer and averages in and out, by parameter name. With the step, that is the whole state of a run."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 
-State = dict[str, Any]
+Plain = float | int | bool | str | None
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Tensors of the model and, per parameter name, of the optimizer. Learning rates are not state: schedules give them."""
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Plain]]:
+    """Tensors by name (`model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`), and what is no tensor.
+
+    The tensors are the live ones, not copies. Learning rates are not state: schedules give them.
+
+    Raises:
+        CheckpointError: some state is neither a tensor nor a plain value; names it.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    slots = {names[id(parameter)]: dict(slots) for parameter, slots in optimizer.state.items()}
-    return {"model": model.state_dict(), "optimizer": slots}
+    found: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for parameter, slots in optimizer.state.items():
+        found |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+    found |= {f"ema.{name}": value for name, value in (averages or {}).items()}
+    tensors = {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in found.items() if name not in tensors}
+    for name, value in plain.items():
+        if not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
+            raise CheckpointError(
+                f"{value!r} can be saved neither as a tensor nor as a number",
+                where=name,
+                remedy="keep it in a buffer (register_buffer), or use another optimizer",
+            )
+    return tensors, plain
 
 
-def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Load what `capture` returned, in place.
+def check_fits(shapes: Mapping[str, tuple[int, ...]], model: nn.Module, averages: bool = False) -> None:
+    """Compare the tensors of a checkpoint, by name, with what `model` needs.
 
     Raises:
         CheckpointError: the checkpoint is of another model; names the tensors.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    own = {f"model.{name}": tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    if averages:
+        own |= {f"ema.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    kinds = ("model.", "ema.") if averages else ("model.",)
+    saved = {name: shape for name, shape in shapes.items() if name.startswith(kinds)}
     if own != saved:
         differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = differing[0]
@@ -34,13 +57,40 @@ def restore(state: State, model: nn.Module, optimizer: torch.optim.Optimizer | N
             f"{len(differing)} tensors differ from the model's, first {first}: saved {saved.get(first)}, model {own.get(first)}",
             remedy="use the task and config that the checkpoint was made with, or start anew with --fresh",
         )
-    model.load_state_dict(state["model"])
-    if optimizer is None:
-        return
+
+
+def restore(
+    tensors: Iterable[tuple[str, Tensor]],
+    plain: Mapping[str, Plain],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    averages: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Load what `capture` returned, tensor by tensor, in place; after `check_fits`."""
+    targets = model.state_dict()
     parameters = dict(model.named_parameters())
-    for name, slots in state["optimizer"].items():
-        parameter = parameters[name]
-        # A step counter stays where the optimizer keeps it (the CPU); tensors shaped like the parameter go along with it.
-        optimizer.state[parameter] = {
-            key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.shape == parameter.shape else value for key, value in slots.items()
-        }
+    with torch.no_grad():
+        for name, tensor in tensors:
+            kind, _, rest = name.partition(".")
+            if kind == "model":
+                targets[rest].copy_(tensor)
+            elif kind == "ema" and averages is not None:
+                averages[rest].copy_(tensor)
+            elif kind == "optimizer" and optimizer is not None:
+                parameter, slot = _slot(name, rest, parameters)
+                # A step counter stays where the optimizer keeps it (the CPU); what is shaped like the parameter goes along with it.
+                optimizer.state[parameter][slot] = tensor.to(parameter.device) if tensor.shape == parameter.shape else tensor
+    extra = {name.removeprefix("model."): value for name, value in plain.items() if name.startswith("model.")}
+    if extra:
+        model.load_state_dict(targets | extra)
+    for name, value in plain.items():
+        if name.startswith("optimizer.") and optimizer is not None:
+            parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
+            optimizer.state[parameter][slot] = value
+
+
+def _slot(name: str, rest: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, str]:
+    owner, _, slot = rest.rpartition(".")
+    if owner not in parameters:
+        raise CheckpointError(f"the model has no parameter {owner}", where=name, remedy="use the task and config that the checkpoint was made with")
+    return parameters[owner], slot

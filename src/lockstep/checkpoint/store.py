@@ -1,107 +1,210 @@
-"""Checkpoints on disk: complete, or absent. A directory without a valid manifest, written last, is no checkpoint."""
+"""Checkpoints on disk: complete, or absent. A directory without a valid manifest, written last, is no checkpoint.
+
+    checkpoints/step-00000123/          one share per rank, .metadata, manifest.json
+    checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
+"""
 
 from __future__ import annotations
 
-import hashlib
+import datetime
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lockstep.checkpoint import files
+from lockstep.dist.faults import fail_at
+from lockstep.dist.world import World
 from lockstep.errors import CheckpointError
 
-_MANIFEST = "manifest.json"
-_STATE = "state.pt"
+MANIFEST = "manifest.json"
 _STAGING = ".staging-"
 
 
-def write(folder: Path, step: int, state: dict[str, Any], about: dict[str, Any], keep_last: int | None = None) -> Path:
-    """Write `folder/step-XXXXXXXX` so that a kill at any instant leaves either all of it or nothing that counts.
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with a manifest. Whether its files are what the manifest says is for `check` to find."""
 
-    Args:
-        state: tensors and plain values. about: plain values for the manifest. keep_last: delete older ones.
+    path: Path
+    manifest: dict[str, Any]
 
-    Raises:
-        CheckpointError: the disk is full or not writable; earlier checkpoints are untouched.
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(about["bytes"] for about in self.manifest["files"].values())
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of the evaluation at this very step; empty where there was none."""
+        return dict(self.manifest["metrics"])
+
+    @property
+    def index(self) -> files.Index:
+        return dict(self.manifest["index"])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors by name."""
+        return {name: tuple(entry["shape"]) for name, entry in self.manifest["index"].items()}
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the `last` newest, the best by a metric, and those of every n-th step.
+
+    best: ("min" or "max", metric name).
     """
-    name = f"step-{step:08d}"
-    staging, final = folder / f"{_STAGING}{name}", folder / name
-    try:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        with (staging / _STATE).open("wb") as file:
-            torch.save(state, file)
-            _flush(file)
-        manifest = {"step": step, **about, "files": {_STATE: _digest(staging / _STATE)}}
-        with (staging / _MANIFEST).open("w") as text:
-            json.dump(manifest, text, indent=1)
-            _flush(text)
-        _sync_folder(staging)
-        if final.exists():
-            shutil.rmtree(final)  # of the same step: what is there now cannot be newer than what replaces it
-        staging.rename(final)
-        _sync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        shutil.rmtree(staging, ignore_errors=True)
-        free = shutil.disk_usage(folder).free // 2**20 if folder.is_dir() else 0
-        remedy = "free disk space or repair permissions, then run the same command"
-        raise CheckpointError(f"cannot be written with {free} MiB free: {error}", where=str(final), remedy=remedy) from error
-    if keep_last:
-        for old in list(_folders(folder))[keep_last:]:
-            shutil.rmtree(old, ignore_errors=True)
-    return final
+
+    last: int = 3
+    best: tuple[str, str] | None = None
+    every_steps: int | None = None
+
+    def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
+        """Why each step stays; those that may go are left out."""
+        found = sorted(checkpoints, key=lambda one: one.step)
+        reasons: dict[int, list[str]] = {}
+        for one in found[-self.last :]:
+            reasons.setdefault(one.step, []).append("last")
+        if self.best:
+            sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
+            rated = [(sign * one.metrics[metric], one.step) for one in found if metric in one.metrics]
+            if rated:
+                reasons.setdefault(max(rated)[1], []).append("best")
+        for one in found if self.every_steps else ():
+            if one.step % (self.every_steps or 1) == 0:
+                reasons.setdefault(one.step, []).append(f"every {self.every_steps}")
+        return reasons
 
 
-def read(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state and the manifest of one checkpoint, after checking it. Tensors on the CPU; no code is unpickled.
-
-    Raises:
-        CheckpointError: not a complete checkpoint, or a file differs from its checksum.
-    """
-    try:
-        manifest = json.loads((checkpoint / _MANIFEST).read_text())
-        for name, digest in manifest["files"].items():
-            if _digest(checkpoint / name) != digest:
-                raise CheckpointError(f"{name} differs from its checksum", where=str(checkpoint), remedy="it is damaged; delete it")
-        state = torch.load(checkpoint / _STATE, map_location="cpu", weights_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"not a complete checkpoint: {error}", where=str(checkpoint)) from error
-    return state, manifest
+def staging(folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it counts."""
+    return folder / f"{_STAGING}step-{step:08d}"
 
 
-def newest(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[str]] | None:
-    """State and manifest of the newest valid checkpoint, and messages about damaged ones that were passed over."""
-    complaints: list[str] = []
-    for checkpoint in _folders(folder):
+def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> Checkpoint:
+    """Turn what all ranks have staged into the checkpoint `folder/step-XXXXXXXX`: `.metadata`, the manifest, a rename."""
+    staged, final = staging(folder, step), folder / f"step-{step:08d}"
+    files.write_dcp_metadata(staged, manifest["index"])
+    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    content = {**manifest, "saved_at": now, "files": {**manifest["files"], files.DCP_METADATA: files.checksum(staged / files.DCP_METADATA)}}
+    fail_at("before-manifest", step)
+    with (staged / MANIFEST).open("w") as text:
+        json.dump(content, text)
+        fail_at("in-manifest", step)
+        text.flush()
+        os.fsync(text.fileno())
+    sync_folder(staged)
+    fail_at("before-rename", step)
+    if final.exists():
+        remove(final)  # of the same step: damaged, or it would have been resumed
+    staged.rename(final)
+    fail_at("after-rename", step)
+    sync_folder(folder)
+    return Checkpoint(final, content)
+
+
+def listed(folder: Path) -> list[Checkpoint]:
+    """All checkpoints, newest first. Their files are not checked."""
+    found = []
+    for path in folder.glob("step-*"):
         try:
-            return *read(checkpoint), complaints
-        except CheckpointError as error:
-            complaints.append(f"passed over a damaged checkpoint: {error}")
+            manifest = json.loads((path / MANIFEST).read_text())
+            if re.fullmatch(r"step-\d{8,}", path.name) and manifest["index"].keys() and manifest["metrics"] is not None:
+                found.append(Checkpoint(path, {**manifest, "step": int(manifest["step"])}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return sorted(found, key=lambda one: one.step, reverse=True)
+
+
+def unreadable(folder: Path) -> list[Path]:
+    """Directories that are named like checkpoints and have no manifest that can be read."""
+    good = {one.path for one in listed(folder)}
+    return sorted(path for path in folder.glob("step-*") if path not in good)
+
+
+def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
+    """What is wrong with its files, or with the `part`-th of `parts` shares of them; empty where nothing is."""
+    faults = []
+    for name, about in sorted(checkpoint.manifest["files"].items())[part::parts]:
+        path = checkpoint.path / name
+        try:
+            found = files.checksum(path)
+        except OSError as error:
+            faults.append(f"{name} cannot be read: {error.strerror}")
+            continue
+        if found["bytes"] != about["bytes"]:
+            faults.append(f"{name} has {found['bytes']} bytes, not {about['bytes']}")
+        elif found != about:
+            faults.append(f"{name} differs from its checksum")
+    return faults
+
+
+def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint whose files are all right, the same on every rank, which check a share of the files each.
+
+    Returns:
+        the checkpoint, None where there is none at all; and messages about damaged ones that were passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    candidates, complaints = world.broadcast((listed(folder), [f"{path.name}: {MANIFEST} cannot be read" for path in unreadable(folder)]))
+    for candidate in candidates:
+        mine = check(candidate, world.rank, world.size)
+        faults = world.broadcast(world.gather(mine))
+        found = [fault for rank in faults for fault in rank]
+        if not found:
+            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
+        complaints.append(f"{candidate.path.name}: {'; '.join(found)}")
     if complaints:
         raise CheckpointError("\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh")
-    return None
+    return None, []
 
 
-def _folders(folder: Path) -> Iterator[Path]:
-    """Newest first."""
-    return iter(sorted((path for path in folder.glob("step-*") if (path / _MANIFEST).exists()), reverse=True))
+def prune(folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None) -> list[Path]:
+    """Delete what `retention` does not keep, and what a killed process left; returns what went.
+
+    Args:
+        valid: where given, the newest valid checkpoint stays in any case, and so does everything where none is valid.
+    """
+    found = listed(folder)
+    keep = set(retention.reasons(found))
+    if valid is not None:
+        good = next((one.step for one in found if valid(one)), None)
+        if good is None:
+            return []
+        keep.add(good)
+    gone = [one.path for one in found if one.step not in keep]
+    for path in gone:
+        remove(path)
+    return gone
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def clear_leftovers(folder: Path) -> list[Path]:
+    """Delete what processes left that were killed while they wrote or deleted. Only while nobody writes."""
+    leftovers = sorted(folder.glob(f"{_STAGING}*"))
+    for path in leftovers:
+        shutil.rmtree(path, ignore_errors=True)
+    return leftovers
 
 
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint, so that a kill in between leaves none rather than half of one."""
+    doomed = checkpoint.with_name(f"{_STAGING}deleted-{checkpoint.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Flush a directory's entries to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ import time
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep.dist import signals
 from lockstep.dist.launch import report_failure
 from lockstep.errors import LockstepError, RankError, short_traceback
 
@@ -44,7 +46,7 @@ class FailureBoard:
         lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
         if lost:  # the rank that caused this may be about to write
             deadline = time.monotonic() + 3 * _POLL_S
-            while self.first is None and time.monotonic() < deadline and self.thread.is_alive():
+            while self.first is None and time.monotonic() < deadline and self.thread.is_alive() and signals.current().signal != signal.SIGTERM:
                 time.sleep(0.05)
         with contextlib.suppress(dist.DistError):
             if self.first is None and not lost:

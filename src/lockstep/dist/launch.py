@@ -1,83 +1,162 @@
-"""Start ranks on this machine through torch's elastic agent, and say why one failed."""
+"""Start ranks on this machine through torch's elastic agent, start them again after a crash, and say why one failed."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.errors import LockstepError, RankError
+from lockstep.dist import heart
+from lockstep.dist.signals import ASKING, LAUNCHED, STOP_FILE
+from lockstep.errors import LockstepError, Preempted, RankError
 
-LAUNCHED = "LOCKSTEP_LAUNCHED"  # set in ranks that this module started: the launcher speaks for them
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+RESTARTS = "LOCKSTEP_RESTARTS"  # how often the launcher has started its ranks before
 
 
-def launch(arguments: Sequence[str], nproc: int) -> None:
+def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
     """Run `python ARGUMENTS` as `nproc` ranks on this machine; returns when all ended well.
+
+    Each start is one run of torch's agent without restarts of its own: it would also restart ranks that stopped on
+    request, and those that fail at the same step for ever.
+
+    Args:
+        max_restarts: how often all ranks are started again after one was killed or crashed, in all. Not after an error
+            that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step.
 
     Raises:
         RankError: a rank failed; names it, with its own words, and carries its exit code.
-        KeyboardInterrupt: a signal asked to stop; the ranks were stopped too.
+        Preempted: a signal asked to stop; the ranks have saved and stopped.
     """
-    import torch.distributed.elastic.multiprocessing as elastic
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    stop = _Forwarding()
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say of a failed rank, we say
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # those that ask to stop are ours
     os.environ[LAUNCHED] = "1"
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that each take all cores slow each other down
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=f"lockstep-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            logs_specs=elastic.DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            raise _first_cause(error) from None
-        except SignalException as signal:
-            raise KeyboardInterrupt(str(signal)) from None
+    crashed_at: int | None = None
+    for restarts in range(max_restarts + 1):
+        os.environ[RESTARTS] = str(restarts)
+        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
+            stop.folder = Path(name)
+            failed = _run_once(arguments, nproc, stop.folder)
+            if failed is None:
+                return
+            step = max((one.step for one in heart.all_in(stop.folder)), default=-1)
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        for rank, code in codes.items():
+            if code == Preempted.exit_code:
+                raise Preempted(_words(failed.failures[rank]).get("text") or "stopped")
+        if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # before they listened
+            raise Preempted("stopped before training began; nothing was lost")
+        cause, may_pass = _first_cause(failed)
+        if not may_pass or stop.asked or restarts == max_restarts:
+            raise cause
+        if step == crashed_at:
+            cause.remedy = f"it failed at step {step} twice in a row, so it was not restarted. {cause.remedy or ''}".rstrip()
+            raise cause
+        crashed_at = step
+        when = f"at step {step}" if step >= 0 else "before training began"
+        print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
+
+
+def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailedError | None:
+    """Start the ranks and wait for their end; what failed, if anything."""
+    import torch.distributed.elastic.multiprocessing as elastic
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ[heart.FOLDER] = str(folder)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=f"lockstep-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        logs_specs=elastic.DefaultLogsSpecs(log_dir=str(folder)),
+    )
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        return error
+    return None
+
+
+class _Forwarding:
+    """Passes requests to stop on to the ranks, as SIGUSR1, and waits for them; a second request ends them at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.asked_at = 0.0
+        self.folder: Path | None = None
+        for number in ASKING:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        if self.asked and time.monotonic() - self.asked_at > 1.0:
+            self._end_at_once(number)
+        if self.asked:
+            return
+        self.asked, self.asked_at = True, time.monotonic()
+        if self.folder is None:
+            raise Preempted("stopped before training began; nothing was lost")
+        (self.folder / STOP_FILE).touch()
+        self._send(signal.SIGUSR1)
+
+    def _send(self, number: signal.Signals) -> None:
+        for one in heart.all_in(self.folder) if self.folder else ():
+            if one.pid and heart.is_alive(one.pid):
+                os.kill(one.pid, number)
+
+    def _end_at_once(self, number: int) -> NoReturn:
+        self._send(signal.SIGKILL)
+        os.write(2, b"\nstopped at once, without saving; the same command goes on from the newest checkpoint\n")
+        os._exit(128 + number)
 
 
 def report_failure(error: BaseException, text: str) -> None:
     """Leave `text` for the agent that started this rank (ours or the user's torchrun), where one did."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        secondary = isinstance(error, RankError)
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "secondary": secondary}
+        secondary = isinstance(error, RankError) and error.secondary
+        may_pass = error.may_pass if isinstance(error, LockstepError) else not isinstance(error, Preempted)
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "secondary": secondary, "may_pass": may_pass}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _first_cause(error: object) -> LockstepError:
-    """Of all ranks that failed, the one that others failed because of."""
+def _words(failure: ProcessFailure) -> dict[str, Any]:
+    """What a rank left with `report_failure`; empty where it left nothing."""
+    message = failure.error_file_data.get("message", {})
+    return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
+
+
+def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool]:
+    """Of all ranks that failed, the one that others failed because of; and whether it may go well the next time."""
     causes = []
-    for rank, failure in error.failures.items():  # type: ignore[attr-defined]
-        message = failure.error_file_data.get("message", {})
-        extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-        ended_by_agent = failure.exitcode == -15
-        causes.append((bool(extra.get("secondary")) or ended_by_agent, failure.timestamp, rank, failure))
-    _, _, rank, failure = min(causes, key=lambda cause: cause[:3])
+    for rank, failure in error.failures.items():
+        words = _words(failure)
+        ended_by_agent = failure.exitcode == -signal.SIGTERM or (failure.exitcode == 1 and not words)
+        causes.append((bool(words.get("secondary")) or ended_by_agent, failure.timestamp, rank, failure, words))
+    _, _, rank, failure, words = min(causes, key=lambda cause: cause[:3])
     if failure.exitcode < 0:
         hint = "often the system ran out of memory: lower batch.micro or the number of ranks" if failure.exitcode == -9 else None
-        return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint)
-    text = failure.error_file_data.get("message", {}).get("message") or "it left no word; see its output above"
-    cause = RankError(f"rank {rank} failed: {text}")
+        return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint), True
+    cause = RankError(f"rank {rank} failed: {words.get('text') or 'it left no word; see its output above'}")
     cause.exit_code = failure.exitcode
-    return cause
+    return cause, bool(words.get("may_pass", True))

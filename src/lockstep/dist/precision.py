@@ -20,6 +20,16 @@ class Precision:
         self.name, self.device = name, device
         self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
 
+    def state(self) -> dict[str, float]:
+        """The loss scale and how long it has held; empty where there is none."""
+        return {key: float(value) for key, value in self.scaler.state_dict().items()}
+
+    def load(self, state: dict[str, float]) -> None:
+        """Take over what `state` returned. A run that had no loss scale begins with a new one."""
+        if state and self.scaler.is_enabled():
+            whole = ("growth_interval", "_growth_tracker")
+            self.scaler.load_state_dict({key: int(value) if key in whole else value for key, value in state.items()})
+
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context of a forward pass."""
         if self.name == "fp32":

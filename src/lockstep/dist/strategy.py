@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.dist.precision import Precision
 from lockstep.dist.world import World
 from lockstep.errors import TrainingError, UsageError
 
@@ -55,6 +56,32 @@ def sync(forward: nn.Module, last: bool) -> contextlib.AbstractContextManager[No
     if last or not isinstance(forward, DistributedDataParallel):
         return contextlib.nullcontext()
     return forward.no_sync()
+
+
+def needs_settling(forward: nn.Module, world: World) -> bool:
+    """Whether the first backward pass would add gradients in another order than those that follow; see `settle`."""
+    return isinstance(forward, DistributedDataParallel) and world.size > 2 and not forward.find_unused_parameters
+
+
+def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, check_unused: bool) -> None:
+    """Let DDP arrange its gradient buckets before the first step, with a backward pass of zeros.
+
+    DDP arranges them anew after the first backward pass. With three ranks and more, the order in which an element is
+    added over ranks depends on its place in the bucket: without this, the first step after a restart would differ in
+    its last bits from the same step of a run that went on (seen on gloo with 3 and 4 ranks). Leaves no gradient, and
+    buffers as they were.
+    """
+    buffers = [buffer.clone() for buffer in forward.buffers()]
+    with precision.autocast():
+        losses: Losses = forward(batch)
+    if check_unused:
+        check_all_used(forward, losses, world)
+    torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
+    for parameter in forward.parameters():
+        parameter.grad = None
+    with torch.no_grad():
+        for buffer, before in zip(forward.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
 def unwrap(forward: nn.Module) -> nn.Module:

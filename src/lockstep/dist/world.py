@@ -10,7 +10,8 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.dist import heart
 from lockstep.dist.failure import FailureBoard
+from lockstep.dist.heart import Heart
+from lockstep.dist.watchdog import Watchdog
 from lockstep.errors import UsageError
 
 _retired: list[dist.ProcessGroup | None] = []
@@ -41,19 +45,22 @@ class World:
     """This process among all processes of the run. One process is a world of size 1, with the same methods.
 
     rank: 0 to size - 1 over all nodes. local_rank: on this node. device: where this rank computes.
+    heart: where this rank says how far it is. group: what its collectives run over; None: the default group.
     """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    heart: Heart = field(default_factory=Heart)
+    group: dist.ProcessGroup | None = None
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sum each of `values` over all ranks, in float64 on the host (exact for integers below 2**53)."""
         if self.size == 1:
             return list(values)
         packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=self.group)
         return packed.tolist()
 
     def gather(self, value: Any) -> list[Any] | None:
@@ -61,7 +68,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values)
+        dist.gather_object(value, values, group=self.group)
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -69,14 +76,22 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box)
+        dist.broadcast_object_list(box, group=self.group)
         return box[0]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of rank 0."""
         if self.size > 1:
             for tensor in tensors:
-                dist.broadcast(tensor, 0)
+                dist.broadcast(tensor, 0, group=self.group)
+
+    def in_background(self) -> World:
+        """The same ranks over a gloo group of their own, for a thread beside the training: two threads in one group deadlock."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        _retired.append(group)
+        return replace(self, group=group)
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
@@ -98,35 +113,40 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World]:
+def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
     Where this rank fails, the others end with a `RankError` that names it and shows its traceback; see `FailureBoard`.
 
     Args:
         device: auto, cpu or cuda.
-        timeout_s: a collective that takes longer is an error.
+        timeout_s: where no rank gets on for longer, all end with a report; see `Watchdog`.
+        folder: where the report goes; None: nobody watches.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    world = World(rank, size, local_rank, place)
+    world = World(rank, size, local_rank, place, heart.own())
     if size == 1:
-        yield world
+        with _watched(world, None, timeout_s, folder):
+            yield world
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     # One store per process, one name space per stay: the same ranks may join and leave several times.
     shared, stays = _store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, timeout)
     store = PrefixStore(f"lockstep/{next(stays)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout)
-    _release_groups()
-    _retired.append(dist.group.WORLD)
     failures = FailureBoard(store, rank, size)
     try:
-        yield world
+        with _watched(world, PrefixStore("watchdog", store), timeout_s, folder):
+            # Waiting is no fault of the one that waits: where there is a watchdog, it finds who makes it wait.
+            patience = timeout if folder is None else datetime.timedelta(days=7)
+            dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience)
+            _release_groups()
+            _retired.append(dist.group.WORLD)
+            yield world
     except Exception as error:
         other = failures.explain(error)
         if other is not None:
@@ -134,7 +154,20 @@ def join_world(device: str = "auto", timeout_s: float = 600.0) -> Iterator[World
         raise
     finally:
         failures.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _watched(world: World, store: Store | None, timeout_s: float, folder: Path | None) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    watchdog = Watchdog(world.heart, store, world.rank, world.size, timeout_s, folder)
+    try:
+        yield
+    finally:
+        watchdog.close()
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +20,20 @@ if TYPE_CHECKING:
     from lockstep.tasks.task import Task
 
 
-def evaluate(task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> dict[str, float]:
+Tick = Callable[[], None]
+
+
+def _nothing() -> None:
+    pass
+
+
+def evaluate(
+    task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision, tick: Tick = _nothing
+) -> dict[str, float]:
     """Loss (sum over units, divided by their number) and the task's metrics over a data set of `length` samples.
 
     Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
+    `tick` is called after each of this rank's micro-batches, which are equally many on all ranks.
 
     Returns:
         `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
@@ -34,7 +44,7 @@ def evaluate(task: Task, model: nn.Module, loader: Loader, length: int, micro_ba
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
-    for micro in _forwards(model, loader, length, micro_batch, world):
+    for micro in _forwards(model, loader, length, micro_batch, world, tick):
         with precision.autocast():
             if metrics is None:
                 losses, output = task.loss(model, micro.batch), None
@@ -96,14 +106,17 @@ def split(output: Any, count: int) -> list[Any]:
     raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
 
 
-def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World) -> Generator[Micro, None, None]:
+def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
     """This rank's micro-batches, with `model` in evaluation mode and no gradients while they last."""
     chunks = evaluation_chunks(length, micro_batch, world.size)[world.rank]
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
-            yield from micros
+            for micro in micros:
+                yield micro
+                world.heart.beats += 1
+                tick()
     finally:
         model.train(was_training)
 

@@ -22,6 +22,7 @@ from lockstep.dist.precision import Precision
 from lockstep.dist.strategy import Losses
 from lockstep.dist.world import World
 from lockstep.engine import optim
+from lockstep.engine.ema import Ema
 from lockstep.engine.schedule import Schedule
 from lockstep.errors import TrainingError
 
@@ -33,7 +34,8 @@ class Training:
     """All that changes during training, and what changes it.
 
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
-    weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates.
+    weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
+    weights, where they are wanted.
     """
 
     forward: nn.Module
@@ -46,11 +48,13 @@ class Training:
     coefficients: Mapping[str, float] = field(default_factory=dict)
     must_agree_on_weights: bool = False
     check_unused: bool = True
+    averages: Ema | None = None
     step: int = 0
     skipped: int = 0
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
+        self.unsettled = strategy.needs_settling(self.forward, self.world)
 
 
 @dataclass
@@ -94,6 +98,9 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         run.skipped += 1
         return outcome
 
+    if run.unsettled:
+        strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
+        run.unsettled = run.check_unused = False
     for number, micro in enumerate(micros):
         last = number == len(micros) - 1
         _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
@@ -120,6 +127,8 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
     optimizer.zero_grad(set_to_none=True)
     outcome.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
     run.skipped += not outcome.applied
+    if run.averages is not None and outcome.applied:
+        run.averages.update()
     return outcome
 
 

@@ -9,8 +9,10 @@ from typing import Protocol
 
 from lockstep.data.loader import Micro
 from lockstep.data.order import StepPlan
+from lockstep.dist.heart import Phase
 from lockstep.engine.meter import Meter
 from lockstep.engine.step import Training, train_step
+from lockstep.errors import Preempted
 
 _PROGRESS_S = 0.25
 
@@ -26,11 +28,15 @@ class Watcher(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """After how many steps to do what; 0 is never. Each is also done after the last step (if not 0)."""
+    """After how many steps to do what; 0 is never. Each is also done after the last step (if not 0).
+
+    save_evaluated: save also after each evaluation, so that the best weights are there to keep.
+    """
 
     log: int = 50
     evaluate: int = 0
     save: int = 0
+    save_evaluated: bool = False
 
     def due(self, every: int, step: int, stop: int) -> bool:
         return every > 0 and (step % every == 0 or step == stop)
@@ -45,46 +51,78 @@ def fit(
     watchers: Sequence[Watcher],
     evaluate: Callable[[], dict[str, float]],
     save: Callable[[dict[str, float]], None],
+    asked_to_stop: Callable[[], bool],
+    evaluated: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """Train from `run.step` to `stop`.
 
     Args:
         batches: this rank's micro-batches, step by step.
-        evaluate, save: called on all ranks; `save` gets the latest results.
+        evaluate, save: called on all ranks; `save` gets what the evaluation at this very step gave.
+        asked_to_stop: whether any rank was; called on all ranks after each step, with the same answer on all.
+        evaluated: what the evaluation at `run.step` gave, where the run goes on from there.
 
     Returns:
         the last values of everything logged.
+
+    Raises:
+        Preempted: on all ranks, after saving.
     """
     meter = Meter(run.world, run.coefficients, plan.steps_per_epoch)
-    latest: dict[str, float] = {}
+    heart = run.world.heart
+    results = dict(evaluated or {})
+    latest = dict(results)
+    saved_at = run.step
     shown = done = time.perf_counter()
-    for micros in batches:
-        ready = time.perf_counter()
-        logs = cadence.due(cadence.log, run.step + 1, stop)
-        outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
-        begun, done = done, time.perf_counter()
-        meter.add(outcome, ready - begun, done - ready)
-        if logs:
-            entry, complaints = meter.entry(run)
-            latest |= _tell(watchers, entry, complaints)
-        if done - shown > _PROGRESS_S:
-            shown = done
-            for watcher in watchers:
-                watcher.progress(run.step)
-        if cadence.due(cadence.evaluate, run.step, stop):
+    heart.step = run.step
+    try:
+        if run.step and not results and cadence.due(cadence.evaluate, run.step, stop):  # stopped before it was done
+            results = _evaluate(run, plan, meter, evaluate, watchers)
+        heart.enter(Phase.FIRST_STEP)
+        for micros in batches:
+            ready = time.perf_counter()
+            logs = cadence.due(cadence.log, run.step + 1, stop)
+            outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
+            begun, done = done, time.perf_counter()
+            heart.step, heart.phase = run.step, Phase.TRAINING
+            heart.beats += 1
+            meter.add(outcome, ready - begun, done - ready)
+            results = {}
+            if logs:
+                entry, complaints = meter.entry(run)
+                latest |= _tell(watchers, entry, complaints)
+            if done - shown > _PROGRESS_S:
+                shown = done
+                for watcher in watchers:
+                    watcher.progress(run.step)
+            if cadence.due(cadence.evaluate, run.step, stop):
+                meter.check()
+                results = _evaluate(run, plan, meter, evaluate, watchers)
+                latest |= results
+            if cadence.due(cadence.save, run.step, stop) or (results and cadence.save_evaluated):
+                meter.check()
+                save(results)
+                saved_at = run.step
+            if asked_to_stop() and run.step < stop:
+                raise Preempted
+            done = time.perf_counter()
+    except Preempted:
+        if saved_at < run.step:
             meter.check()
-            results = {f"eval/{name}": value for name, value in evaluate().items()}
-            latest |= _tell(watchers, _stamp(run, plan, meter) | results, [])
-        if cadence.due(cadence.save, run.step, stop):
-            meter.check()
-            save(latest)
-        done = time.perf_counter()
+            save(results)
+        raise
     return latest
 
 
-def _stamp(run: Training, plan: StepPlan, meter: Meter) -> dict[str, float]:
+def _evaluate(run: Training, plan: StepPlan, meter: Meter, evaluate: Callable[[], dict[str, float]], watchers: Sequence[Watcher]) -> dict[str, float]:
+    heart = run.world.heart
+    before = heart.phase
+    heart.enter(Phase.EVALUATING)
+    results = {f"eval/{name}": value for name, value in evaluate().items()}
+    heart.enter(Phase(before))
     elapsed = round(time.perf_counter() - meter.started, 3)
-    return {"step": run.step, "epoch": round(run.step / plan.steps_per_epoch, 4), "time_s": elapsed}
+    _tell(watchers, {"step": run.step, "epoch": round(run.step / plan.steps_per_epoch, 4), "time_s": elapsed} | results, [])
+    return results
 
 
 def _tell(watchers: Sequence[Watcher], entry: dict[str, float], complaints: Sequence[str]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -97,6 +98,9 @@ class Task(abc.ABC):
     def describe(self, output: Any) -> dict[str, Any]:
         """One sample's output as plain values for a person to read."""
         return {"output": output}
+
+    def export(self, model: nn.Module, folder: Path) -> None:  # noqa: B027 - it may be left as it is
+        """Write what users of the weights need besides them (labels, a tokenizer) into `folder`, beside `model.safetensors`."""
 
     def truth(self, sample: Any) -> Any:
         """A raw sample's label as `describe` would name it, to show beside a prediction; None where it has none."""
