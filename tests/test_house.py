@@ -25,7 +25,7 @@ ALLOWED = {
     "tasks": {"errors", "models", "data"},
     "config": set(),
     "config_file": {"errors", "config"},
-    "cli": {"errors", "config_file", "dist", "run"},
+    "cli": {"errors", "config_file", "dist", "checkpoint", "run", "rundir"},
 }
 
 
@@ -67,7 +67,9 @@ def test_only_the_composition_root_and_the_command_line_know_the_config():
 
 
 def test_only_dist_knows_torch_distributed():
-    knowing = {module for module, path in MODULES.items() if "torch.distributed" in path.read_text() or "DistributedDataParallel" in path.read_text()}
+    # A checkpoint's format is not communication: torch.distributed.checkpoint may be named where files are written.
+    texts = {module: path.read_text().replace("torch.distributed.checkpoint", "") for module, path in MODULES.items()}
+    knowing = {module for module, text in texts.items() if "torch.distributed" in text or "DistributedDataParallel" in text}
     assert {module for module in knowing if not module.startswith("dist.")} == set()
 
 

@@ -18,7 +18,7 @@ def entries(folder):
 def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
     settings = runs.config(task={"kind": "toy"}, train={"steps": 10, "eval_every_steps": 5}, log={"tensorboard": True})
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit()
-    written = {path.name for path in tmp_path.iterdir()}
+    written = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
     assert written == {"config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints"}
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch"]["global"] == 24
     assert json.loads((tmp_path / "environment.json").read_text())["torch"] == torch.__version__
@@ -164,13 +164,13 @@ def test_per_rank_batch_fixes_the_global_batch_at_the_first_launch(tmp_path):
 def test_damaged_checkpoint_is_passed_over(tmp_path, capsys):
     settings = runs.config(task={"kind": "toy"}, checkpoint={"every_steps": 10})
     Trainer(settings, run_dir=tmp_path, quiet=True).fit()
-    state = tmp_path / "checkpoints" / "step-00000020" / "state.pt"
+    state = tmp_path / "checkpoints" / "step-00000020" / "__0_0.distcp"
     broken = bytearray(state.read_bytes())
     broken[len(broken) // 2] ^= 1
     state.write_bytes(broken)
     Trainer(settings, run_dir=tmp_path).fit()
     out = capsys.readouterr().out
-    assert "step-00000020: state.pt differs from its checksum" in out
+    assert "step-00000020: __0_0.distcp differs from its checksum" in out
     assert "resuming" in out
     assert "step 10" in out
 

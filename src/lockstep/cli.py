@@ -116,9 +116,13 @@ def checkpoints(
 ) -> None:
     """List a run's checkpoints. With --check the exit code is 3 where one is damaged."""
     with _reporting(debug):
-        from lockstep import config_file, inventory
+        from lockstep import config_file
 
-        if not inventory.show(run_dir, config_file.read_run(run_dir).checkpoint, check, prune):
+        settings = config_file.read_run(run_dir)
+        from lockstep import rundir
+        from lockstep.checkpoint import inventory
+
+        if not inventory.show(run_dir / "checkpoints", rundir.retention(settings), check, prune):
             raise typer.Exit(3)
 
 

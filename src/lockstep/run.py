@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import lockstep
-from lockstep import config_file, inventory, rundir
+from lockstep import config_file, rundir
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint import state as states
 from lockstep.checkpoint.export import export_weights, load_weights
@@ -86,29 +86,34 @@ class Trainer:
             self.config = config
             task = task or self._task()
             job = self._training(task, world)
-            asked = Agreement(world, flag)
             watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.model, quiet=self.quiet)
-            tell = partial(_tell_all, watchers)
-            saver = Saver(self._checkpoints, world, inventory.retention(config.checkpoint), tell, in_background=config.checkpoint.mode == "async")
-            cadence = self._cadence(job.plan)
-            evaluate = self._evaluator(task, job.model, job.run.precision, world, job.run, asked) if cadence.evaluate else dict
-            flag.saves = True
             try:
-                if job.run.step >= job.stop:
-                    tell(f"{self.run_dir} is complete at step {job.run.step}: raise train.epochs to go on, or start anew with --fresh")
-                save = self._save_function(job, saver)
-                latest = trainer.fit(job.run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, save, asked, job.evaluated)
-                saver.finish()
-            except Preempted:
-                saver.finish()
-                text = f"stopped by {flag.signal.name if flag.signal else 'a signal to another rank'} at step {job.run.step} of {job.stop}, saved"
-                tell(f"{text}; the same command goes on from there")
-                raise Preempted(text) from None
+                return self._fit(task, job, flag, watchers)
             finally:
-                saver.close()
                 for watcher in watchers:
                     watcher.close()
-            return latest
+
+    def _fit(self, task: Task, job: _Job, flag: signals.StopFlag, watchers: Sequence[trainer.Watcher]) -> dict[str, float]:
+        run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
+        asked = Agreement(world, flag)
+        cadence = self._cadence(job.plan)
+        evaluate = self._evaluator(task, job.model, run.precision, world, run, asked) if cadence.evaluate else dict
+        background = self.config.checkpoint.mode == "async"
+        saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background)
+        flag.saves = True
+        try:
+            if run.step >= job.stop:
+                tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
+            latest = trainer.fit(run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated)
+            saver.finish()
+        except Preempted:
+            saver.finish()
+            text = f"stopped by {flag.signal.name if flag.signal else 'a signal to another rank'} at step {run.step} of {job.stop}, saved"
+            tell(f"{text}; the same command goes on from there")
+            raise Preempted(text) from None
+        finally:
+            saver.close()
+        return latest
 
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""

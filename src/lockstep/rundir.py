@@ -20,6 +20,7 @@ from torch import nn
 import lockstep
 from lockstep import config_file
 from lockstep.checkpoint import store
+from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, determining
 from lockstep.dist.launch import RESTARTS
 from lockstep.dist.world import World
@@ -133,6 +134,13 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
         )
     return resolved
+
+
+def retention(config: RunConfig) -> Retention:
+    """Which checkpoints the config keeps."""
+    keep = config.checkpoint
+    best = keep.keep_best.split() if keep.keep_best else None
+    return Retention(keep.keep_last, (best[0], best[1]) if best else None, keep.keep_every_steps)
 
 
 def _environment(world: World) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> Checkpoint:
     content = {**manifest, "saved_at": now, "files": {**manifest["files"], files.DCP_METADATA: files.checksum(staged / files.DCP_METADATA)}}
     fail_at("before-manifest", step)
     with (staged / MANIFEST).open("w") as text:
-        json.dump(content, text)
+        text.write(_signed(content))
         fail_at("in-manifest", step)
         text.flush()
         os.fsync(text.fileno())
@@ -112,21 +113,36 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> Checkpoint:
 
 def listed(folder: Path) -> list[Checkpoint]:
     """All checkpoints, newest first. Their files are not checked."""
-    found = []
-    for path in folder.glob("step-*"):
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            if re.fullmatch(r"step-\d{8,}", path.name) and manifest["index"].keys() and manifest["metrics"] is not None:
-                found.append(Checkpoint(path, {**manifest, "step": int(manifest["step"])}))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
+    found = [Checkpoint(path, manifest) for path in _folders(folder) if isinstance(manifest := _manifest(path), dict)]
     return sorted(found, key=lambda one: one.step, reverse=True)
 
 
-def unreadable(folder: Path) -> list[Path]:
-    """Directories that are named like checkpoints and have no manifest that can be read."""
-    good = {one.path for one in listed(folder)}
-    return sorted(path for path in folder.glob("step-*") if path not in good)
+def unreadable(folder: Path) -> list[str]:
+    """Complaints about manifests that are there and damaged. (Without a manifest a directory is no checkpoint.)"""
+    return [f"{path.name}: {fault}" for path in _folders(folder) if isinstance(fault := _manifest(path), str)]
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+
+
+def _signed(content: Mapping[str, Any]) -> str:
+    """A manifest as text, with a checksum of its own."""
+    return json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "checkpoint": content})
+
+
+def _manifest(path: Path) -> dict[str, Any] | str | None:
+    """The content of a manifest, what is wrong with it, or None where there is none."""
+    try:
+        text = (path / MANIFEST).read_text()
+        content: dict[str, Any] = json.loads(text)["checkpoint"]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError):
+        return f"{MANIFEST} is damaged"
+    return content if text == _signed(content) else f"{MANIFEST} differs from its checksum"
 
 
 def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
@@ -155,13 +171,14 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    candidates, complaints = world.broadcast((listed(folder), [f"{path.name}: {MANIFEST} cannot be read" for path in unreadable(folder)]))
+    candidates, complaints = world.broadcast((listed(folder), unreadable(folder)))
     for candidate in candidates:
         mine = check(candidate, world.rank, world.size)
         faults = world.broadcast(world.gather(mine))
         found = [fault for rank in faults for fault in rank]
         if not found:
-            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
+            newer = [complaint for complaint in complaints if complaint > candidate.path.name]
+            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in newer]
         complaints.append(f"{candidate.path.name}: {'; '.join(found)}")
     if complaints:
         raise CheckpointError("\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh")

@@ -38,9 +38,6 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         Preempted: a signal asked to stop; the ranks have saved and stopped.
     """
     stop = _Forwarding()
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say of a failed rank, we say
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # those that ask to stop are ours
@@ -79,6 +76,9 @@ def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailed
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say of a failed rank, we say
     os.environ[heart.FOLDER] = str(folder)
     config = LaunchConfig(
         min_nodes=1,
