@@ -58,10 +58,13 @@ class CheckpointError(LockstepError):
 
 
 class RankError(LockstepError):
-    """Another rank failed; carries that rank's number and traceback. secondary: it is not itself the cause."""
+    """A rank failed. Raised on the others, and by the launcher.
+
+    origin: the rank that failed first and what it said; None where this rank is the one.
+    """
 
     may_pass = True
-    secondary = True
+    origin: tuple[int, str] | None = None
 
 
 class Preempted(BaseException):

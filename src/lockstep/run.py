@@ -108,8 +108,8 @@ class Trainer:
             saver.finish()
         except Preempted:
             saver.finish()
-            text = f"stopped by {flag.signal.name if flag.signal else 'a signal to another rank'} at step {run.step} of {job.stop}, saved"
-            tell(f"{text}; the same command goes on from there")
+            text = f"stopped by {flag.name} at step {run.step} of {job.stop}, saved"
+            tell(text)
             raise Preempted(text) from None
         finally:
             saver.close()

@@ -109,7 +109,7 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
     """
     with contextlib.ExitStack() as opened:
         found = _contents(source, opened)
-        own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
         for pattern in skip:
             if not any(fnmatchcase(name, pattern) for name in own.keys() | found.keys()):
                 remedy = f"use patterns over names such as: {_listed(own)}"

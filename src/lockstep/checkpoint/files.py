@@ -14,6 +14,7 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -46,21 +47,22 @@ def share_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_share(path: Path, tensors: Mapping[str, Tensor], beat: Callable[[], None]) -> tuple[dict[str, Any], Index]:
-    """Write CPU `tensors` into one file, flushed to the disk; `beat` is called as it gets on.
+def write_share(path: Path, tensors: Mapping[str, Tensor], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
+    """Write CPU `tensors` into one file, flushed to the disk; `at` is called with the name of each place that it reaches.
 
     Returns:
         the file's size in bytes and its checksum; and where each tensor is.
     """
     index: Index = {}
     with path.open("wb") as file:
-        stream = _Summing(file, beat)
+        stream = _Summing(file, partial(at, "in-share"))
         for name, tensor in tensors.items():
             start = stream.size
             torch.save(tensor, cast(IO[bytes], stream))
             about = {"offset": start, "length": stream.size - start, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
             index[name] = {"file": path.name, **about}
         file.flush()
+        at("before-fsync")
         os.fsync(file.fileno())
     return {"bytes": stream.size, "crc32": stream.crc}, index
 

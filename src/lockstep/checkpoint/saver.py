@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ class Saver:
             name = files.share_name(self.world.rank)
             mine["files"], mine["index"] = {}, {}
             if share:
-                mine["files"][name], mine["index"] = files.write_share(staged / name, share, self._beat)
+                mine["files"][name], mine["index"] = files.write_share(staged / name, share, partial(self._reached, step))
             fail_at("after-share", step)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             mine = {"fault": f"rank {self.world.rank}: {error}"}
@@ -133,8 +134,9 @@ class Saver:
         except OSError as error:
             self.tell(f"warning: old checkpoints could not be deleted: {error}")
 
-    def _beat(self) -> None:
+    def _reached(self, step: int, place: str) -> None:
         self.world.heart.beats += 1  # a slow disk is no hang
+        fail_at(place, step)
 
     def _commit(self, step: int, shares: list[dict[str, Any]], manifest: dict[str, Any]) -> str | None:
         """On rank 0, when all ranks have written: make it count. What went wrong, if anything."""

@@ -31,7 +31,7 @@ class FailureBoard:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.first: dict[str, str | int] | None = None
+        self.first: dict[str, str | int | bool] | None = None
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="lockstep-failures", daemon=True)
         self.thread.start()
@@ -50,14 +50,15 @@ class FailureBoard:
                 time.sleep(0.05)
         with contextlib.suppress(dist.DistError):
             if self.first is None and not lost:
-                mine = {"rank": self.rank, "text": str(error) if isinstance(error, LockstepError) else short_traceback(error)}
+                text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
+                mine = {"rank": self.rank, "text": text, "may_pass": error.may_pass if isinstance(error, LockstepError) else True}
                 self.first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(mine)))
                 self._linger()
         if self.first is not None and self.first["rank"] == self.rank:
             return None
         return self._because(self.first, error) if self.first is not None or lost else None
 
-    def _because(self, first: dict[str, str | int] | None, error: Exception | None = None) -> RankError:
+    def _because(self, first: dict[str, str | int | bool] | None, error: Exception | None = None) -> RankError:
         where = f"rank {self.rank} stopped because of it"
         if first is None:
             return RankError(
@@ -65,9 +66,9 @@ class FailureBoard:
                 where=where,
                 remedy="it was probably killed; look for the out-of-memory killer in the system's log",
             )
-        return RankError(
-            f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
-        )
+        other = RankError(f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}")
+        other.origin, other.may_pass = (int(first["rank"]), str(first["text"])), bool(first["may_pass"])
+        return other
 
     def _linger(self) -> None:
         """Rank 0 often holds the store: it stays until the others have read from it who failed."""

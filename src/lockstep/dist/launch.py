@@ -31,7 +31,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
 
     Args:
         max_restarts: how often all ranks are started again after one was killed or crashed, in all. Not after an error
-            that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step.
+            that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step
+            (three, where a rank was killed: whoever kills from outside may hit the same step twice).
 
     Raises:
         RankError: a rank failed; names it, with its own words, and carries its exit code.
@@ -40,11 +41,10 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
     stop = _Forwarding()
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # those that ask to stop are ours
     os.environ[LAUNCHED] = "1"
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that each take all cores slow each other down
-    crashed_at: int | None = None
+    crashed_at, in_a_row = None, 0
     for restarts in range(max_restarts + 1):
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
@@ -62,10 +62,11 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         cause, may_pass = _first_cause(failed)
         if not may_pass or stop.asked or restarts == max_restarts:
             raise cause
-        if step == crashed_at:
-            cause.remedy = f"it failed at step {step} twice in a row, so it was not restarted. {cause.remedy or ''}".rstrip()
-            raise cause
+        in_a_row = in_a_row + 1 if step == crashed_at else 1
         crashed_at = step
+        if in_a_row == (3 if -signal.SIGKILL in codes.values() else 2):
+            cause.remedy = f"it failed at step {step} {in_a_row} times in a row, so it was not started again. {cause.remedy or ''}".rstrip()
+            raise cause
         when = f"at step {step}" if step >= 0 else "before training began"
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
 
@@ -89,6 +90,7 @@ def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailed
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        signals_to_handle="SIGQUIT",  # those that ask to stop are ours
         logs_specs=elastic.DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
@@ -116,7 +118,7 @@ class _Forwarding:
         self.asked, self.asked_at = True, time.monotonic()
         if self.folder is None:
             raise Preempted("stopped before training began; nothing was lost")
-        (self.folder / STOP_FILE).touch()
+        (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:
@@ -134,9 +136,9 @@ def report_failure(error: BaseException, text: str) -> None:
     """Leave `text` for the agent that started this rank (ours or the user's torchrun), where one did."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        secondary = isinstance(error, RankError) and error.secondary
+        origin = error.origin if isinstance(error, RankError) else None
         may_pass = error.may_pass if isinstance(error, LockstepError) else not isinstance(error, Preempted)
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "secondary": secondary, "may_pass": may_pass}
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "origin": origin, "may_pass": may_pass}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
@@ -152,11 +154,13 @@ def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool]:
     for rank, failure in error.failures.items():
         words = _words(failure)
         ended_by_agent = failure.exitcode == -signal.SIGTERM or (failure.exitcode == 1 and not words)
-        causes.append((bool(words.get("secondary")) or ended_by_agent, failure.timestamp, rank, failure, words))
+        causes.append((bool(words.get("origin")) or ended_by_agent, failure.timestamp, rank, failure, words))
     _, _, rank, failure, words = min(causes, key=lambda cause: cause[:3])
     if failure.exitcode < 0:
         hint = "often the system ran out of memory: lower batch.micro or the number of ranks" if failure.exitcode == -9 else None
         return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint), True
-    cause = RankError(f"rank {rank} failed: {words.get('text') or 'it left no word; see its output above'}")
+    text = words.get("text") or "it left no word; see its output above"
+    rank, text = words.get("origin") or (rank, text)
+    cause = RankError(f"rank {rank} failed: {text}")
     cause.exit_code = failure.exitcode
     return cause, bool(words.get("may_pass", True))

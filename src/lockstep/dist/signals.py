@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from lockstep.dist.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-STOP_FILE = "stop"  # in the folder of hearts: the launcher was asked to stop; ranks that start later see it
+STOP_FILE = "stop"  # in the folder of hearts: by which signal the launcher was asked to stop; ranks that start later see it
 LAUNCHED = "LOCKSTEP_LAUNCHED"  # set in ranks that our launcher started: it speaks for them, and decides on second signals
 _ONCE_S = 1.0  # a terminal, a launcher and a scheduler may all pass on one and the same request
 _EVERY_S = 1.0
@@ -38,11 +38,17 @@ class StopFlag:
         self.saves = False
         self.asked_at = 0.0
 
+    @property
+    def name(self) -> str:
+        """The signal that the user sent, also where the launcher passed it on as another."""
+        sent = Path(os.environ.get(heart.FOLDER, os.devnull), STOP_FILE)
+        return sent.read_text() if sent.is_file() else self.signal.name if self.signal else "a signal to another rank"
+
     def handle(self, number: int, frame: object) -> None:
         """The handler: runs in the main thread, between two of its instructions."""
         self.note(number)
         if not self.saves:
-            raise Preempted(f"stopped by {signal.Signals(number).name} before training began; nothing was lost")
+            raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
 
     def note(self, number: int) -> bool:
         """Set the flag; True where it had been set before by another request."""
@@ -77,7 +83,7 @@ def listening() -> Iterator[StopFlag]:
     threading.Thread(target=_watch, args=(flag, reading), name="lockstep-signals", daemon=True).start()
     try:
         if Path(os.environ.get(heart.FOLDER, os.devnull), STOP_FILE).exists():
-            raise Preempted("stopped before training began; nothing was lost")
+            raise Preempted(f"stopped by {flag.name} before training began; nothing was lost")
         yield flag
     finally:
         signal.set_wakeup_fd(old_pipe)

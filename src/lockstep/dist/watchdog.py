@@ -131,17 +131,20 @@ class Watchdog:
 
     def _stack(self) -> str:
         """This rank: phase, step, and the stack of its main thread."""
-        frames = traceback.extract_stack(sys._current_frames()[self.main])
-        inner = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
+        frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
+        command = max((number for number, frame in enumerate(frames) if frame.filename.endswith("lockstep/cli.py")), default=-1)
+        frames = frames[command + 1 :][-15:]
+        libraries = ("site-packages", os.path.dirname(threading.__file__))
+        inner = next((frame for frame in reversed(frames) if not any(part in frame.filename for part in libraries)), frames[-1])
         phase = Phase(self.heart.phase).name.lower().replace("_", " ")
         idle = time.monotonic() - self.worked_since
         head = f"rank {self.rank} ({socket.gethostname()}, process {os.getpid()}): {phase}, step {max(0, self.heart.step)}, silent for {idle:.0f} s, "
         where = f"at {inner.filename}:{inner.lineno} in {inner.name}\n"
-        return head + where + "".join(traceback.format_list(frames[-15:]))
+        return head + where + "".join(traceback.format_list(frames))
 
     def _end(self, text: str, author: int) -> None:
         error = RankError(text)
-        error.secondary = author != self.rank
+        error.origin = (author, text) if author != self.rank else None
         report_failure(error, text)
         if author == self.rank and LAUNCHED not in os.environ:
             print(f"[rank {self.rank}] error: {text}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from lockstep.data.loader import Micro
 from lockstep.data.order import StepPlan
+from lockstep.dist.faults import fail_at
 from lockstep.dist.heart import Phase
 from lockstep.engine.meter import Meter
 from lockstep.engine.step import Training, train_step
@@ -118,6 +119,7 @@ def _evaluate(run: Training, plan: StepPlan, meter: Meter, evaluate: Callable[[]
     heart = run.world.heart
     before = heart.phase
     heart.enter(Phase.EVALUATING)
+    fail_at("evaluating", run.step)
     results = {f"eval/{name}": value for name, value in evaluate().items()}
     heart.enter(Phase(before))
     elapsed = round(time.perf_counter() - meter.started, 3)

@@ -1,0 +1,173 @@
+"""What a checkpoint costs a training: Lockstep's asynchronous save against `torch.save` on rank 0, two ranks, DDP.
+
+    python benchmarks/saving.py [--rounds 7] [--parameters 100] [--folder DIR]
+
+100 million parameters with AdamW's moments are 1.2 GB. One training with one model; its phases alternate: steps without
+a save, steps after a save of either kind, and again. The order of the two kinds changes from round to round.
+
+blocked  seconds until the slower rank may train on. For `torch.save`: with the barrier that the other rank waits in.
+total    blocked, and how much longer the steps that followed took than as many without a save. There are enough of
+         them to cover the background write, which ends with fsync and deletes the checkpoint before.
+
+`torch.save` is as users call it: no fsync, no checksum; its file is deleted outside the clock, before the system has
+written it to the disk. Both in favour of `torch.save`. The first round is told apart: cold buffers and imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+LAYERS = 24
+BATCH = 16  # per rank
+MIN_STEPS = 4
+
+
+class Loop:
+    """A training and the two ways to save its state; one object per rank."""
+
+    def __init__(self, world, parameters, folder):
+        import torch
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        from lockstep.checkpoint.saver import Saver
+        from lockstep.checkpoint.store import Retention
+
+        class Residual(nn.Linear):
+            def forward(self, inputs):
+                return inputs + super().forward(inputs).relu()
+
+        width = round(math.sqrt(parameters / LAYERS))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Residual(width, width) for _ in range(LAYERS)))
+        self.forward = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.inputs = torch.randn(BATCH, width)
+        self.world, self.folder, self.step = world, folder, 0
+        self.saver = Saver(folder / "ours", world, Retention(last=1), print)
+        self.written_at = 0.0
+
+    def steps(self, count):
+        """Seconds of `count` steps."""
+        begun = time.perf_counter()
+        for _ in range(count):
+            self.optimizer.zero_grad(set_to_none=True)
+            self.forward(self.inputs).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+        return time.perf_counter() - begun
+
+    def nothing(self):
+        pass
+
+    def plain(self):
+        import torch
+        import torch.distributed as dist
+
+        if self.world.rank == 0:
+            state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+            torch.save(state, self.folder / "plain.pt")
+        dist.barrier()
+
+    def ours(self):
+        """As `lockstep.run.Trainer` does it."""
+        from lockstep.checkpoint.state import capture
+
+        tensors, values = capture(self.model, self.optimizer)
+        about = {"step": self.step, "skipped": 0, "loss_scale": None, "values": values, "metrics": {}}
+        self.saver.save(self.step, tensors, about | {"data": {}, "config": "", "versions": {}})
+        writing = self.saver.thread
+        threading.Thread(target=lambda: (writing.join(), setattr(self, "written_at", time.perf_counter()))).start()
+
+    def phase(self, save, count):
+        """Blocked seconds, seconds of `count` steps after it, seconds until the background write is done; the slower rank's."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        begun = time.perf_counter()
+        save()
+        blocked = time.perf_counter() - begun
+        following = self.steps(count)
+        self.saver.wait()
+        time.sleep(0.1)  # for `written_at`
+        times = torch.tensor([blocked, following, max(0.0, self.written_at - begun)], dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX)
+        if self.world.rank == 0:
+            (self.folder / "plain.pt").unlink(missing_ok=True)
+        return times.tolist()
+
+
+def rank_main(rounds, parameters, folder):
+    import torch
+
+    torch.set_num_threads(1)
+    from lockstep.dist.world import join_world
+
+    with join_world("cpu", folder=folder) as world:
+        loop = Loop(world, parameters, folder)
+        loop.steps(2)
+        count, found = MIN_STEPS, []
+        for number in range(rounds + 1):
+            kinds = [loop.plain, loop.ours] if number % 2 else [loop.ours, loop.plain]
+            steps, times = [], {}
+            for kind in kinds:
+                steps.append(loop.phase(loop.nothing, count)[1] / count)
+                times[kind.__name__] = loop.phase(kind, count)
+            ours = times["ours"]
+            step = statistics.mean(steps)
+            row = {"step": step, "written": ours[2], "window": ours[0] + ours[1]}
+            row |= {f"{name} blocked": t[0] for name, t in times.items()} | {f"{name} total": t[0] + t[1] - count * step for name, t in times.items()}
+            if world.rank == 0:
+                label = "first round" if number == 0 else f"round {number}"
+                print(f"{label} ({count} steps): " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
+            if number == 0:  # how many steps cover the write; the same on all ranks, as are the times
+                count = max(MIN_STEPS, math.ceil(1.3 * ours[2] / step))
+            else:
+                found.append(row)
+        loop.saver.finish()
+        if world.rank == 0:
+            size = sum(parameter.numel() for parameter in loop.model.parameters()) * 12 / 1e9
+            report(found, size)
+
+
+def report(found, size):
+    middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
+    print(f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s")
+    for what in ("blocked", "total"):
+        ratios = [row[f"ours {what}"] / row[f"plain {what}"] for row in found]
+        times = f"torch.save {middle[f'plain {what}']:.2f} s, Lockstep {middle[f'ours {what}']:.2f} s"
+        print(f"{what:7}  {times}, ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--parameters", type=float, default=100, help="in millions")
+    parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        return rank_main(options.rounds, options.parameters * 1e6, options.folder)
+    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=options.folder))
+    arguments = [__file__, "--as-rank", "--rounds", str(options.rounds), "--parameters", str(options.parameters), "--folder", str(folder)]
+    try:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
+        subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+if __name__ == "__main__":
+    main()
