@@ -10,7 +10,8 @@ total    blocked, and how much longer the steps that followed took than as many 
          them to cover the background write, which ends with fsync and deletes the checkpoint before.
 
 `torch.save` is as users call it: no fsync, no checksum; its file is deleted outside the clock, before the system has
-written it to the disk. Both in favour of `torch.save`. The first round is told apart: cold buffers and imports.
+written it to the disk. Both in favour of `torch.save`. The first round is told apart: cold buffers and imports. So are
+rounds in which other processes took more than `--busy` of the machine: the medians are of the rest, where there is any.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Loop:
         self.world, self.folder, self.step = world, folder, 0
         self.saver = Saver(folder / "ours", world, Retention(last=1), print)
         self.written_at = 0.0
+        self.watching = threading.Thread()
+        self.watching.start()
 
     def steps(self, count):
         """Seconds of `count` steps."""
@@ -86,29 +89,44 @@ class Loop:
         tensors, values = capture(self.model, self.optimizer)
         about = {"step": self.step, "skipped": 0, "loss_scale": None, "values": values, "metrics": {}}
         self.saver.save(self.step, tensors, about | {"data": {}, "config": "", "versions": {}})
-        writing = self.saver.thread
-        threading.Thread(target=lambda: (writing.join(), setattr(self, "written_at", time.perf_counter()))).start()
+        self.watching = threading.Thread(target=self.watch, args=(self.saver.thread,))
+        self.watching.start()
+
+    def watch(self, writing):
+        writing.join()
+        self.written_at = time.perf_counter()
 
     def phase(self, save, count):
-        """Blocked seconds, seconds of `count` steps after it, seconds until the background write is done; the slower rank's."""
+        """Of the slower rank: blocked seconds, seconds of `count` steps after it, seconds until the background write is
+        done. And the share of the machine that other processes took meanwhile."""
         import torch
         import torch.distributed as dist
 
         dist.barrier()
-        begun = time.perf_counter()
+        machine, own, begun = user_s(), os.times().user, time.perf_counter()
         save()
         blocked = time.perf_counter() - begun
         following = self.steps(count)
+        wall = time.perf_counter() - begun
+        used = torch.tensor([os.times().user - own], dtype=torch.float64)
+        dist.all_reduce(used)
+        others = (user_s() - machine - used.item()) / wall / (os.cpu_count() or 1)
         self.saver.wait()
-        time.sleep(0.1)  # for `written_at`
-        times = torch.tensor([blocked, following, max(0.0, self.written_at - begun)], dtype=torch.float64)
+        self.watching.join()
+        times = torch.tensor([blocked, following, max(0.0, self.written_at - begun), others], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if self.world.rank == 0:
             (self.folder / "plain.pt").unlink(missing_ok=True)
         return times.tolist()
 
 
-def rank_main(rounds, parameters, folder):
+def user_s():
+    """Seconds that all processes of the machine have computed, the kernel's (which writes files) left out."""
+    with open("/proc/stat") as file:
+        return sum(map(int, file.readline().split()[1:3])) / os.sysconf("SC_CLK_TCK")
+
+
+def rank_main(rounds, parameters, busy, folder):
     import torch
 
     torch.set_num_threads(1)
@@ -120,13 +138,13 @@ def rank_main(rounds, parameters, folder):
         count, found = MIN_STEPS, []
         for number in range(rounds + 1):
             kinds = [loop.plain, loop.ours] if number % 2 else [loop.ours, loop.plain]
-            steps, times = [], {}
+            base, times = [], {}
             for kind in kinds:
-                steps.append(loop.phase(loop.nothing, count)[1] / count)
+                base.append(loop.phase(loop.nothing, count))
                 times[kind.__name__] = loop.phase(kind, count)
             ours = times["ours"]
-            step = statistics.mean(steps)
-            row = {"step": step, "written": ours[2], "window": ours[0] + ours[1]}
+            step = statistics.mean(one[1] / count for one in base)
+            row = {"others": statistics.mean(one[3] for one in [*base, *times.values()]), "step": step, "written": ours[2], "window": ours[0] + ours[1]}
             row |= {f"{name} blocked": t[0] for name, t in times.items()} | {f"{name} total": t[0] + t[1] - count * step for name, t in times.items()}
             if world.rank == 0:
                 label = "first round" if number == 0 else f"round {number}"
@@ -138,10 +156,13 @@ def rank_main(rounds, parameters, folder):
         loop.saver.finish()
         if world.rank == 0:
             size = sum(parameter.numel() for parameter in loop.model.parameters()) * 12 / 1e9
-            report(found, size)
+            report(found, size, busy)
 
 
-def report(found, size):
+def report(found, size, busy):
+    quiet = [row for row in found if row["others"] <= busy]
+    print(f"{len(quiet)} of {len(found)} rounds with at most {busy:.0%} of the machine taken by others")
+    found = quiet or found
     middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
     print(f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s")
     for what in ("blocked", "total"):
@@ -154,13 +175,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=float, default=100, help="in millions")
+    parser.add_argument("--busy", type=float, default=0.05, help="share of the machine that others may take in a round that counts")
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
-        return rank_main(options.rounds, options.parameters * 1e6, options.folder)
+        return rank_main(options.rounds, options.parameters * 1e6, options.busy, options.folder)
     folder = Path(tempfile.mkdtemp(prefix="saving-", dir=options.folder))
-    arguments = [__file__, "--as-rank", "--rounds", str(options.rounds), "--parameters", str(options.parameters), "--folder", str(folder)]
+    values = {"rounds": options.rounds, "parameters": options.parameters, "busy": options.busy, "folder": folder}
+    arguments = [__file__, "--as-rank", *(part for key, value in values.items() for part in (f"--{key}", str(value)))]
     try:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

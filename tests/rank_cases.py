@@ -127,3 +127,9 @@ def evaluate_and_predict_quietly(lengths, micro):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return evaluate_and_predict(lengths, micro)
+
+
+def fit_saved(kind, settings, run_dir):
+    """Train a task for which only what it saves counts."""
+    options = {"dtype": torch.float32} if kind == "Single" else {}
+    runs.fit_kind("Masked" if kind == "Single" else kind, options, settings, run_dir)

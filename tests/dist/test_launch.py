@@ -1,20 +1,13 @@
 """Ranks in processes of their own, as a user starts them: through `--nproc`, and through torchrun."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes import lockstep
 
 TASKS = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
+import os, signal
 from tests.own_tasks import Failing, FromFiles, Plain
 
 class Fails0(Failing):
@@ -39,18 +32,10 @@ class BadSample(FromFiles):
 """
 
 
-def lockstep(*arguments, torchrun=None):
-    command = [sys.executable, "-m", "lockstep", *map(str, arguments)]
-    if torchrun:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(torchrun), "-m", "lockstep", *map(str, arguments)]
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=clean | {"OMP_NUM_THREADS": "1"})
-
-
 @pytest.fixture
 def tasks(tmp_path):
     path = tmp_path / "tasks.py"
-    path.write_text(TASKS.format(root=str(ROOT)))
+    path.write_text(TASKS)
     return path
 
 
@@ -82,7 +67,7 @@ def test_torchrun_does_the_same_as_nproc(tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failed_rank_is_named_with_its_traceback(tmp_path, tasks, rank):
-    done = lockstep("train", f"{tasks}:Fails{rank}", "--nproc", 2, "--run-dir", tmp_path / "run")
+    done = lockstep("train", f"{tasks}:Fails{rank}", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
     assert done.returncode == 1
     assert f"error: rank {rank} failed" in done.stderr
     assert "ValueError: the cat sat on the cable" in done.stderr
@@ -97,13 +82,13 @@ def test_under_torchrun_the_other_ranks_say_which_rank_failed(tmp_path, tasks):
 
 
 def test_killed_rank_ends_the_run_and_is_named(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:Killed", "--nproc", 2, "--run-dir", tmp_path / "run")
+    done = lockstep("train", f"{tasks}:Killed", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
     assert done.returncode == 1
     assert "rank 1 was killed by signal 9" in done.stderr
 
 
 def test_unreadable_sample_on_one_rank_ends_all_with_its_name(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:BadSample", "--nproc", 2, "--run-dir", tmp_path / "run")
+    done = lockstep("train", f"{tasks}:BadSample", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
     assert done.returncode == 1
     assert "folder/007.png: sample 7 cannot be read: OSError: truncated file" in done.stderr
     assert "Traceback" not in done.stderr
@@ -114,20 +99,3 @@ def test_wrong_key_is_refused_before_anything_starts(tmp_path):
     assert done.returncode == 2
     assert "did you mean optim.lr?" in done.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_ctrl_c_stops_all_ranks_and_says_how_to_go_on(tmp_path, nproc):
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "lockstep", "train", "toy", "train.steps=1000000", "log.every_steps=5", "--nproc", str(nproc), "--run-dir", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (run / "metrics.jsonl").exists() or not (run / "metrics.jsonl").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the launcher and all ranks
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert errors.strip() == "stopped; the same command goes on from the newest checkpoint"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # nobody is left

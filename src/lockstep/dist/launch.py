@@ -32,7 +32,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
     Args:
         max_restarts: how often all ranks are started again after one was killed or crashed, in all. Not after an error
             that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step
-            (three, where a rank was killed: whoever kills from outside may hit the same step twice).
+            (five, where a rank was killed: who kills from outside may well hit the same step twice, or the start).
 
     Raises:
         RankError: a rank failed; names it, with its own words, and carries its exit code.
@@ -64,7 +64,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
             raise cause
         in_a_row = in_a_row + 1 if step == crashed_at else 1
         crashed_at = step
-        if in_a_row == (3 if -signal.SIGKILL in codes.values() else 2):
+        if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
             cause.remedy = f"it failed at step {step} {in_a_row} times in a row, so it was not started again. {cause.remedy or ''}".rstrip()
             raise cause
         when = f"at step {step}" if step >= 0 else "before training began"

@@ -1,0 +1,28 @@
+"""The task for `restart.py`: the same model, data and marks as in `restart_plain.py`."""
+
+import threading
+
+from restart_plain import digits, mark, network, started
+from torch import nn
+
+from lockstep import Task
+
+
+class Marked(Task):
+    def __init__(self):
+        mark("started", started())
+        # Lockstep starts this thread when it has imported what it needs and reached the store, right before the process group is made.
+        threads = [thread.native_id for thread in threading.enumerate() if thread.name == "lockstep-failures"]
+        mark("imported", started(*threads))
+        mark("joined")
+
+    def train_data(self):
+        return digits()
+
+    def model(self):
+        mark("model")
+        return network()
+
+    def loss(self, model, batch):
+        mark("loss")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")

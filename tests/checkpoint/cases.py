@@ -1,0 +1,94 @@
+"""Checkpoints for tests: made by hand in this process, and what runs on ranks."""
+
+from pathlib import Path
+
+import torch
+
+from lockstep.checkpoint import files, store
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.store import Retention
+from lockstep.dist import faults
+from lockstep.dist.world import World, join_world
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+
+
+def ignore(*_):
+    """For callbacks that a test does not look at."""
+
+
+def about(step, **more):
+    """The least that a manifest says besides its files."""
+    return {"step": step, "metrics": {}, **more}
+
+
+def commit(folder, step, shares=None, **more):
+    """A checkpoint of `shares`, the tensors of each rank."""
+    shares = shares or [{"weight": torch.arange(10.0) + step}, {"bias": torch.ones(3)}]
+    staged = store.staging(folder, step)
+    staged.mkdir(parents=True, exist_ok=True)
+    manifest = about(step, files={}, index={}, **more)
+    for rank, share in enumerate(shares):
+        name = files.share_name(rank)
+        manifest["files"][name], index = files.write_share(staged / name, share, ignore)
+        manifest["index"] |= index
+    return store.commit(folder, step, manifest)
+
+
+def read(checkpoint):
+    return dict(files.read(checkpoint.path, checkpoint.index))
+
+
+def same(one, other):
+    """Whether two dicts of tensors hold the same bits, dtypes and shapes."""
+    return one.keys() == other.keys() and all(bits(one[name]) == bits(other[name]) for name in one)
+
+
+def bits(tensor):
+    return tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def flip(path, at):
+    """Change one bit of the byte `at` of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << (at % 8)
+    path.write_bytes(content)
+
+
+def steps(folder):
+    return [one.step for one in store.listed(folder)]
+
+
+# ---- on ranks
+
+
+def save_on_ranks(folder, tensors):
+    """Saves step 1, then step 2 while rank 1's disk is full, then step 3; what this rank saw."""
+    folder, told, seen = Path(folder), [], {}
+    with join_world("cpu") as world:
+        saver = Saver(folder, world, Retention(), told.append)
+        for step in (1, 2, 3):
+            faults._WANTED = ["1:2:before-share:full"]
+            try:
+                saver.save(step, tensors, about(step))
+                saver.wait()
+            finally:
+                faults._WANTED = []
+            seen[step] = (saver.saved, list(saver.failures), sorted(path.name for path in folder.iterdir()))
+            world.all_sum([0.0])  # rank 0 goes on when all have looked
+    return {"seen": seen, "told": told, "mine": sorted(saver.buffers)}
+
+
+def newest_on_ranks(folders):
+    """Of each folder the step of the newest valid checkpoint and the messages, or the error, as this rank finds them."""
+    from lockstep.errors import CheckpointError
+
+    answers = []
+    with join_world("cpu") as world:
+        for folder in folders:
+            try:
+                found, complaints = store.newest(Path(folder), world)
+                answers.append((found.step if found else None, complaints))
+            except CheckpointError as error:
+                answers.append(str(error))
+    return answers

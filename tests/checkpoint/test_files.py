@@ -1,0 +1,262 @@
+"""Shares: who writes what, what is written is read bit for bit, damage is named, and plain torch reads it too."""
+
+import pickle
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import LockstepError
+from lockstep.checkpoint import files
+from lockstep.errors import CheckpointError
+from tests.checkpoint import cases
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+]
+
+
+def write(folder, tensors, rank=0):
+    return files.write_share(folder / files.share_name(rank), tensors, cases.ignore)
+
+
+def of_dtype(dtype, shape):
+    """All kinds of bit patterns, for floats also nan, infinity and minus zero."""
+    count = torch.empty(shape).numel()
+    if dtype == torch.bool:
+        return torch.arange(count).reshape(shape) % 3 == 0
+    size = torch.empty((), dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(size)
+    random = torch.randint(0, 256, (count * size,), generator=generator, dtype=torch.uint8).view(dtype)
+    if dtype.is_floating_point and count >= 4:
+        random[:4] = torch.tensor([float("nan"), 1e-8, -0.0, 2.0]).to(dtype)
+    return random.reshape(shape)
+
+
+# ---- who writes what
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 2**40), max_size=40), st.integers(1, 9))
+def test_every_tensor_has_one_owner_and_loads_differ_by_at_most_the_largest(sizes, world):
+    found = files.owners(sizes, world)
+    assert len(found) == len(sizes)
+    assert set(found) <= set(range(world))
+    load = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(world)]
+    assert max(load) - min(load) <= max(sizes, default=0)
+    assert files.owners(tuple(sizes), world) == found
+
+
+def test_owners_are_the_same_in_every_process():
+    # Written out: an order that hangs on hashes or on object identities would differ between ranks.
+    assert files.owners([5, 1, 5, 3, 0, 3, 1], 2) == [0, 0, 1, 0, 0, 1, 1]
+    assert files.owners([1, 1, 1], 5) == [0, 1, 2]
+    assert files.owners([], 3) == []
+
+
+def test_many_equal_tensors_are_spread_evenly():
+    found = files.owners([8] * 100, 8)
+    assert {found.count(rank) for rank in range(8)} == {12, 13}
+
+
+# ---- round trip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
+    tensors = {f"t{number}": of_dtype(dtype, shape) for number, shape in enumerate([(), (0,), (3, 0, 2), (7,), (3, 4), (2, 3, 4)])}
+    _, index = write(tmp_path, tensors)
+    assert cases.same(dict(files.read(tmp_path, index)), tensors)
+    assert {name: entry["dtype"] for name, entry in index.items()} == dict.fromkeys(tensors, str(dtype).removeprefix("torch."))
+    assert index["t5"]["shape"] == [2, 3, 4]
+
+
+def test_views_come_back_as_what_they_show(tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    tensors = {
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "scalar of": base[2, 3],
+    }
+    _, index = write(tmp_path, tensors)
+    assert cases.same(dict(files.read(tmp_path, index)), tensors)
+
+
+def test_what_is_read_has_memory_of_its_own(tmp_path):
+    _, index = write(tmp_path, {"a": torch.zeros(3), "b": torch.zeros(3)})
+    found = dict(files.read(tmp_path, index))
+    found["a"] += 1
+    assert found["b"].tolist() == [0, 0, 0]
+    assert dict(files.read(tmp_path, index))["a"].tolist() == [0, 0, 0]
+
+
+def test_checksum_is_that_of_the_file(tmp_path):
+    told, _ = write(tmp_path, {"a": torch.randn(1000), "b": torch.ones(())})
+    content = (tmp_path / "__0_0.distcp").read_bytes()
+    assert told == {"bytes": len(content), "crc32": zlib.crc32(content)}
+    assert files.checksum(tmp_path / "__0_0.distcp") == told
+
+
+def test_checksum_of_a_file_of_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_CHUNK", 7)
+    (tmp_path / "file").write_bytes(bytes(range(100)))
+    assert files.checksum(tmp_path / "file") == {"bytes": 100, "crc32": zlib.crc32(bytes(range(100)))}
+
+
+def test_index_covers_the_file_without_gap(tmp_path):
+    told, index = write(tmp_path, {"a": torch.randn(9), "b": torch.ones(()), "c": torch.empty(0)})
+    at = 0
+    for entry in index.values():
+        assert entry["file"] == "__0_0.distcp"
+        assert entry["offset"] == at
+        at += entry["length"]
+    assert at == told["bytes"]
+
+
+def test_places_are_reached_in_order_and_the_file_is_flushed(tmp_path, monkeypatch):
+    places, synced = [], []
+    monkeypatch.setattr(files.os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").resolve().stat().st_size))
+    told, _ = files.write_share(tmp_path / "__0_0.distcp", {"a": torch.ones(3)}, places.append)
+    assert places[0] == "in-share"
+    assert places[-1] == "before-fsync"
+    assert synced == [told["bytes"]]
+
+
+def test_only_what_is_asked_for_is_read(tmp_path):
+    first, second = {"a": torch.ones(2), "b": torch.ones(3)}, {"c": torch.ones(4)}
+    index = write(tmp_path, first)[1] | write(tmp_path, second, rank=1)[1]
+    assert [name for name, _ in files.read(tmp_path, index, ["c", "b"])] == ["b", "c"]
+    assert list(files.read(tmp_path, index, [])) == []
+    (tmp_path / "__1_0.distcp").unlink()
+    assert cases.same(dict(files.read(tmp_path, index, ["b", "a"])), first)
+
+
+def test_tensors_are_read_one_at_a_time(tmp_path):
+    _, index = write(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
+    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes()[: index["b"]["offset"]])
+    reading = files.read(tmp_path, index)
+    assert next(reading)[0] == "a"
+    with pytest.raises(CheckpointError):
+        next(reading)
+
+
+# ---- damage
+
+
+def test_truncated_file_is_named_with_the_tensor(tmp_path):
+    told, index = write(tmp_path, {"layer.weight": torch.randn(100)})
+    path = tmp_path / "__0_0.distcp"
+    content = path.read_bytes()
+    for length in (0, 1, 10, told["bytes"] // 2, told["bytes"] - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"tensor layer\.weight cannot be read") as caught:
+            list(files.read(tmp_path, index))
+        assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("content", [bytes(2000), b"\xff" * 2000, b"PK\x03\x04" + bytes(2000)], ids=["zeros", "ones", "zip"])
+def test_garbage_is_named_with_the_tensor(tmp_path, content):
+    _, index = write(tmp_path, {"layer.weight": torch.randn(100)})
+    (tmp_path / "__0_0.distcp").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp: tensor layer\.weight cannot be read"):
+        list(files.read(tmp_path, index))
+
+
+@pytest.mark.xfail(strict=True, reason="bug: of damaged files torch.load raises many kinds of errors, of which read knows three")
+def test_no_flipped_byte_gives_another_error(tmp_path):
+    told, index = write(tmp_path, {"a": torch.ones(2)})
+    path = tmp_path / "__0_0.distcp"
+    content = path.read_bytes()
+    others = set()
+    for at in range(0, told["bytes"], 17):
+        cases.flip(path, at)
+        try:
+            list(files.read(tmp_path, index))
+        except Exception as error:
+            others |= {type(error)} - {CheckpointError}
+        path.write_bytes(content)
+    assert others == set()
+
+
+@pytest.mark.xfail(strict=True, reason="bug: a missing share is a FileNotFoundError")
+def test_missing_share_is_named(tmp_path):
+    _, index = write(tmp_path, {"a": torch.ones(2)})
+    (tmp_path / "__0_0.distcp").unlink()
+    with pytest.raises(LockstepError, match=r"__0_0\.distcp"):
+        list(files.read(tmp_path, index))
+
+
+@pytest.mark.parametrize("form", ["torch", "pickle"])
+def test_code_in_a_share_is_not_run(tmp_path, form):
+    class Evil:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    path = tmp_path / "__0_0.distcp"
+    if form == "torch":
+        torch.save(Evil(), path)
+    else:
+        path.write_bytes(pickle.dumps(Evil(), protocol=2))  # torch warns of others
+    index = {"a": {"file": path.name, "offset": 0, "length": path.stat().st_size, "shape": [], "dtype": "float32"}}
+    with pytest.raises(CheckpointError, match="tensor a cannot be read"):
+        list(files.read(tmp_path, index))
+    assert not (tmp_path / "ran").exists()
+
+
+# ---- plain torch
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory):
+    shares = [
+        {"model.weight": torch.randn(4, 5).t(), "model.count": torch.tensor(7), "model.empty": torch.empty(0, 3)},
+        {
+            "model.half": torch.randn(6).bfloat16(),
+            "optimizer.weight.exp_avg": torch.randn(5, 4, dtype=torch.float64),
+            "model.mask": torch.tensor([True, False]),
+        },
+    ]
+    return cases.commit(tmp_path_factory.mktemp("run"), 3, shares), shares[0] | shares[1]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torch_distributed_checkpoint_loads_it(committed):
+    import torch.distributed.checkpoint as dcp
+
+    checkpoint, tensors = committed
+    found = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+    dcp.load(found, checkpoint_id=str(checkpoint.path), no_dist=True)
+    assert cases.same(found, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_torchs_own_converter_reads_it(committed, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    checkpoint, tensors = committed
+    dcp_to_torch_save(checkpoint.path, tmp_path / "plain.pt")
+    assert cases.same(torch.load(tmp_path / "plain.pt", weights_only=True), tensors)
+
+
+def test_metadata_names_nothing_of_lockstep(committed):
+    checkpoint, _ = committed
+    assert b"lockstep" not in (checkpoint.path / ".metadata").read_bytes()
+    assert {path.name for path in checkpoint.path.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"}

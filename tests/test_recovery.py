@@ -1,0 +1,244 @@
+"""Runs that are killed, crash, hang or are asked to stop: in processes of their own."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+from lockstep.checkpoint import files, store
+from tests import processes
+from tests.processes import children, has_logged, is_running, lockstep, start, wait_for
+
+SETTINGS = ["log.tensorboard=false", "optim.clip_norm=0.5", "train.steps=60", "train.eval_every_steps=20", "checkpoint.every_steps=10", "log.every_steps=10"]
+ENDLESS = ["log.tensorboard=false", "train.steps=1000000", "train.eval_every_steps=0", "log.every_steps=10"]
+
+TASKS = """
+import os, signal, time
+import torch
+from tests.own_tasks import Plain
+
+class Crashes(Plain):
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 3:
+            raise RuntimeError("always here")
+        return super().loss(model, batch)
+
+class Diverges(Plain):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float("nan")
+
+class SlowEvaluation(Plain):
+    def loss(self, model, batch):
+        if not model.training:
+            time.sleep(0.2)
+        return super().loss(model, batch)
+
+class SlowSteps(Plain):
+    def loss(self, model, batch):
+        time.sleep(0.01)
+        return super().loss(model, batch)
+
+class SlowStart(Plain):
+    def model(self):
+        begun = time.monotonic()
+        while time.monotonic() - begun < 4:  # as a first compile does
+            sum(range(10000))
+        return super().model()
+
+class Waits(Plain):
+    calls = 0
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls == 25 and os.environ.get("RANK", "0") == "0":
+            time.sleep(1000)
+        return super().loss(model, batch)
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS)
+    return path
+
+
+def state(run):
+    newest = store.listed(run / "checkpoints")[0]
+    assert not store.check(newest)
+    return newest.step, dict(files.read(newest.path, newest.index))
+
+
+def same(one, other):
+    return one[0] == other[0] and one[1].keys() == other[1].keys() and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    return state(run)
+
+
+def test_killed_ranks_are_started_again_and_end_with_the_weights_of_an_undisturbed_run(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    faults = [("1", 20, "in-share"), ("0", 30, "before-rename"), ("1", 40, "evaluating")]
+    wanted = " ".join(f"{rank}:{step}:{place}:kill:{tmp_path / place}" for rank, step, place in faults)
+    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=wanted)
+    assert done.returncode == 0, done.stderr
+    assert all((tmp_path / place).exists() for _, _, place in faults)
+    assert done.stderr.count("was killed by signal 9") == 3
+    assert "restart 3 of 3" in done.stderr
+    assert same(state(run), undisturbed)
+    assert not list((run / "checkpoints").glob(".staging*"))
+
+
+def test_ranks_end_when_their_launcher_is_killed_and_the_same_command_goes_on(tmp_path, undisturbed):
+    run = tmp_path / "run"
+    first = start("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{tmp_path / 'once'}")
+    wait_for((tmp_path / "once").exists)
+    ranks = children(first.pid)
+    assert len(ranks) == 2
+    first.kill()
+    first.communicate()
+    wait_for(lambda: not any(map(is_running, ranks)), timeout=10)
+    again = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
+    assert again.returncode == 0, again.stderr
+    assert re.search("resuming .* at step 30", again.stdout)
+    assert same(state(run), undisturbed)
+
+
+def test_crash_at_the_same_step_twice_is_not_tried_for_ever(tmp_path, tasks):
+    done = lockstep("train", f"{tasks}:Crashes", "--nproc", 2, "--max-restarts", 5, "--run-dir", tmp_path / "run")
+    assert done.returncode == 1
+    assert "restart 1 of 5" in done.stderr
+    assert "restart 2 of 5" not in done.stderr
+    assert "RuntimeError: always here" in done.stderr
+    assert "it failed at step 2 2 times in a row" in done.stderr
+
+
+def test_error_that_would_come_again_is_not_tried_again(tmp_path, tasks):
+    done = lockstep("train", f"{tasks}:Diverges", "train.steps=10", "--nproc", 2, "--run-dir", tmp_path / "run")
+    assert done.returncode == 1
+    assert "the loss is nan" in done.stderr
+    assert "restart" not in done.stderr
+
+
+@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_path, tasks, number, nproc):
+    run = tmp_path / "run"
+    command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "--nproc", nproc, "--run-dir", run]
+    process = start(*command)
+    wait_for(lambda: has_logged(run))
+    process.send_signal(number)
+    asked = time.monotonic()
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert time.monotonic() - asked < 20
+    step, _ = state(run)
+    assert f"stopped by {number.name} at step {step} of 1000000, saved" in out
+    assert errors.strip() == "the same command goes on from there"
+    again = lockstep(*command[:2], *ENDLESS, f"train.steps={step + 5}", *command[-4:])
+    assert again.returncode == 0, again.stderr
+    assert f"at step {step}\n" in again.stdout
+    assert state(run)[0] == step + 5
+
+
+def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_is_made_up_for(tmp_path, tasks):
+    run = tmp_path / "run"
+    options = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=400"]
+    process = start("train", f"{tasks}:SlowEvaluation", *options, "--nproc", 2, "--run-dir", run)
+    wait_for(lambda: has_logged(run))
+    os.kill(children(process.pid)[1], signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors
+    assert state(run)[0] == 10
+    assert '"eval/loss"' not in (run / "metrics.jsonl").read_text()
+    again = lockstep("train", f"{tasks}:SlowEvaluation", *options, "train.eval_every_steps=10", "task.eval_length=400", "--run-dir", run)
+    assert again.returncode == 0, again.stderr
+    assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, nproc):
+    run = tmp_path / "run"
+    stuck = "0:*:before-rename:hang 1:*:before-share:hang" if nproc == 2 else "0:*:before-rename:hang"
+    lockstep("train", "toy", *ENDLESS, "train.steps=10", "--nproc", 1, "--run-dir", run)
+    process = start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
+    wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > 1)
+    ranks = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "stopped at once, without saving" in errors
+    assert not any(map(is_running, ranks))
+    assert state(run)[0] == 10
+
+
+def test_request_before_training_ends_with_75(tmp_path):
+    for nproc, delay in ((1, 1.0), (2, 5.0)):
+        process = start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", tmp_path / str(nproc))
+        time.sleep(delay)
+        process.terminate()
+        _, errors = process.communicate(timeout=40)
+        assert process.returncode == 75, errors
+        assert "the same command goes on from there" in errors
+
+
+def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(tmp_path, tasks):
+    run = tmp_path / "run"
+    options = ["log.tensorboard=false", "train.steps=40", "parallel.timeout_s=3", "checkpoint.every_steps=10"]
+    done = lockstep("train", f"{tasks}:Waits", *options, "--nproc", 2, "--max-restarts", 1, "--run-dir", run)
+    assert done.returncode == 0, done.stderr  # the second time its 25th call lies beyond the end
+    assert "no rank got on for 3 s" in done.stderr
+    (report,) = run.glob("hang-2*.txt")
+    text = report.read_text()
+    assert re.search(r"rank 0 \(.*\): training, step 24, silent for \d+ s, at .*tasks.py:\d+ in loss", text)
+    assert re.search(r"rank 1 \(.*\): training, step 24, silent for \d+ s, at ", text)
+    assert "time.sleep(1000)" in text
+    assert str(report) in done.stderr
+    assert not list(run.glob("hang-rank*"))
+
+
+def test_slow_but_alive_is_no_hang(tmp_path, tasks):
+    for name, options in (("SlowStart", []), ("SlowEvaluation", ["train.eval_every_steps=10", "task.eval_length=200", "batch.global=8"])):
+        run = tmp_path / name
+        done = lockstep("train", f"{tasks}:{name}", "log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", *options, "--run-dir", run)
+        assert done.returncode == 0, done.stderr
+        assert not list(run.glob("hang-*"))
+
+
+def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(tmp_path):
+    run = tmp_path / "run"
+    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT="1:60:in-share:full")
+    assert done.returncode == 1
+    assert "warning: the checkpoint of step 60 could not be written with" in done.stdout
+    assert "No space left on device" in done.stderr
+    assert "the newest is of step 50" in done.stderr
+    assert "restart" not in done.stderr
+    assert state(run)[0] == 50
+    again = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
+    assert again.returncode == 0
+    assert state(run)[0] == 60
+
+
+def test_sigterm_to_torchrun_saves_too(tmp_path, tasks):
+    run = tmp_path / "run"
+    process = start("train", f"{tasks}:SlowSteps", *ENDLESS, "--run-dir", run, torchrun=2)
+    wait_for(lambda: has_logged(run))
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert "saved" in out
+    assert state(run)[0] > 0
+
+
+def test_environment_of_ranks_does_not_reach_these_tests():
+    assert not set(processes.environment()) & {"RANK", "WORLD_SIZE"}
