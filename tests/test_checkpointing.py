@@ -99,7 +99,7 @@ def test_averaged_weights_are_torchs_are_evaluated_and_exported(tmp_path):
     expected = averaged.module.state_dict()
     assert runs.difference(found, expected) < 1e-12
     batch = task.eval_data().tensors
-    assert results["eval/loss"] == pytest.approx(float(task.loss(averaged.module, batch)) / len(batch[0]), rel=1e-9)
+    assert results["eval/loss"] == pytest.approx(task.loss(averaged.module, batch).item() / len(batch[0]), rel=1e-9)
     assert Trainer(settings, run_dir=tmp_path, quiet=True).evaluate(task)["loss"] == results["eval/loss"]
 
 

@@ -129,13 +129,13 @@ def test_error_that_would_come_again_is_not_tried_again(tmp_path, tasks):
     assert "restart" not in done.stderr
 
 
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
 def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_path, tasks, number, nproc):
     run = tmp_path / "run"
-    command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "--nproc", nproc, "--run-dir", run]
+    command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", run]
     process = start(*command)
     wait_for(lambda: has_logged(run))
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal does: to the launcher, and on one rank also to the loader's workers
     asked = time.monotonic()
     out, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
@@ -143,6 +143,8 @@ def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_pat
     step, _ = state(run)
     assert f"stopped by {number.name} at step {step} of 1000000, saved" in out
     assert errors.strip() == "the same command goes on from there"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left
     again = lockstep(*command[:2], *ENDLESS, f"train.steps={step + 5}", *command[-4:])
     assert again.returncode == 0, again.stderr
     assert f"at step {step}\n" in again.stdout

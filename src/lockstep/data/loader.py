@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
@@ -20,6 +23,7 @@ Plan = Callable[[], Iterable[Chunk]]
 Bad = tuple[tuple[int, str], ...]
 
 _NONE_BAD: Bad = ()
+_LAST_BATCHES_S = 15.0
 _SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
 
 
@@ -166,6 +170,7 @@ class Loader:
             collate_fn=_same,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
+            worker_init_fn=_leave_signals_to_the_rank,
             generator=torch.Generator(),  # the loader's own seed must not come out of the training's RNG
         )
 
@@ -222,6 +227,18 @@ class _Caught(Dataset[Any]):
             return self.chunks[chunk]
         except LockstepError as error:
             return Failure(error)
+
+
+def _leave_signals_to_the_rank(_: int) -> None:
+    """In a loader worker: requests to stop are the rank's to follow, which still needs batches until all ranks agree.
+
+    A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also be how the rank ends its
+    workers, a worker stays long enough for the agreement, and then goes without complaint.
+    """
+    signal.set_wakeup_fd(-1)  # the rank's own, which a fork shares
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(_LAST_BATCHES_S, os._exit, (0,)).start())
 
 
 def _same(micro: Any) -> Any:
