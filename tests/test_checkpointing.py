@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 def saved(run_dir):
     """Everything in the newest checkpoint."""
     newest = store.listed(run_dir / "checkpoints")[0]
-    return newest.step, dict(files.read(newest.path, newest.index)), newest.manifest["values"]
+    return newest.step, dict(files.read(newest.path, newest.index)), newest.values
 
 
 def same(one, other):
@@ -70,7 +70,7 @@ def test_every_rank_writes_a_share_and_any_number_of_ranks_reads_them(tmp_path):
     settings = runs.config(train={"steps": 4})
     run_ranks(3, runs.fit_kind, "Plain", {}, settings, tmp_path)
     names = {path.name for path in (tmp_path / "checkpoints" / "step-00000004").iterdir()}
-    assert names == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "manifest.json"}
+    assert names == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "index.json", "manifest.json"}
 
 
 # ---- averaged weights
@@ -185,7 +185,7 @@ def test_other_training_data_are_refused(tmp_path):
     assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data"], quiet=True).fit(Altered(length=50))["step"] == 20
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
 def test_flipped_byte_in_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, capsys, name):
     settings = runs.config(checkpoint={"every_steps": 10})
     runs.fit(own_tasks.Plain(), settings, tmp_path)

@@ -133,3 +133,36 @@ def test_run_without_checkpoint_cannot_be_evaluated(call, tmp_path):
     done = call("evaluate", "runs/toy")
     assert done.exit_code == 1
     assert "no checkpoint" in done.stderr
+
+
+def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
+    assert call("train", "toy", "train.steps=8", "checkpoint.every_steps=2", "checkpoint.keep_last=4", "log.tensorboard=false").exit_code == 0
+    listed = call("checkpoints", "runs/toy", "--check")
+    assert listed.exit_code == 0
+    rows = listed.stdout.splitlines()
+    assert [row.split()[0] for row in rows] == [f"step-0000000{step}" for step in (8, 6, 4, 2)]
+    assert all("kept: last" in row and row.endswith("valid") for row in rows)
+    path = tmp_path / "runs" / "toy" / "checkpoints" / "step-00000008" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    damaged = call("checkpoints", "runs/toy", "--check")
+    assert damaged.exit_code == 3
+    assert "DAMAGED: __0_0.distcp has" in damaged.stdout.splitlines()[0]
+    assert call("checkpoints", "runs/toy").exit_code == 0
+    config = tmp_path / "runs" / "toy" / "config.yaml"
+    config.write_text(config.read_text().replace("keep_last: 4", "keep_last: 1"))
+    pruned = call("checkpoints", "runs/toy", "--prune")
+    assert [line for line in pruned.stdout.splitlines() if line.startswith("deleted")] == ["deleted step-00000004", "deleted step-00000002"]  # 6 is the last valid one
+    assert call("checkpoints", "nowhere").exit_code == 2
+
+
+def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
+    from safetensors.torch import load_file
+
+    assert call("train", "mine.py:Mine", "train.steps=2", "log.tensorboard=false").exit_code == 0
+    done = call("export", "runs/mine", "out")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in load_file("out/model.safetensors").items()} == {"weight": (1, 4), "bias": (1,)}
+    again = call("export", "runs/mine", "out")
+    assert again.exit_code == 2
+    assert "exists and is not empty" in again.stderr

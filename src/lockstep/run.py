@@ -215,8 +215,8 @@ class Trainer:
                 remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
             )
         averages = run.averages.tensors if run.averages else None
-        states.check_fits(found.shapes(), model, averages=averages is not None)
-        states.restore(files.read(found.path, found.index), found.manifest["values"], model, run.optimizer, averages)
+        states.check_fits(found.index, model, averages)
+        states.restore(files.read(found.path, found.index), found.values, model, run.optimizer, averages)
         run.precision.load(found.manifest["loss_scale"])
         run.step, run.skipped = found.step, found.manifest["skipped"]
 
@@ -229,9 +229,9 @@ class Trainer:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
         if world.rank == 0 and complaints and not self.quiet:
             print("\n".join(complaints), file=sys.stderr)
-        states.check_fits(found.shapes(), model)
+        states.check_fits(found.index, model)
         names = [name for name in found.index if name.startswith("model.")]
-        states.restore(files.read(found.path, found.index, names), found.manifest["values"], model)
+        states.restore(files.read(found.path, found.index, names), found.values, model)
         averages = [name for name in found.index if name.startswith("ema.")]
         states.restore(files.read(found.path, found.index, averages), {}, model, averages=dict(model.named_parameters()))
         return model
@@ -247,9 +247,9 @@ class Trainer:
             run.world.heart.enter(Phase.SAVING)
             strategy.sync_buffers(run.forward, run.world)
             tensors, values = states.capture(job.model, run.optimizer, run.averages.tensors if run.averages else None)
-            about = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "values": values, "metrics": evaluated}
+            about = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
-            saver.save(run.step, tensors, about | {"data": job.data, "config": config_digest(self.config), "versions": versions})
+            saver.save(run.step, tensors, values, about | {"data": job.data, "config": config_digest(self.config), "versions": versions})
             run.world.heart.enter(Phase(before))
 
         return save

@@ -41,8 +41,8 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.fault: BaseException | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
-        """Save the state after `step`. Called on all ranks, with the same replicated tensors.
+    def save(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Save the state after `step`. Called on all ranks, with the same replicated tensors and plain values.
 
         Waits for the checkpoint before. Returns when `tensors` may change again; or, not in the background, when all is done.
         """
@@ -50,7 +50,7 @@ class Saver:
         self.wait()
         share = self._stage(tensors)
         fail_at("staged", step)
-        self.thread = threading.Thread(target=self._run, args=(step, share, dict(manifest)), name="lockstep-saver", daemon=True)
+        self.thread = threading.Thread(target=self._run, args=(step, share, dict(values), dict(manifest)), name="lockstep-saver", daemon=True)
         self.thread.start()
         if not self.in_background:
             self.wait()
@@ -102,13 +102,13 @@ class Saver:
         self.buffers = staged
         return staged
 
-    def _run(self, step: int, share: Mapping[str, Tensor], manifest: dict[str, Any]) -> None:
+    def _run(self, step: int, share: Mapping[str, Tensor], values: dict[str, Any], manifest: dict[str, Any]) -> None:
         try:
-            self._write(step, share, manifest)
+            self._write(step, share, values, manifest)
         except BaseException as error:  # a lost rank, or a fault of this code: the training must end
             self.fault = error
 
-    def _write(self, step: int, share: Mapping[str, Tensor], manifest: dict[str, Any]) -> None:
+    def _write(self, step: int, share: Mapping[str, Tensor], values: dict[str, Any], manifest: dict[str, Any]) -> None:
         mine: dict[str, Any] = {}
         try:
             staged = store.staging(self.folder, step)
@@ -122,7 +122,7 @@ class Saver:
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             mine = {"fault": f"rank {self.world.rank}: {error}"}
         shares = self.world.gather(mine)
-        fault = self.world.broadcast(self._commit(step, shares, manifest) if shares is not None else None)
+        fault = self.world.broadcast(self._commit(step, shares, values, manifest) if shares is not None else None)
         if fault is None:
             self.saved = step
         else:
@@ -138,14 +138,14 @@ class Saver:
         self.world.heart.beats += 1  # a slow disk is no hang
         fail_at(place, step)
 
-    def _commit(self, step: int, shares: list[dict[str, Any]], manifest: dict[str, Any]) -> str | None:
+    def _commit(self, step: int, shares: list[dict[str, Any]], values: dict[str, Any], manifest: dict[str, Any]) -> str | None:
         """On rank 0, when all ranks have written: make it count. What went wrong, if anything."""
         fault = next((share["fault"] for share in shares if "fault" in share), None)
         try:
             if fault is None:
                 manifest["files"] = {name: about for share in shares for name, about in share["files"].items()}
-                manifest["index"] = {name: entry for share in shares for name, entry in share["index"].items()}
-                store.commit(self.folder, step, manifest)
+                index = {name: entry for share in shares for name, entry in share["index"].items()}
+                store.commit(self.folder, step, manifest, index, values)
         except (OSError, RuntimeError) as error:
             fault = f"rank 0: {error}"
         if fault is None:

@@ -39,17 +39,16 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mappin
     return tensors, plain
 
 
-def check_fits(shapes: Mapping[str, tuple[int, ...]], model: nn.Module, averages: bool = False) -> None:
-    """Compare the tensors of a checkpoint, by name, with what `model` needs.
+def check_fits(index: Mapping[str, Mapping[str, Any]], model: nn.Module, averages: Mapping[str, Tensor] | None = None) -> None:
+    """Compare the tensors of a checkpoint, by name, with what `model` needs: names, shapes, dtypes.
 
     Raises:
         CheckpointError: the checkpoint is of another model; names the tensors.
     """
-    own = {f"model.{name}": tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    own = {f"model.{name}": _kind(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if averages:
-        own |= {f"ema.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    kinds = ("model.", "ema.") if averages else ("model.",)
-    saved = {name: shape for name, shape in shapes.items() if name.startswith(kinds)}
+        own |= {f"ema.{name}": _kind(average) for name, average in averages.items()}
+    saved = {name: (*entry["shape"], entry["dtype"]) for name, entry in index.items() if name.startswith(("model.", "ema.") if averages else "model.")}
     if own != saved:
         differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = differing[0]
@@ -57,6 +56,10 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], model: nn.Module, averages
             f"{len(differing)} tensors differ from the model's, first {first}: saved {saved.get(first)}, model {own.get(first)}",
             remedy="use the task and config that the checkpoint was made with, or start anew with --fresh",
         )
+
+
+def _kind(tensor: Tensor) -> tuple[int | str, ...]:
+    return (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
 
 
 def restore(

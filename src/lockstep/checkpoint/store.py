@@ -1,6 +1,6 @@
 """Checkpoints on disk: complete, or absent. A directory without a valid manifest, written last, is no checkpoint.
 
-    checkpoints/step-00000123/          one share per rank, .metadata, manifest.json
+    checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
     checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 """
 
@@ -14,6 +14,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lockstep.dist.world import World
 from lockstep.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+INDEX = "index.json"
 _STAGING = ".staging-"
 
 
@@ -47,13 +49,20 @@ class Checkpoint:
         """Of the evaluation at this very step; empty where there was none."""
         return dict(self.manifest["metrics"])
 
+    @cached_property
+    def _contents(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.path / INDEX).read_text())
+        return content
+
     @property
     def index(self) -> files.Index:
-        return dict(self.manifest["index"])
+        """Where each tensor is, by name."""
+        return dict(self._contents["tensors"])
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors by name."""
-        return {name: tuple(entry["shape"]) for name, entry in self.manifest["index"].items()}
+    @property
+    def values(self) -> dict[str, Any]:
+        """State that is no tensor, by name."""
+        return dict(self._contents["values"])
 
 
 @dataclass(frozen=True)
@@ -89,25 +98,35 @@ def staging(folder: Path, step: int) -> Path:
     return folder / f"{_STAGING}step-{step:08d}"
 
 
-def commit(folder: Path, step: int, manifest: Mapping[str, Any]) -> Checkpoint:
-    """Turn what all ranks have staged into the checkpoint `folder/step-XXXXXXXX`: `.metadata`, the manifest, a rename."""
+def commit(folder: Path, step: int, manifest: Mapping[str, Any], index: files.Index, values: Mapping[str, Any]) -> Checkpoint:
+    """Turn what all ranks have staged into the checkpoint `folder/step-XXXXXXXX`: index, manifest, a rename.
+
+    Raises:
+        OSError: it cannot be written, or a share that a rank wrote is not here.
+    """
     staged, final = staging(folder, step), folder / f"step-{step:08d}"
-    files.write_dcp_metadata(staged, manifest["index"])
+    for name, about in manifest["files"].items():
+        if (staged / name).stat().st_size != about["bytes"]:
+            raise OSError(f"{name} is not what was written; do all ranks see the same run directory?")
+    files.write_dcp_metadata(staged, index)
+    (staged / INDEX).write_text(json.dumps({"tensors": index, "values": dict(values)}))
+    sync(staged / INDEX)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    content = {**manifest, "saved_at": now, "files": {**manifest["files"], files.DCP_METADATA: files.checksum(staged / files.DCP_METADATA)}}
+    more = {name: files.checksum(staged / name) for name in (INDEX, files.DCP_METADATA)}
+    content = {**manifest, "saved_at": now, "files": {**manifest["files"], **more}}
     fail_at("before-manifest", step)
     with (staged / MANIFEST).open("w") as text:
         text.write(_signed(content))
         fail_at("in-manifest", step)
         text.flush()
         os.fsync(text.fileno())
-    sync_folder(staged)
+    sync(staged)
     fail_at("before-rename", step)
     if final.exists():
         remove(final)  # of the same step: damaged, or it would have been resumed
     staged.rename(final)
     fail_at("after-rename", step)
-    sync_folder(folder)
+    sync(folder)
     return Checkpoint(final, content)
 
 
@@ -123,7 +142,9 @@ def unreadable(folder: Path) -> list[str]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name))
+    """Directories with a manifest, the newest last."""
+    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()]
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def _signed(content: Mapping[str, Any]) -> str:
@@ -171,15 +192,19 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    candidates, complaints = world.broadcast((listed(folder), unreadable(folder)))
-    for candidate in candidates:
-        mine = check(candidate, world.rank, world.size)
-        faults = world.broadcast(world.gather(mine))
-        found = [fault for rank in faults for fault in rank]
+    names: list[str] = world.broadcast([path.name for path in reversed(_folders(folder))])
+    complaints: list[str] = []
+    for name in names:
+        manifest = _manifest(folder / name)
+        if isinstance(manifest, dict):
+            candidate = Checkpoint(folder / name, manifest)
+            mine = check(candidate, world.rank, world.size)
+        else:
+            mine = [manifest or f"{MANIFEST} is not there"]
+        found = list(dict.fromkeys(fault for rank in world.broadcast(world.gather(mine)) for fault in rank))
         if not found:
-            newer = [complaint for complaint in complaints if complaint > candidate.path.name]
-            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in newer]
-        complaints.append(f"{candidate.path.name}: {'; '.join(found)}")
+            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
+        complaints.append(f"{name}: {'; '.join(found)}")
     if complaints:
         raise CheckpointError("\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh")
     return None, []
@@ -220,9 +245,9 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a directory's entries to the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush a file's content, or a directory's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
