@@ -75,7 +75,7 @@ def kill_ranks(folder, count, rng):
     launcher = start(folder / "ranks", {"LEDGER": str(folder / "ranks.ledger"), "LOCKSTEP_FAIL_AT": " ".join(faults)}, restarts=3 * (count + len(STAGES)))
     killed = 0
     while launcher.poll() is None:
-        time.sleep(rng.uniform(5, 16))
+        time.sleep(rng.uniform(6, 18))
         ranks = ranks_of(launcher.pid)
         if killed < count and len(ranks) == 2:
             os.kill(rng.choice(ranks), signal.SIGKILL)

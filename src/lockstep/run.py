@@ -49,6 +49,7 @@ class Trainer:
         config: a `RunConfig`, a mapping with the same keys, or what the command line takes: a recipe, FILE.yaml, FILE.py:Task.
         run_dir: where everything is written; default `runs/<name>`.
         fresh: delete what an earlier run left there instead of resuming it.
+        allow_change: keys of the config (or `data`) that may differ from the run's, when it is resumed.
         quiet: print nothing.
     """
 
@@ -108,7 +109,7 @@ class Trainer:
             saver.finish()
         except Preempted:
             saver.finish()
-            text = f"stopped by {flag.name} at step {run.step} of {job.stop}, saved"
+            text = f"stopped by {flag.name} at step {run.step} of {job.stop}, saved" if run.step else f"stopped by {flag.name} before the first step"
             tell(text)
             raise Preempted(text) from None
         finally:
@@ -162,15 +163,7 @@ class Trainer:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
         data = task.train_data()
-        length = _length(data)
-        if length == 0:
-            raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
-        global_batch = config.batch.global_ or 1
-        micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
-        if config.data.drop_last and length < global_batch:
-            remedy = "lower batch.global, or set data.drop_last=false"
-            raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
-        plan = StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
+        plan = self._plan(data, world)
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
         print_of_data = world.broadcast(fingerprint(data) if world.rank == 0 else None)
         found, complaints = store.newest(self._checkpoints, world)
@@ -180,19 +173,15 @@ class Trainer:
             load_weights(model, Path(config.train.init_from), config.train.init_skip)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy="set requires_grad_(True) on some")
-        rate = config.optim
-        scale = scaled_lr(1.0, rate.lr_scaling, global_batch, rate.reference_batch)
-        groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
-        optimizer = build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args)
         shape = config.schedule.model_dump()
         run = Training(
             forward=strategy.wrap(strategy.Forward(model, task.loss), config.parallel.strategy, world, config.parallel.find_unused_parameters),
-            optimizer=optimizer,
+            optimizer=self._optimizer(model),
             precision=Precision(config.precision, world.device),
             schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **shape),
             world=world,
             seed=config.seed,
-            clip_norm=rate.clip_norm,
+            clip_norm=config.optim.clip_norm,
             coefficients=task.coefficients(),
             must_agree_on_weights=config.data.on_error == "skip",
             check_unused=not config.parallel.find_unused_parameters,
@@ -204,6 +193,24 @@ class Trainer:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         batches = training_steps(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
         return _Job(model, run, plan, batches, stop, print_of_data, found.metrics if found else {})
+
+    def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
+        config = self.config
+        length = _length(data)
+        if length == 0:
+            raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
+        global_batch = config.batch.global_ or 1
+        if config.data.drop_last and length < global_batch:
+            remedy = "lower batch.global, or set data.drop_last=false"
+            raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
+        micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
+        return StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        rate = self.config.optim
+        scale = scaled_lr(1.0, rate.lr_scaling, self.config.batch.global_ or 1, rate.reference_batch)
+        groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
+        return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args)
 
     def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> None:
         saved = found.manifest["data"]

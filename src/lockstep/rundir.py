@@ -154,6 +154,7 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: n
     """Everything that receives the log, after it was told what is about to be trained."""
     from lockstep.observe.console import ConsoleWatcher
     from lockstep.observe.jsonl import JsonLines
+    from lockstep.observe.steady import Steady
     from lockstep.observe.tensorboard import TensorBoard
     from lockstep.observe.textlog import TextLog
 
@@ -162,9 +163,9 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: n
     summary = model_summary(model, run.optimizer)
     for text in summary:
         log.message(text)
-    found: list[Watcher] = [log, JsonLines(folder / "metrics.jsonl", run.step)]
+    found: list[Watcher] = [Steady(log), Steady(JsonLines(folder / "metrics.jsonl", run.step))]
     if config.log.tensorboard:
-        found.append(TensorBoard(folder / "tensorboard", run.step))
+        found.append(Steady(TensorBoard(folder / "tensorboard", run.step)))
     if not quiet:
         console = ConsoleWatcher(stop, run.step)
         batch = config.batch

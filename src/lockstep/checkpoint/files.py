@@ -58,7 +58,10 @@ def write_share(path: Path, tensors: Mapping[str, Tensor], at: Callable[[str], N
         stream = _Summing(file, partial(at, "in-share"))
         for name, tensor in tensors.items():
             start = stream.size
-            torch.save(tensor, cast(IO[bytes], stream))
+            try:
+                torch.save(tensor, cast(IO[bytes], stream))
+            except RuntimeError as error:  # torch does not say why the stream could not be written
+                raise stream.fault or error from error
             about = {"offset": start, "length": stream.size - start, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
             index[name] = {"file": path.name, **about}
         file.flush()
@@ -72,12 +75,17 @@ class _Summing(io.RawIOBase):
 
     def __init__(self, file: IO[bytes], beat: Callable[[], None]) -> None:
         self.file, self.beat, self.size, self.crc = file, beat, 0, 0
+        self.fault: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.fault = error
+            raise
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
         self.size += size

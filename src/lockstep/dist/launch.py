@@ -42,6 +42,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHED] = "1"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks whose store went with a killed one warn with stacks of C++
     if nproc > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that each take all cores slow each other down
     crashed_at, in_a_row = None, 0
@@ -139,7 +140,9 @@ def report_failure(error: BaseException, text: str) -> None:
         origin = error.origin if isinstance(error, RankError) else None
         may_pass = error.may_pass if isinstance(error, LockstepError) else not isinstance(error, Preempted)
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "origin": origin, "may_pass": may_pass}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        half = Path(f"{path}.{os.getpid()}")
+        half.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        half.rename(path)  # at once: this process may be ended while it writes, and the agent stumbles over half a file
 
 
 def _words(failure: ProcessFailure) -> dict[str, Any]:
