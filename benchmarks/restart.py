@@ -4,7 +4,9 @@
 
 Lockstep (`lockstep train --max-restarts`) against a hand-written DDP loop that resumes from its `torch.save` checkpoint
 under torch's own elastic agent. In each round both are started, and a rank is killed, the same in both, once it has saved.
-What counts is the median of ratios. Then `--restarts` kills of a random rank at random times, in one Lockstep run.
+What counts is the median of ratios, over rounds in which other processes took at most `--busy` of the machine (where
+there are any), and beside it that of the seconds computed, which others hardly change. Then `--restarts` kills of a
+random rank at random times, in one Lockstep run; 120 s without a first step count as a hang.
 The plain loop draws no bar and imports no TensorBoard; Lockstep runs with its defaults.
 
 The parts, each until the later rank has done it:
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from restart_plain import BATCH, EVERY
@@ -35,6 +38,20 @@ LIMIT_S = 120.0
 
 class Hang(Exception):
     """A restart that did not come to its first step."""
+
+
+@dataclass
+class Restart:
+    parts: dict[str, float]
+    seconds: float
+    cpu: float
+    others: float
+
+
+def busy_s():
+    """Seconds that all processors of the machine have worked."""
+    with open("/proc/stat") as file:
+        return sum(map(int, file.readline().split()[1:4])) / os.sysconf("SC_CLK_TCK")
 
 
 class Job:
@@ -61,32 +78,36 @@ class Job:
         deadline = time.monotonic() + LIMIT_S
         while True:
             for line in self.reading:
-                at, rank, pid, name = line.split()
+                at, cpu, rank, pid, name = line.split()
                 self.ranks[int(pid)] = int(rank)
-                self.marks.setdefault(int(pid), {}).setdefault(name, []).append(float(at))
+                self.marks.setdefault(int(pid), {}).setdefault(name, []).append((float(at), float(cpu)))
             new = {rank: pid for pid, rank in self.ranks.items() if pid not in pids_before and len(self.marks[pid].get("loss", [])) >= steps}
             if len(new) == 2:
                 return new
             if time.monotonic() > deadline or self.process.poll() is not None:
                 ended = "no step" if self.process.returncode is None else f"exit code {self.process.returncode}"
-                raise Hang(f"{ended} after {LIMIT_S - deadline + time.monotonic():.0f} s; the end of its output:\n{self.log.read_text()[-3000:]}")
+                raise Hang(f"{ended} after {time.monotonic() - deadline + LIMIT_S:.0f} s; the end of its output:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.1)
 
     def kill(self, rank):
-        """Kill a rank that has saved since it was started; seconds of the parts of the restart."""
+        """Kill a rank that has saved since it was started. Seconds of the parts of the restart, seconds that the new ranks
+        computed, on average, and the share of the machine that all else took (the dying rank and the launcher included)."""
         pids = self.wait(self.killed_before, 2 * EVERY)
         time.sleep(random.uniform(0, 2))
         before = set(self.ranks)
         os.kill(pids[rank], signal.SIGKILL)
-        since = time.time()
+        since = begun = time.time()
+        machine = busy_s()
         pids = self.wait(before, 2)
+        machine, waited = busy_s() - machine, time.time() - begun
         parts = {}
         for part, name in PARTS.items():
             name, _, count = name.partition(" ")
-            at = max(self.marks[pid][name][int(count or 1) - 1] for pid in pids.values())
+            at = max(self.marks[pid][name][int(count or 1) - 1][0] for pid in pids.values())
             parts[part], since = at - since, at
         self.killed_before = before
-        return parts
+        computed = sum(self.marks[pid]["loss"][1][1] for pid in pids.values())
+        return Restart(parts, at - begun, computed / len(pids), (machine - computed) / waited / (os.cpu_count() or 1))
 
     killed_before = frozenset()
 
@@ -105,27 +126,42 @@ class Job:
         self.reading.close()
 
 
-def compare(rounds):
-    found = {"plain": [], "lockstep": []}
+def compare(rounds, busy):
+    pairs = []
     for number in range(rounds):
+        pair = {}
         for which in ("plain", "lockstep") if number % 2 else ("lockstep", "plain"):
-            with tempfile.TemporaryDirectory() as folder, Job(which, Path(folder), 3) as job:
-                found[which].append(job.kill(number % 2))
-        plain, ours = (sum(parts[-1].values()) for parts in found.values())
-        print(f"round {number + 1}, rank {number % 2} killed: plain {plain:.2f} s, Lockstep {ours:.2f} s", flush=True)
-    for which, rows in found.items():
-        middle = ", ".join(f"{part} {statistics.median(row[part] for row in rows):.2f}" for part in PARTS)
-        print(f"{which:8} {statistics.median(sum(row.values()) for row in rows):.2f} s: {middle}")
-    ratios = [sum(ours.values()) / sum(plain.values()) for plain, ours in zip(*found.values(), strict=True)]
-    print(f"ratio {statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Job(which, Path(folder), 3) as job:
+                try:
+                    pair[which] = job.kill(number % 2)
+                except Hang as hang:
+                    print(f"round {number + 1}, {which} did not come back: {hang}", flush=True)
+        if len(pair) < 2:
+            continue
+        pairs.append(pair)
+        told = "; ".join(f"{which} {one.seconds:.2f} s, others {one.others:.0%}" for which, one in sorted(pair.items(), reverse=True))
+        print(f"round {number + 1}, rank {number % 2} killed: {told}", flush=True)
+    quiet = [pair for pair in pairs if max(one.others for one in pair.values()) <= busy]
+    print(f"{len(quiet)} of {len(pairs)} rounds with at most {busy:.0%} of the machine taken by others")
+    pairs = quiet or pairs
+    if not pairs:
+        return
+    for which in ("plain", "lockstep"):
+        rows = [pair[which] for pair in pairs]
+        middle = ", ".join(f"{part} {statistics.median(row.parts[part] for row in rows):.2f}" for part in PARTS)
+        seconds, cpu = (statistics.median(getattr(row, name) for row in rows) for name in ("seconds", "cpu"))
+        print(f"{which:8} {seconds:.2f} s: {middle}; a rank computed {cpu:.2f} s")
+    for name, what in (("seconds", "time"), ("cpu", "computing")):
+        ratios = [getattr(pair["lockstep"], name) / getattr(pair["plain"], name) for pair in pairs]
+        print(f"ratio of {what} {statistics.median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
 
 
 def in_a_row(restarts):
     times = []
-    with tempfile.TemporaryDirectory() as folder, Job("lockstep", Path(folder), restarts) as job:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Job("lockstep", Path(folder), restarts) as job:
         try:
             for _ in range(restarts):
-                times.append(sum(job.kill(random.randrange(2)).values()))
+                times.append(job.kill(random.randrange(2)).seconds)
         except Hang as hang:
             print(hang)
     spread = f", {statistics.median(times):.1f} s each ({min(times):.1f} to {max(times):.1f})" if times else ""
@@ -136,9 +172,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--restarts", type=int, default=20)
+    parser.add_argument("--busy", type=float, default=0.15, help="share of the machine that others may take in a round that counts")
     options = parser.parse_args()
     if options.rounds:
-        compare(options.rounds)
+        compare(options.rounds, options.busy)
     if options.restarts:
         in_a_row(options.restarts)
 

@@ -15,9 +15,9 @@ EVERY = 50  # steps from checkpoint to checkpoint
 
 
 def mark(name, at=None):
-    """Append a line `time rank pid name` to the file that the environment names."""
+    """Append a line `time cpu-seconds rank pid name` to the file that the environment names."""
     with open(os.environ["MARKS"], "a") as file:
-        file.write(f"{time.time() if at is None else at:.3f} {os.environ['RANK']} {os.getpid()} {name}\n")
+        file.write(f"{time.time() if at is None else at:.3f} {time.process_time():.3f} {os.environ['RANK']} {os.getpid()} {name}\n")
 
 
 def started(thread=None):

@@ -56,9 +56,8 @@ class Loop:
         self.inputs = torch.randn(BATCH, width)
         self.world, self.folder, self.step = world, folder, 0
         self.saver = Saver(folder / "ours", world, Retention(last=1), print)
-        self.written_at = 0.0
-        self.watching = threading.Thread()
-        self.watching.start()
+        self.written_at, self.watched = 0.0, threading.Event()
+        self.watched.set()
 
     def steps(self, count):
         """Seconds of `count` steps."""
@@ -87,14 +86,15 @@ class Loop:
         from lockstep.checkpoint.state import capture
 
         tensors, values = capture(self.model, self.optimizer)
-        about = {"step": self.step, "skipped": 0, "loss_scale": None, "values": values, "metrics": {}}
-        self.saver.save(self.step, tensors, about | {"data": {}, "config": "", "versions": {}})
-        self.watching = threading.Thread(target=self.watch, args=(self.saver.thread,))
-        self.watching.start()
+        about = {"step": self.step, "skipped": 0, "loss_scale": None, "metrics": {}, "data": {}, "config": "", "versions": {}}
+        self.saver.save(self.step, tensors, values, about)
+        self.watched.clear()
+        threading.Thread(target=self.watch, args=(self.saver.thread,)).start()
 
     def watch(self, writing):
         writing.join()
         self.written_at = time.perf_counter()
+        self.watched.set()
 
     def phase(self, save, count):
         """Of the slower rank: blocked seconds, seconds of `count` steps after it, seconds until the background write is
@@ -112,7 +112,7 @@ class Loop:
         dist.all_reduce(used)
         others = (user_s() - machine - used.item()) / wall / (os.cpu_count() or 1)
         self.saver.wait()
-        self.watching.join()
+        self.watched.wait()
         times = torch.tensor([blocked, following, max(0.0, self.written_at - begun), others], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if self.world.rank == 0:
