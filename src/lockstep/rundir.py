@@ -31,6 +31,10 @@ from lockstep.errors import LockstepError, UsageError, did_you_mean
 _OURS = ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints")
 _DYING_S = 20.0  # how long the rank before may take to end
 
+_locks: list[Any] = []
+# A forked loader worker would hold the lock on after its rank was killed, until it notices.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
+
 
 @contextlib.contextmanager
 def claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()) -> Iterator[RunConfig]:
@@ -72,16 +76,26 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_cha
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
         if (folder / "config.yaml").exists() and any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
-        (folder / "config.yaml").write_text(config_file.to_yaml(resolved))
-        (folder / "environment.json").write_text(json.dumps(_environment(world), indent=1))
+        _replace(folder / "config.yaml", config_file.to_yaml(resolved))
+        _replace(folder / "environment.json", json.dumps(_environment(world), indent=1))
     except OSError as error:
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir") from error
     return resolved
 
 
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves it in whole, or as it was."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.write_text(text)
+    store.sync(staged)
+    staged.replace(path)
+
+
 def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     """Keep other processes out until `held` is closed or this process is gone."""
     file = held.enter_context((folder / ".lock").open("a+"))
+    _locks.append(file)
+    held.callback(_locks.remove, file)
     deadline = time.monotonic() + _DYING_S
     while True:
         try:
@@ -117,7 +131,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     recorded = config_file.read_run(folder)
     if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
         resolved = resolved.model_copy(update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})})
-    old, new = determining(recorded), determining(resolved)
+    old, new = (json.loads(json.dumps(determining(one))) for one in (recorded, resolved))  # a tuple is the list it was written as
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
     for allowed in allow_change:

@@ -22,17 +22,21 @@ def about(step, **more):
     return {"step": step, "metrics": {}, **more}
 
 
-def commit(folder, step, shares=None, **more):
+def commit(folder, step, shares=None, values=None, **more):
     """A checkpoint of `shares`, the tensors of each rank."""
-    shares = shares or [{"weight": torch.arange(10.0) + step}, {"bias": torch.ones(3)}]
     staged = store.staging(folder, step)
     staged.mkdir(parents=True, exist_ok=True)
-    manifest = about(step, files={}, index={}, **more)
-    for rank, share in enumerate(shares):
+    return store.commit(folder, step, *stage(staged, step, shares, **more), values or {})
+
+
+def stage(staged, step, shares=None, **more):
+    """Write the shares into the directory; manifest and index."""
+    manifest, index = about(step, files={}, **more), {}
+    for rank, share in enumerate(shares or [{"weight": torch.arange(10.0) + step}, {"bias": torch.ones(3)}]):
         name = files.share_name(rank)
-        manifest["files"][name], index = files.write_share(staged / name, share, ignore)
-        manifest["index"] |= index
-    return store.commit(folder, step, manifest)
+        manifest["files"][name], places = files.write_share(staged / name, share, ignore)
+        index |= places
+    return manifest, index
 
 
 def read(checkpoint):
@@ -70,7 +74,7 @@ def save_on_ranks(folder, tensors):
         for step in (1, 2, 3):
             faults._WANTED = ["1:2:before-share:full"]
             try:
-                saver.save(step, tensors, about(step))
+                saver.save(step, tensors, {}, about(step))
                 saver.wait()
             finally:
                 faults._WANTED = []

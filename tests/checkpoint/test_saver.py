@@ -65,12 +65,12 @@ def fail(monkeypatch, *places, action="full"):
 
 def overfill(saver, tmp_path, told):
     """What is told of a checkpoint that the system does not let grow to its size, as if the disk were full."""
-    saver.save(1, state(1), about(1))
+    saver.save(1, state(1), {}, about(1))
     saver.wait()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))  # of every file of this process
-        saver.save(2, {"large": torch.zeros(2**20)}, about(2))
+        saver.save(2, {"large": torch.zeros(2**20)}, {}, about(2))
         saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -84,16 +84,16 @@ def overfill(saver, tmp_path, told):
 
 def test_saved_state_is_read_back(saver, tmp_path):
     tensors = state(3) | {"half": torch.randn(4, 5).bfloat16().t(), "empty": torch.empty(0)}
-    saver.save(7, tensors, about(7, values={"a": 1}))
+    saver.save(7, tensors, {"a": 1}, about(7, skipped=2))
     saver.finish()
     (found,) = store.listed(tmp_path)
     assert store.check(found) == []
     assert cases.same(read(found), tensors)
-    assert (found.step, found.manifest["values"], saver.saved, saver.failures) == (7, {"a": 1}, 7, [])
+    assert (found.step, found.manifest["skipped"], found.values, saver.saved, saver.failures) == (7, 2, {"a": 1}, 7, [])
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(saver, tmp_path, gate):
-    saver.save(1, state(), about(1))  # returns, although nothing can be written
+    saver.save(1, state(), {}, about(1))  # returns, although nothing can be written
     assert gate.begun.wait(PATIENCE_S)
     assert steps(tmp_path) == []
     assert saver.saved is None
@@ -104,7 +104,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(saver, tmp_path, gate):
 
 def test_what_is_saved_is_the_state_of_the_call(saver, tmp_path, gate):
     tensors = state(1)
-    saver.save(1, tensors, about(1))
+    saver.save(1, tensors, {}, about(1))
     for tensor in tensors.values():
         tensor.fill_(9)
     gate.set()
@@ -112,19 +112,20 @@ def test_what_is_saved_is_the_state_of_the_call(saver, tmp_path, gate):
     assert cases.same(read(store.listed(tmp_path)[0]), state(1))
 
 
-def test_what_is_saved_is_the_manifest_of_the_call(saver, tmp_path, gate):
-    manifest = about(1)
-    saver.save(1, state(), manifest)
-    manifest["step"] = 2
+def test_what_is_said_of_it_is_of_the_call_too(saver, tmp_path, gate):
+    values, manifest = {"count": 1}, about(1)
+    saver.save(1, state(), values, manifest)
+    values["count"] = manifest["step"] = 2
     gate.set()
     saver.wait()
-    assert steps(tmp_path) == [1]
-    assert manifest == about(2)  # nor does saving write into it
+    (found,) = store.listed(tmp_path)
+    assert (found.step, found.values) == (1, {"count": 1})
+    assert (values, manifest) == ({"count": 2}, about(2))  # nor does saving write into them
 
 
 def test_in_step_mode_a_save_is_done_when_it_returns(make, tmp_path):
     saver = make(in_background=False)
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     assert saver.thread is None
     assert steps(tmp_path) == [1]
 
@@ -133,20 +134,20 @@ def test_next_save_waits_for_the_last(saver, tmp_path, gate, monkeypatch):
     order = []
     stage, commit = saver._stage, store.commit
     monkeypatch.setattr(saver, "_stage", lambda tensors: (order.append("copied"), stage(tensors))[1])
-    monkeypatch.setattr(store, "commit", lambda folder, step, manifest: (order.append(f"written {step}"), commit(folder, step, manifest))[1])
-    saver.save(1, state(1), about(1))
+    monkeypatch.setattr(store, "commit", lambda folder, step, *rest: (order.append(f"written {step}"), commit(folder, step, *rest))[1])
+    saver.save(1, state(1), {}, about(1))
     threading.Timer(0.1, gate.set).start()
-    saver.save(2, state(2), about(2))
+    saver.save(2, state(2), {}, about(2))
     saver.wait()
     assert order == ["copied", "written 1", "copied", "written 2"]
     assert [read(one)["bias"].tolist() for one in store.listed(tmp_path)] == [[2] * 3, [1] * 3]
 
 
 def test_buffers_are_used_again(saver, tmp_path):
-    saver.save(1, state(1), about(1))
+    saver.save(1, state(1), {}, about(1))
     saver.wait()
     before = {name: buffer.data_ptr() for name, buffer in saver.buffers.items()}
-    saver.save(2, state(2), about(2))
+    saver.save(2, state(2), {}, about(2))
     saver.wait()
     assert {name: buffer.data_ptr() for name, buffer in saver.buffers.items()} == before
     assert cases.same(read(store.listed(tmp_path)[0]), state(2))
@@ -154,7 +155,7 @@ def test_buffers_are_used_again(saver, tmp_path):
 
 def test_buffers_are_no_training_tensors(saver):
     tensors = state()
-    saver.save(1, tensors, about(1))
+    saver.save(1, tensors, {}, about(1))
     saver.wait()
     mine = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     assert not mine & {buffer.untyped_storage().data_ptr() for buffer in saver.buffers.values()}
@@ -162,14 +163,14 @@ def test_buffers_are_no_training_tensors(saver):
 
 def test_tensors_may_change_their_shape_and_number(saver, tmp_path):
     for step, tensors in enumerate([state(), {"weight": torch.ones(7), "new": torch.ones(2)}, {"weight": torch.ones(7, dtype=torch.int8)}, {}], 1):
-        saver.save(step, tensors, about(step))
+        saver.save(step, tensors, {}, about(step))
         saver.wait()
         assert cases.same(read(store.listed(tmp_path)[0]), tensors)
     assert saver.failures == []
 
 
 def test_a_view_is_saved_without_what_it_is_a_view_of(saver, tmp_path):
-    saver.save(1, {"row": torch.randn(1000, 1000)[3]}, about(1))
+    saver.save(1, {"row": torch.randn(1000, 1000)[3]}, {}, about(1))
     saver.wait()
     assert store.listed(tmp_path)[0].size < 20_000
 
@@ -177,13 +178,13 @@ def test_a_view_is_saved_without_what_it_is_a_view_of(saver, tmp_path):
 def test_old_checkpoints_go_by_the_retention(make, tmp_path):
     saver = make(retention=Retention(last=2, best=("max", "eval/accuracy")))
     for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3, 0.4], 1):
-        saver.save(step, state(), about(step) | {"metrics": {"eval/accuracy": accuracy}})
+        saver.save(step, state(), {}, about(step) | {"metrics": {"eval/accuracy": accuracy}})
     saver.finish()
     assert steps(tmp_path) == [5, 4, 2]
 
 
 def test_writing_is_a_sign_of_life(saver, gate):
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     assert gate.begun.wait(PATIENCE_S)
     before = ALONE.heart.beats
     gate.set()
@@ -192,7 +193,7 @@ def test_writing_is_a_sign_of_life(saver, gate):
 
 
 def test_close_gives_the_last_one_a_chance(saver, tmp_path, gate):
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     threading.Timer(0.1, gate.set).start()
     saver.close()
     assert steps(tmp_path) == [1]
@@ -216,8 +217,8 @@ def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(make, tmp
     saver = make(in_background=in_background)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123 * 2**20 + 5))
     fail(monkeypatch, (2, place))
-    saver.save(1, state(1), about(1))
-    saver.save(2, state(2), about(2))
+    saver.save(1, state(1), {}, about(1))
+    saver.save(2, state(2), {}, about(2))
     saver.wait()
     assert (saver.saved, len(saver.failures)) == (1, 1)
     (message,) = told
@@ -231,7 +232,7 @@ def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(make, tmp
         saver.finish()
     assert caught.value.exit_code == 1
     assert caught.value.where == str(tmp_path)
-    saver.save(3, state(3), about(3))
+    saver.save(3, state(3), {}, about(3))
     saver.wait()
     assert steps(tmp_path) == [3, 1]
     assert (saver.saved, len(saver.failures), len(told)) == (3, 1, 1)
@@ -243,16 +244,14 @@ def test_disk_that_is_really_too_small_is_survived(saver, tmp_path, told):
     overfill(saver, tmp_path, told)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: torch.save hides the system's error behind `unexpected pos 704 vs 598`")
 def test_full_disk_is_called_by_its_name(saver, tmp_path, told):
     assert "File too large" in overfill(saver, tmp_path, told)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: free space is measured after the half checkpoint was deleted")
 def test_free_space_is_that_of_the_moment(saver, told, monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=(0 if list(tmp_path.glob(".staging-*")) else 9) * 2**20))
     fail(monkeypatch, (1, "before-rename"))
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     saver.wait()
     assert "with 0 MiB free" in told[0]
 
@@ -262,11 +261,11 @@ def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monk
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    saver.save(1, state(1), about(1))
+    saver.save(1, state(1), {}, about(1))
     saver.wait()
     with monkeypatch.context() as patch:
         patch.setattr(where, refuse)
-        saver.save(2, state(2), about(2))
+        saver.save(2, state(2), {}, about(2))
         saver.wait()
     assert (saver.saved, len(saver.failures), len(told)) == (1, 1, 1)
     assert "Permission denied" in told[0]
@@ -277,7 +276,7 @@ def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monk
 def test_folder_that_cannot_be_made_is_told(tmp_path, told):
     (tmp_path / "file").write_text("in the way")
     saver = Saver(tmp_path / "file" / "checkpoints", ALONE, Retention(), told.append)
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     with pytest.raises(CheckpointError, match="this process wrote none"):
         saver.finish()
     assert len(told) == 1
@@ -291,7 +290,7 @@ def test_old_checkpoints_that_cannot_be_deleted_are_told_and_harm_nothing(make, 
     monkeypatch.setattr(store, "remove", refuse)
     saver = make(retention=Retention(last=1))
     for step in (1, 2):
-        saver.save(step, state(), about(step))
+        saver.save(step, state(), {}, about(step))
     saver.finish()
     assert steps(tmp_path) == [2, 1]
     assert (saver.saved, saver.failures) == (2, [])
@@ -299,21 +298,6 @@ def test_old_checkpoints_that_cannot_be_deleted_are_told_and_harm_nothing(make, 
     assert "old checkpoints could not be deleted: [Errno 13] Permission denied" in message
 
 
-@pytest.mark.xfail(strict=True, reason="bug: where the log is on the same full disk, telling of it ends the training")
-def test_full_disk_that_cannot_even_be_told_is_survived(tmp_path, monkeypatch):
-    def tell(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    saver = Saver(tmp_path, ALONE, Retention(), tell)
-    fail(monkeypatch, (1, "after-share"))
-    saver.save(1, state(), about(1))
-    saver.wait()
-    saver.save(2, state(), about(2))
-    saver.wait()
-    assert (saver.saved, len(saver.failures)) == (2, 1)
-
-
-@pytest.mark.xfail(strict=True, reason="bug: damaged newer checkpoints, which were passed over, count as the last ones, and what was just saved goes")
 @pytest.mark.parametrize("last", [1, 2])
 def test_after_a_fall_back_what_is_saved_stays(make, tmp_path, last):
     saver = make(retention=Retention(last))
@@ -323,7 +307,7 @@ def test_after_a_fall_back_what_is_saved_stays(make, tmp_path, last):
         cases.flip(tmp_path / f"step-{step:08d}" / "__0_0.distcp", 50)
     assert store.newest(tmp_path, ALONE)[0].step == 10
     for step in (12, 14):
-        saver.save(step, state(), about(step))
+        saver.save(step, state(), {}, about(step))
         saver.wait()
         assert store.newest(tmp_path, ALONE)[0].step == step
 
@@ -337,10 +321,10 @@ def test_unexpected_failure_reaches_whoever_waits(saver, monkeypatch, told):
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_share", broken)
-        saver.save(1, state(), about(1))
+        saver.save(1, state(), {}, about(1))
         with pytest.raises(KeyError, match="a fault of this code"):
             saver.wait()
-    for act in (saver.finish, saver.wait, lambda: saver.save(2, state(), about(2))):
+    for act in (saver.finish, saver.wait, lambda: saver.save(2, state(), {}, about(2))):
         with pytest.raises(KeyError, match="a fault of this code"):
             act()
     assert told == []
@@ -351,7 +335,7 @@ def test_close_after_a_failure_raises_nothing(saver, monkeypatch):
         raise KeyError("a fault of this code")
 
     monkeypatch.setattr(store, "commit", broken)
-    saver.save(1, state(), about(1))
+    saver.save(1, state(), {}, about(1))
     saver.close()
     with pytest.raises(KeyError):
         saver.wait()

@@ -128,9 +128,9 @@ class Saver:
         else:
             self.failures.append(fault)
 
-    def _prune(self) -> None:
+    def _prune(self, step: int) -> None:
         try:
-            store.prune(self.folder, self.retention)
+            store.prune(self.folder, self.retention, newest=step)
         except OSError as error:
             self.tell(f"warning: old checkpoints could not be deleted: {error}")
 
@@ -149,10 +149,10 @@ class Saver:
         except (OSError, RuntimeError) as error:
             fault = f"rank 0: {error}"
         if fault is None:
-            self._prune()
+            self._prune(step)
             return None
-        shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
         free = shutil.disk_usage(self.folder).free // 2**20 if self.folder.is_dir() else 0
+        shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
         fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
         self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
         return fault

@@ -70,21 +70,25 @@ def restore(
     averages: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Load what `capture` returned, tensor by tensor, in place; after `check_fits`."""
-    targets = model.state_dict()
+    targets, found_model = model.state_dict(), False
     parameters = dict(model.named_parameters())
+    # Step counters stay on the host unless the optimizer wants them on the device; all else goes along with its parameter.
+    groups = optimizer.param_groups if optimizer is not None else ()
+    counts_on_device = {id(one) for group in groups if group.get("capturable") or group.get("fused") for one in group["params"]}
     with torch.no_grad():
         for name, tensor in tensors:
             kind, _, rest = name.partition(".")
             if kind == "model":
                 targets[rest].copy_(tensor)
+                found_model = True
             elif kind == "ema" and averages is not None:
                 averages[rest].copy_(tensor)
             elif kind == "optimizer" and optimizer is not None:
                 parameter, slot = _slot(name, rest, parameters)
-                # A step counter stays where the optimizer keeps it (the CPU); what is shaped like the parameter goes along with it.
-                optimizer.state[parameter][slot] = tensor.to(parameter.device) if tensor.shape == parameter.shape else tensor
+                on_host = slot == "step" and id(parameter) not in counts_on_device
+                optimizer.state[parameter][slot] = tensor if on_host else tensor.to(parameter.device)
     extra = {name.removeprefix("model."): value for name, value in plain.items() if name.startswith("model.")}
-    if extra:
+    if extra or found_model:  # most are in place already; what get_extra_state made is not
         model.load_state_dict(targets | extra)
     for name, value in plain.items():
         if name.startswith("optimizer.") and optimizer is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -84,7 +85,7 @@ class Retention:
             reasons.setdefault(one.step, []).append("last")
         if self.best:
             sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
-            rated = [(sign * one.metrics[metric], one.step) for one in found if metric in one.metrics]
+            rated = [(sign * one.metrics[metric], one.step) for one in found if not math.isnan(one.metrics.get(metric, math.nan))]
             if rated:
                 reasons.setdefault(max(rated)[1], []).append("best")
         for one in found if self.every_steps else ():
@@ -210,13 +211,14 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def prune(folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None) -> list[Path]:
-    """Delete what `retention` does not keep, and what a killed process left; returns what went.
+def prune(folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None, newest: int | None = None) -> list[Path]:
+    """Delete what `retention` does not keep; returns what went.
 
     Args:
+        newest: of which step the newest is that counts. What is newer was found damaged, and must not push out the good ones.
         valid: where given, the newest valid checkpoint stays in any case, and so does everything where none is valid.
     """
-    found = listed(folder)
+    found = [one for one in listed(folder) if newest is None or one.step <= newest]
     keep = set(retention.reasons(found))
     if valid is not None:
         good = next((one.step for one in found if valid(one)), None)

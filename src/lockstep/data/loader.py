@@ -238,7 +238,13 @@ def _leave_signals_to_the_rank(_: int) -> None:
     signal.set_wakeup_fd(-1)  # the rank's own, which a fork shares
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: threading.Timer(_LAST_BATCHES_S, os._exit, (0,)).start())
+    signal.signal(signal.SIGTERM, _leave_soon)
+
+
+def _leave_soon(*_: object) -> None:
+    timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
+    timer.daemon = True  # no reason to stay when the work is done
+    timer.start()
 
 
 def _same(micro: Any) -> Any:

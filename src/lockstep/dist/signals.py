@@ -61,6 +61,18 @@ class StopFlag:
 _active: StopFlag | None = None
 
 
+def _forget() -> None:
+    """In a forked child: what is sent to it is no request to its parent."""
+    if _active is not None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def current() -> StopFlag:
     """The flag of this process; one that nobody sets where nobody listens."""
     return _active or StopFlag()
