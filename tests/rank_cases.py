@@ -133,3 +133,12 @@ def fit_saved(kind, settings, run_dir):
     """Train a task for which only what it saves counts."""
     options = {"dtype": torch.float32} if kind == "Single" else {}
     runs.fit_kind("Masked" if kind == "Single" else kind, options, settings, run_dir)
+
+
+def fit_in_a_folder_of_its_own(settings, folder):
+    """What a user does whose nodes share no file system: the error that this rank ends with."""
+    try:
+        runs.fit_kind("Plain", {}, settings, Path(folder) / os.environ["RANK"])
+    except LockstepError as error:
+        return str(error)
+    return None

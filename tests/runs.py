@@ -1,5 +1,9 @@
 """Training through the public interface, in this process or on ranks, and the same training by hand in plain torch."""
 
+import collections
+import contextlib
+import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -24,10 +28,28 @@ def config(**sections):
     return base
 
 
+_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a port of their own
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """A folder that is the same on all ranks of a `run_ranks`, and gone afterwards."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    port = os.environ.get("MASTER_PORT")
+    _fits[port] += 1
+    name = f"lockstep-test-{port}-{_fits[port]}" if world > 1 else f"lockstep-test-{os.getpid()}"
+    folder = Path(tempfile.gettempdir(), name)
+    try:
+        yield folder
+    finally:
+        if os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def fit(task, settings, run_dir=None):
     """Final weights, by name, and what `fit` returned."""
-    with tempfile.TemporaryDirectory() as folder:
-        results = Trainer(settings, run_dir=run_dir or Path(folder), quiet=True).fit(task)
+    with shared_folder() as folder:
+        results = Trainer(settings, run_dir=run_dir or folder, quiet=True).fit(task)
     return {name: tensor.detach().clone() for name, tensor in task.built.state_dict().items()}, results
 
 

@@ -230,3 +230,8 @@ def test_checkpoint_carries_results_of_its_own_step_only(tmp_path):
     settings = runs.config(train={"steps": 12, "eval_every_steps": 6}, checkpoint={"every_steps": 4, "keep_last": 9})
     runs.fit(own_tasks.Plain(eval_length=20), settings, tmp_path)
     assert {one.step: bool(one.metrics) for one in store.listed(tmp_path / "checkpoints")} == {4: False, 8: False, 12: True}
+
+
+def test_ranks_that_do_not_share_the_run_directory_are_named_before_anything_is_computed(tmp_path):
+    for message in run_ranks(2, rank_cases.fit_in_a_folder_of_its_own, runs.config(), tmp_path, expect_errors=True):
+        assert "ranks [1] do not see what rank 0 writes there" in message

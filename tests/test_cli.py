@@ -150,8 +150,8 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
     assert call("checkpoints", "runs/toy").exit_code == 0
     config = tmp_path / "runs" / "toy" / "config.yaml"
     config.write_text(config.read_text().replace("keep_last: 4", "keep_last: 1"))
-    pruned = call("checkpoints", "runs/toy", "--prune")
-    assert [line for line in pruned.stdout.splitlines() if line.startswith("deleted")] == ["deleted step-00000004", "deleted step-00000002"]  # 6 is the last valid one
+    pruned = call("checkpoints", "runs/toy", "--prune")  # keeps 8, the last, and 6, the last valid one
+    assert [line for line in pruned.stdout.splitlines() if line.startswith("deleted")] == ["deleted step-00000004", "deleted step-00000002"]
     assert call("checkpoints", "nowhere").exit_code == 2
 
 

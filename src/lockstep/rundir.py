@@ -29,6 +29,7 @@ from lockstep.engine.trainer import Watcher
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 
 _OURS = ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints")
+_VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
 _locks: list[Any] = []
@@ -61,7 +62,23 @@ def claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_chan
         if isinstance(outcome, LockstepError):
             raise outcome
         assert outcome is not None
+        _check_shared(folder, world)
         yield outcome
+
+
+def _check_shared(folder: Path, world: World) -> None:
+    """All ranks must see what rank 0 writes: the others put their shares of checkpoints beside its own."""
+    if world.size == 1:
+        return
+    path = folder / "environment.json"
+    written = world.broadcast(path.read_text() if world.rank == 0 else None)
+    deadline = time.monotonic() + _VISIBLE_S
+    while not (seen := path.is_file() and path.read_text() == written) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [rank for rank, sees in enumerate(world.broadcast(world.gather(seen))) if not sees]
+    if blind:
+        remedy = "put the run directory on a file system that all nodes share, with --run-dir"
+        raise UsageError(f"ranks {blind} do not see what rank 0 writes there", where=str(folder), remedy=remedy)
 
 
 def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack) -> RunConfig:

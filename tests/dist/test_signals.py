@@ -85,6 +85,8 @@ def test_handlers_are_those_of_before_when_it_ends():
 
 
 def test_nothing_is_left_when_it_ends():
+    for thread in threads():  # of tests before
+        thread.join(PATIENCE_S)
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with listening():
