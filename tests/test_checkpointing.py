@@ -235,3 +235,42 @@ def test_checkpoint_carries_results_of_its_own_step_only(tmp_path):
 def test_ranks_that_do_not_share_the_run_directory_are_named_before_anything_is_computed(tmp_path):
     for message in run_ranks(2, rank_cases.fit_in_a_folder_of_its_own, runs.config(), tmp_path, expect_errors=True):
         assert "ranks [1] do not see what rank 0 writes there" in message
+
+
+def test_state_of_another_optimizer_is_left_out_where_the_change_is_allowed(tmp_path, capsys):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    changed = runs.config(train={"steps": 8}, optim={"name": "RMSprop", "weight_decay": 0.0})
+    assert Trainer(changed, run_dir=tmp_path, allow_change=["optim"]).fit(own_tasks.Plain())["step"] == 8
+    assert "the state of AdamW is left out" in capsys.readouterr().out
+
+
+def test_averages_may_begin_later(tmp_path, capsys):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    later = runs.config(train={"steps": 8, "ema_decay": 0.5})
+    assert Trainer(later, run_dir=tmp_path, allow_change=["train.ema_decay"]).fit(own_tasks.Plain())["step"] == 8
+    assert "averages begin with the weights of this step" in capsys.readouterr().out
+    assert any(name.startswith("ema.") for name in saved(tmp_path)[1])
+
+
+def test_state_that_cannot_be_saved_is_named_before_training(tmp_path):
+    class Odd(own_tasks.Plain):
+        def model(self):
+            class Extra(torch.nn.Linear):
+                def get_extra_state(self):
+                    return {"a": 1}
+
+            self.built = Extra(10, 5, dtype=torch.float64)
+            return self.built
+
+        def loss(self, model, batch):
+            raise AssertionError("it trained")
+
+    with pytest.raises(LockstepError, match=r"_extra_state.*can be saved neither as a tensor nor as a number"):
+        runs.fit(Odd(), runs.config(), tmp_path)
+
+
+def test_checkpoints_without_a_config_are_not_taken_for_anyones(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    with pytest.raises(LockstepError, match=r"no config\.yaml"):
+        runs.fit(own_tasks.Plain(), runs.config(seed=1), tmp_path)

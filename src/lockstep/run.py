@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -108,7 +110,9 @@ class Trainer:
             latest = trainer.fit(run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated)
             saver.finish()
         except Preempted:
-            saver.finish()
+            saver.wait()
+            if saver.failures and saver.saved != run.step:
+                saver.finish()
             text = f"stopped by {flag.name} at step {run.step} of {job.stop}, saved" if run.step else f"stopped by {flag.name} before the first step"
             tell(text)
             raise Preempted(text) from None
@@ -153,7 +157,14 @@ class Trainer:
 
     # ---- the objects
 
+    def _seed(self) -> None:
+        """What a task draws while it makes its data or its model is the same in every process."""
+        torch.manual_seed(self.config.seed)
+        random.seed(self.config.seed)
+        np.random.seed(self.config.seed % 2**32)
+
     def _task(self) -> Task:
+        self._seed()
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
@@ -162,12 +173,13 @@ class Trainer:
     def _training(self, task: Task, world: World) -> _Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
+        self._seed()
         data = task.train_data()
         plan = self._plan(data, world)
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
-        print_of_data = world.broadcast(fingerprint(data) if world.rank == 0 else None)
+        print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
         found, complaints = store.newest(self._checkpoints, world)
-        torch.manual_seed(config.seed)
+        self._seed()
         model = task.model().to(world.device)
         if config.train.init_from and found is None:
             load_weights(model, Path(config.train.init_from), config.train.init_skip)
@@ -187,8 +199,9 @@ class Trainer:
             check_unused=not config.parallel.find_unused_parameters,
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
         )
+        states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         if found is not None:
-            self._resume(found, run, model, print_of_data)
+            complaints += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         batches = training_steps(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
@@ -212,7 +225,8 @@ class Trainer:
         groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
         return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args)
 
-    def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> None:
+    def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> list[str]:
+        """Load a checkpoint; what is to be told about it."""
         saved = found.manifest["data"]
         if saved != data and "data" not in self.allow_change:
             counts = f"{saved['samples']} samples then, {data['samples']} now" if saved["samples"] != data["samples"] else "samples differ"
@@ -221,15 +235,27 @@ class Trainer:
                 where=str(found.path),
                 remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
             )
-        averages = run.averages.tensors if run.averages else None
+        told = []
+        averages = run.averages.tensors if run.averages and any(name.startswith("ema.") for name in found.index) else None
         states.check_fits(found.index, model, averages)
-        states.restore(files.read(found.path, found.index), found.values, model, run.optimizer, averages)
+        optimizer = run.optimizer if found.manifest["optimizer"] == self._kind_of_optimizer() else None
+        if optimizer is None:
+            told.append(f"the state of {found.manifest['optimizer'][0]} is left out: the optimizer is another now")
+        states.restore(files.read(found.path, found.index), found.values, model, optimizer, averages)
+        if run.averages and averages is None:
+            run.averages = Ema(model, self.config.train.ema_decay or 0.0)
+            told.append("averages begin with the weights of this step")
         run.precision.load(found.manifest["loss_scale"])
         run.step, run.skipped = found.step, found.manifest["skipped"]
+        return told
+
+    def _kind_of_optimizer(self) -> list[Any]:
+        """What its state looks like."""
+        return [self.config.optim.name, json.loads(json.dumps(self.config.optim.args, sort_keys=True))]
 
     def _trained(self, task: Task, world: World) -> nn.Module:
         """The model with the newest checkpoint's weights: their average, where the run kept one."""
-        torch.manual_seed(self.config.seed)
+        self._seed()
         model = task.model().to(world.device)
         found, complaints = store.newest(self._checkpoints, world)
         if found is None:
@@ -254,9 +280,10 @@ class Trainer:
             run.world.heart.enter(Phase.SAVING)
             strategy.sync_buffers(run.forward, run.world)
             tensors, values = states.capture(job.model, run.optimizer, run.averages.tensors if run.averages else None)
-            about = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
+            about: dict[str, Any] = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
-            saver.save(run.step, tensors, values, about | {"data": job.data, "config": config_digest(self.config), "versions": versions})
+            about |= {"data": job.data, "optimizer": self._kind_of_optimizer(), "config": config_digest(self.config), "versions": versions}
+            saver.save(run.step, tensors, values, about)
             run.world.heart.enter(Phase(before))
 
         return save

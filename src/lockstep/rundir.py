@@ -28,7 +28,7 @@ from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 
-_OURS = ("config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard")
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
@@ -91,7 +91,7 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_cha
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         store.clear_leftovers(folder / "checkpoints")
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        if (folder / "config.yaml").exists() and any((folder / "checkpoints").glob("step-*")):
+        if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))
         _replace(folder / "environment.json", json.dumps(_environment(world), indent=1))
@@ -145,6 +145,9 @@ def _restarts() -> int:
 
 
 def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:
+    if not (folder / "config.yaml").exists():
+        remedy = "bring it back, or give --fresh to delete the checkpoints"
+        raise UsageError("there are checkpoints, but no config.yaml that says of what", where=str(folder), remedy=remedy)
     recorded = config_file.read_run(folder)
     if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
         resolved = resolved.model_copy(update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})})
@@ -189,12 +192,12 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: n
     from lockstep.observe.tensorboard import TensorBoard
     from lockstep.observe.textlog import TextLog
 
-    log = TextLog(folder / "train.log", stop)
+    log = Steady(TextLog(folder / "train.log", stop))
     log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
     summary = model_summary(model, run.optimizer)
     for text in summary:
         log.message(text)
-    found: list[Watcher] = [Steady(log), Steady(JsonLines(folder / "metrics.jsonl", run.step))]
+    found: list[Watcher] = [log, Steady(JsonLines(folder / "metrics.jsonl", run.step))]
     if config.log.tensorboard:
         found.append(Steady(TensorBoard(folder / "tensorboard", run.step)))
     if not quiet:

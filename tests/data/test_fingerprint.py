@@ -154,7 +154,7 @@ def test_unreadable_sample_is_no_error_and_counts():
 
     found = {}
     for broken in ((), (0,), (2,), (4,), (0, 2, 4), (1, 3)):
-        found[broken] = fingerprint(Broken(range(5)))["digest"]
+        found[broken] = fingerprint(Broken([7] * 5))["digest"]
     assert found[1, 3] == found[()]  # not looked at
     assert len(set(found.values())) == 5
 

@@ -26,6 +26,7 @@ from lockstep.errors import CheckpointError
 Index = dict[str, dict[str, Any]]  # by tensor name: file, offset, length, shape, dtype
 DCP_METADATA = ".metadata"
 _CHUNK = 1 << 22
+_FLUSHED = 1 << 28
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
@@ -99,6 +100,9 @@ class _Summing(io.RawIOBase):
             raise
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
+        if self.size // _FLUSHED != (self.size + size) // _FLUSHED:  # one flush of it all may take longer than a watchdog waits
+            self.file.flush()
+            os.fsync(self.file.fileno())
         self.size += size
         self.beat()
         return size

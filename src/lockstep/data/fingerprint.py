@@ -10,21 +10,36 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 
-def fingerprint(data: Any) -> dict[str, Any]:
-    """`samples`, the length, and `digest`, of the first, the middle and the last raw sample. Draws from a seeded RNG."""
+def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
+    """`samples`, the length, and `digest`, of the first, the middle and the last raw sample.
+
+    Args:
+        in_worker: read them in a process of its own: what a data set opens at its first sample (HDF5, LMDB) must not be
+            shared by the loader's workers.
+    """
     length = len(data)
-    digest = hashlib.sha256(str(length).encode())
-    for number, index in enumerate(sorted({0, (length - 1) // 2, length - 1}) if length else ()):
-        torch.default_generator.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number)
+    indices = sorted({0, (length - 1) // 2, length - 1}) if length else []
+    digests: DataLoader[str] = DataLoader(_Digests(data), batch_size=None, sampler=indices, num_workers=int(in_worker), generator=torch.Generator())
+    return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
+
+
+class _Digests(Dataset[str]):
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __getitem__(self, index: int) -> str:
+        torch.default_generator.manual_seed(index)
+        random.seed(index)
+        np.random.seed(index % 2**32)
+        digest = hashlib.sha256()
         try:
-            _add(digest, data[index])
+            _add(digest, self.data[index])
         except Exception:  # whether it may be skipped is the loader's question
             digest.update(b"unreadable")
-    return {"samples": length, "digest": digest.hexdigest()}
+        return digest.hexdigest()
 
 
 def _add(digest: Any, value: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that each take all cores slow each other down
     crashed_at, in_a_row = None, 0
     for restarts in range(max_restarts + 1):
+        if stop.asked:
+            raise Preempted("stopped between two starts; what was saved before stays")
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
@@ -65,10 +68,10 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
             raise cause
         in_a_row = in_a_row + 1 if step == crashed_at else 1
         crashed_at = step
-        if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
-            cause.remedy = f"it failed at step {step} {in_a_row} times in a row, so it was not started again. {cause.remedy or ''}".rstrip()
-            raise cause
         when = f"at step {step}" if step >= 0 else "before training began"
+        if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
+            cause.remedy = f"it failed {when} {in_a_row} times in a row, so it was not started again. {cause.remedy or ''}".rstrip()
+            raise cause
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
 
 
@@ -119,7 +122,8 @@ class _Forwarding:
         self.asked, self.asked_at = True, time.monotonic()
         if self.folder is None:
             raise Preempted("stopped before training began; nothing was lost")
-        (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
+        with contextlib.suppress(FileNotFoundError):  # between two starts, `launch` looks at `asked`
+            (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:

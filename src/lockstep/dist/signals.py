@@ -54,7 +54,8 @@ class StopFlag:
         """Set the flag; True where it had been set before by another request."""
         again = self.signal is not None and time.monotonic() - self.asked_at > _ONCE_S
         if self.signal is None:
-            self.signal, self.asked_at = signal.Signals(number), time.monotonic()
+            self.asked_at = time.monotonic()
+            self.signal = signal.Signals(number)
         return again
 
 

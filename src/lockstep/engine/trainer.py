@@ -79,6 +79,9 @@ def fit(
     try:
         if run.step and not results and cadence.due(cadence.evaluate, run.step, stop):  # stopped before it was done
             results = _evaluate(run, plan, meter, evaluate, watchers)
+            latest |= results
+            if cadence.save_evaluated:
+                save(results)
         heart.enter(Phase.FIRST_STEP)
         for micros in batches:
             ready = time.perf_counter()

@@ -13,7 +13,10 @@ class JsonLines:
         if path.exists():
             lines = path.read_text().splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= resumed_at]
-            path.write_text("".join(kept))
+            if len(kept) < len(lines):
+                new = path.with_name(f".{path.name}.new")
+                new.write_text("".join(kept))
+                new.replace(path)
         self.file = path.open("a", buffering=1)
 
     def record(self, entry: dict[str, float]) -> None:
