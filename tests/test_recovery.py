@@ -153,7 +153,7 @@ def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_pat
 
 def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_is_made_up_for(tmp_path, tasks):
     run = tmp_path / "run"
-    options = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=400"]
+    options = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=160"]
     process = start("train", f"{tasks}:SlowEvaluation", *options, "--nproc", 2, "--run-dir", run)
     wait_for(lambda: has_logged(run))
     os.kill(children(process.pid)[1], signal.SIGUSR1)
@@ -161,7 +161,7 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
     assert process.returncode == 75, errors
     assert state(run)[0] == 10
     assert '"eval/loss"' not in (run / "metrics.jsonl").read_text()
-    again = lockstep("train", f"{tasks}:SlowEvaluation", *options, "train.eval_every_steps=10", "task.eval_length=400", "--run-dir", run)
+    again = lockstep("train", f"{tasks}:SlowEvaluation", *options, "train.eval_every_steps=10", "task.eval_length=160", "--run-dir", run)
     assert again.returncode == 0, again.stderr
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
 
@@ -211,7 +211,7 @@ def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(tmp_path, tasks):
 
 
 def test_slow_but_alive_is_no_hang(tmp_path, tasks):
-    for name, options in (("SlowStart", []), ("SlowEvaluation", ["train.eval_every_steps=10", "task.eval_length=200", "batch.global=8"])):
+    for name, options in (("SlowStart", []), ("SlowEvaluation", ["train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"])):
         run = tmp_path / name
         done = lockstep("train", f"{tasks}:{name}", "log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", *options, "--run-dir", run)
         assert done.returncode == 0, done.stderr

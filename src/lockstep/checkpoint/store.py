@@ -1,7 +1,7 @@
 """Checkpoints on disk: complete, or absent. A directory without a valid manifest, written last, is no checkpoint.
 
-    checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
-    checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
+checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
+checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 """
 
 from __future__ import annotations
