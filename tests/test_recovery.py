@@ -145,6 +145,8 @@ def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_pat
     assert errors.strip() == "the same command goes on from there"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nobody is left
+    if number == signal.SIGTERM:
+        return  # going on is the same after either
     again = lockstep(*command[:2], *ENDLESS, f"train.steps={step + 5}", *command[-4:])
     assert again.returncode == 0, again.stderr
     assert f"at step {step}\n" in again.stdout
