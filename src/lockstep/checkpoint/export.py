@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.store import sync
 from lockstep.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
@@ -73,9 +73,9 @@ def export_weights(tensors: Mapping[str, Tensor], folder: Path, about: Mapping[s
         (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
         extras(staging)
         for path in (*staging.rglob("*"), staging):
-            _sync(path)
+            sync(path)
         written = staging.rename(folder)
-        _sync(folder.parent)
+        sync(folder.parent)
     except BaseException as error:
         shutil.rmtree(written, ignore_errors=True)
         for parent in made:
@@ -154,15 +154,6 @@ def _free_mib(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free // 2**20
     return 0
-
-
-def _sync(path: Path) -> None:
-    """Make a file's content, or a folder's names, survive a power cut."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _contents(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
