@@ -28,10 +28,6 @@ class Crashes(Plain):
             raise RuntimeError("always here")
         return super().loss(model, batch)
 
-class Diverges(Plain):
-    def loss(self, model, batch):
-        return super().loss(model, batch) * float("nan")
-
 class SlowEvaluation(Plain):
     def loss(self, model, batch):
         if not model.training:
@@ -43,7 +39,7 @@ class SlowSteps(Plain):
         time.sleep(0.01)
         return super().loss(model, batch)
 
-class SlowStart(Plain):
+class SlowStart(SlowEvaluation):
     def model(self):
         begun = time.monotonic()
         while time.monotonic() - begun < 4:  # as a first compile does
@@ -122,14 +118,7 @@ def test_crash_at_the_same_step_twice_is_not_tried_for_ever(tmp_path, tasks):
     assert "it failed at step 2 2 times in a row" in done.stderr
 
 
-def test_error_that_would_come_again_is_not_tried_again(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:Diverges", "train.steps=10", "--nproc", 2, "--run-dir", tmp_path / "run")
-    assert done.returncode == 1
-    assert "the loss is nan" in done.stderr
-    assert "restart" not in done.stderr
-
-
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_path, tasks, number, nproc):
     run = tmp_path / "run"
     command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", run]
@@ -145,7 +134,7 @@ def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_pat
     assert errors.strip() == "the same command goes on from there"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nobody is left
-    if number == signal.SIGTERM:
+    if nproc == 2:
         return  # going on is the same after either
     again = lockstep(*command[:2], *ENDLESS, f"train.steps={step + 5}", *command[-4:])
     assert again.returncode == 0, again.stderr
@@ -168,12 +157,11 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path, nproc):
+def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path):
     run = tmp_path / "run"
-    stuck = "0:*:before-rename:hang 1:*:before-share:hang" if nproc == 2 else "0:*:before-rename:hang"
+    stuck = "0:*:before-rename:hang 1:*:before-share:hang"
     lockstep("train", "toy", *ENDLESS, "train.steps=10", "--nproc", 1, "--run-dir", run)
-    process = start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
+    process = start("train", "toy", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
     wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > 1)
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -213,11 +201,11 @@ def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(tmp_path, tasks):
 
 
 def test_slow_but_alive_is_no_hang(tmp_path, tasks):
-    for name, options in (("SlowStart", []), ("SlowEvaluation", ["train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"])):
-        run = tmp_path / name
-        done = lockstep("train", f"{tasks}:{name}", "log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", *options, "--run-dir", run)
-        assert done.returncode == 0, done.stderr
-        assert not list(run.glob("hang-*"))
+    run = tmp_path / "run"
+    options = ["log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", "train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"]
+    done = lockstep("train", f"{tasks}:SlowStart", *options, "--run-dir", run)
+    assert done.returncode == 0, done.stderr
+    assert not list(run.glob("hang-*"))
 
 
 def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(tmp_path):
