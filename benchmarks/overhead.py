@@ -112,18 +112,20 @@ class Ours:
 
     def run(self, _):
         from lockstep import rundir
+        from lockstep.dist.signals import Agreement, StopFlag
         from lockstep.engine import trainer
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
-        model, run, plan, batches, stop = self.trainer._training(self.task, self.world)
-        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, run, stop, model, quiet=False)
+        job = self.trainer._training(self.task, self.world)
+        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, job.run, job.stop, job.model, quiet=False)
+        asked = Agreement(self.world, StopFlag())
         begun = time.perf_counter()
-        trainer.fit(run, batches, plan, stop, trainer.Cadence(log=50), watchers, dict, lambda latest: None)
+        trainer.fit(job.run, job.batches, job.plan, job.stop, trainer.Cadence(log=50), watchers, dict, lambda latest: None, asked)
         seconds = time.perf_counter() - begun
         for watcher in watchers:
             watcher.close()
-        return seconds / stop
+        return seconds / job.stop
 
 
 def rank_main(size, rounds, one_by_one):
