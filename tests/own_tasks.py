@@ -72,6 +72,59 @@ class Plain(Masked):
         return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
+class Block(nn.Module):
+    """A residual block; 7 features, which no number of ranks divides."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.norm, self.up, self.down, self.drop = nn.LayerNorm(7), nn.Linear(7, 9), nn.Linear(9, 7, bias=False), nn.Dropout(dropout)
+
+    def forward(self, hidden):
+        return hidden + self.drop(self.down(self.up(self.norm(hidden)).tanh()))
+
+
+class Deep(Masked):
+    """Blocks between an input and a head, with a buffer; the loss calls the model and a method of its own."""
+
+    def __init__(self, length=240, dtype=torch.float64, eval_length=0, dropout=0.0, blocks=3, frozen=()):
+        super().__init__(length, dtype, eval_length)
+        self.dropout, self.blocks, self.frozen = dropout, blocks, frozen
+
+    def model(self):
+        self.built = DeepModel(self.blocks, self.dropout).to(self.dtype)
+        for name, parameter in self.built.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(self.frozen)))
+        return self.built
+
+    def loss(self, model, batch):
+        inputs, targets, mask = batch
+        return ((model.scaled(model(inputs)) - targets).square() * mask).sum()
+
+    def predict(self, model, batch):
+        return model.scaled(model(batch[0]))
+
+
+class DeepModel(nn.Module):
+    def __init__(self, blocks, dropout):
+        super().__init__()
+        self.inner, self.head = nn.Linear(10, 7), nn.Linear(7, 5)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(blocks))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("factors", torch.linspace(0.5, 1.5, 5), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        hidden = self.inner(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+    def scaled(self, outputs):
+        if self.training:
+            self.calls += 1
+        return outputs * self.scale * self.factors
+
+
 class Unused(Plain):
     """A model with a layer that the loss never touches."""
 

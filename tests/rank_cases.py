@@ -32,20 +32,20 @@ def count_reductions(settings):
 
 def digest_of_everything(kind, options, settings):
     """All parameters, buffers and optimizer tensors after training, as bytes."""
-    import lockstep.run
+    import lockstep.assembly
 
     kept = {}
-    build = lockstep.run.build_optimizer
+    build = lockstep.assembly.build_optimizer
 
     def keeping(*arguments, **optionals):
         kept["optimizer"] = build(*arguments, **optionals)
         return kept["optimizer"]
 
-    lockstep.run.build_optimizer = keeping
+    lockstep.assembly.build_optimizer = keeping
     try:
         weights, _ = runs.fit_kind(kind, options, settings)
     finally:
-        lockstep.run.build_optimizer = build
+        lockstep.assembly.build_optimizer = build
     slots = [value for state in kept["optimizer"].state.values() for value in state.values() if isinstance(value, torch.Tensor)]
     return [tensor.numpy().tobytes() for tensor in [*weights.values(), *slots]]
 
@@ -73,7 +73,7 @@ def evaluate_and_predict(lengths, micro):
             torch.manual_seed(0)
             model = task.model()
             loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
-            arguments = (task, model, loader, length, micro, world, Precision("fp32", world.device))
+            arguments = (task, strategy.Forward(model, task.loss), loader, length, micro, world, Precision("fp32", world.device))
             outputs = predict(*arguments)
             answers.append((evaluate(*arguments), None if outputs is None else [output.tolist() for output in outputs]))
     return answers

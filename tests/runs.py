@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import lockstep.run
 from lockstep import Trainer
 from lockstep.data.order import permute
+from lockstep.dist import sharding
 
 
 def config(**sections):
@@ -48,9 +50,27 @@ def shared_folder():
 
 def fit(task, settings, run_dir=None):
     """Final weights, by name, and what `fit` returned."""
-    with shared_folder() as folder:
+    with shared_folder() as folder, whole_weights(task):
         results = Trainer(settings, run_dir=run_dir or folder, quiet=True).fit(task)
-    return {name: tensor.detach().clone() for name, tensor in task.built.state_dict().items()}, results
+    return task.built, results
+
+
+@contextlib.contextmanager
+def whole_weights(task):
+    """Afterwards `task.built`, the model, is its final weights by name: gathered while the ranks are still together."""
+    join = lockstep.run.join_world
+
+    @contextlib.contextmanager
+    def joined(*arguments):
+        with join(*arguments) as world:
+            yield world
+            task.built = {name: sharding.gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()}
+
+    lockstep.run.join_world = joined
+    try:
+        yield
+    finally:
+        lockstep.run.join_world = join
 
 
 def fit_kind(kind, options, settings, run_dir=None):

@@ -89,11 +89,25 @@ class BatchConfig(Section):
         return self.model_copy(update={"global_": self.global_ or _GLOBAL_BATCH})
 
 
+class UnfreezeConfig(Section):
+    """Parameters by name pattern (`*` and `?`) that train only from the beginning of an epoch (counted from 0), or a step, on."""
+
+    match: Annotated[list[str], Field(min_length=1)]
+    epoch: Annotated[float, Field(gt=0)] | None = None
+    step: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> UnfreezeConfig:
+        if (self.epoch is None) == (self.step is None):
+            raise ValueError("give either epoch or step")
+        return self
+
+
 class TrainConfig(Section):
     """How long: `epochs` or `steps`; and how often to evaluate (0: never).
 
     ema_decay: evaluate and export an exponential moving average of the weights. init_from: safetensors file or folder
-    to start from; init_skip: patterns of tensor names that need not be in it.
+    to start from; init_skip: patterns of tensor names that need not be in it. unfreeze: what is frozen at first, until when.
     """
 
     epochs: PositiveInt | None = None
@@ -103,6 +117,7 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     init_from: str | None = None
     init_skip: list[str] = []
+    unfreeze: list[UnfreezeConfig] = []
 
     @model_validator(mode="after")
     def _one_of(self) -> TrainConfig:
@@ -123,7 +138,7 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    """Any class of torch.optim; `args` are its further arguments (momentum, betas, ...)."""
+    """Any class of torch.optim; `args` are its further arguments (momentum, betas, ...). fused: one kernel for the whole update."""
 
     name: str = "AdamW"
     lr: PositiveFloat = 1e-3
@@ -131,6 +146,7 @@ class OptimConfig(Section):
     clip_norm: PositiveFloat | None = None
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: PositiveInt = 32
+    fused: bool = False
     groups: list[GroupConfig] = []
     args: dict[str, Any] = {}
 
@@ -154,11 +170,41 @@ class ScheduleConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks. timeout_s: where no rank gets on for longer, the run ends with a report."""
+    """How the model is spread over ranks. timeout_s: where no rank gets on for longer, the run ends with a report.
 
-    strategy: Literal["single", "ddp"] = "ddp"
-    find_unused_parameters: bool = False
+    For ddp: see `lockstep.dist.strategy.Buckets`. For fsdp: see `lockstep.dist.sharding.Sharding`; `shard_modules` are patterns
+    of the modules that are sharded one by one (None: the model's repeated blocks).
+    """
+
+    strategy: Literal["single", "ddp", "fsdp"] = "ddp"
     timeout_s: PositiveFloat = 600.0
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_mb: PositiveFloat | None = None
+    gradient_as_bucket_view: bool = True
+    shard_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    shard_ranks: PositiveInt | None = None
+    reshard_after_forward: bool = True
+    forward_prefetch: Annotated[int, Field(ge=0)] = 0
+    backward_prefetch: Annotated[int, Field(ge=0)] = 0
+    cpu_offload: bool = False
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+
+
+class ComputeConfig(Section):
+    """How the forward pass is computed; the same training to rounding.
+
+    compile: `torch.compile` each repeated block, or the model. activation_checkpointing: recompute each block's activations in
+    the backward pass. channels_last: memory format of images and convolutions. halve_on_oom: where the memory of a GPU does
+    not suffice, go on with half the micro-batch.
+    """
+
+    compile: Literal["blocks", "model"] | None = None
+    compile_backend: str = "inductor"
+    activation_checkpointing: bool = False
+    channels_last: bool = False
+    halve_on_oom: bool = True
 
 
 class CheckpointConfig(Section):
@@ -196,6 +242,7 @@ class RunConfig(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     parallel: ParallelConfig = ParallelConfig()
+    compute: ComputeConfig = ComputeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -203,13 +250,15 @@ class RunConfig(Section):
 # ---- what determines the training
 
 _LENGTH = ("train.epochs", "train.steps", "train.eval_every_epochs", "train.eval_every_steps")
-_FREE = ("name", "device", "data.workers", "batch.micro", *_LENGTH, "parallel", "checkpoint", "log")
+_FREE = ("name", "device", "data.workers", "batch.micro", *_LENGTH, "optim.fused", "parallel", "compute", "checkpoint", "log")
+_NOT_FREE = ("parallel.param_dtype", "parallel.reduce_dtype")
 
 
 def determining(config: RunConfig) -> dict[str, Any]:
-    """The keys, by dotted path, whose change would change the weights; world size, micro-batch and logs do not."""
+    """The keys, by dotted path, whose change would change the weights; world size, strategy, micro-batch and logs do not."""
     flat = _flatten(config.model_dump(by_alias=True))
-    return {key: value for key, value in flat.items() if not any(key == free or key.startswith(f"{free}.") for free in _FREE)}
+    free = {key for key in flat if any(f"{key}.".startswith(f"{one}.") for one in _FREE)} - {*_NOT_FREE}
+    return {key: value for key, value in flat.items() if key not in free}
 
 
 def config_digest(config: RunConfig) -> str:

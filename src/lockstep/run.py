@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,17 +17,18 @@ from torch import nn
 from torch.utils.data import Dataset, Subset
 
 import lockstep
-from lockstep import config_file, rundir
+from lockstep import assembly, config_file, rundir
+from lockstep.assembly import Assembled
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint import state as states
-from lockstep.checkpoint.export import export_weights, load_weights
+from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Chunks, Loader, training_steps
 from lockstep.data.order import StepPlan
-from lockstep.dist import signals, strategy
+from lockstep.dist import sharding, signals, strategy
 from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
 from lockstep.dist.signals import Agreement
@@ -36,10 +36,9 @@ from lockstep.dist.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import trainer
 from lockstep.engine.ema import Ema
-from lockstep.engine.optim import Group, build_optimizer
-from lockstep.engine.schedule import Schedule, scaled_lr
+from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, Preempted, TrainingError, UsageError
+from lockstep.errors import CheckpointError, DataError, Preempted, UsageError
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -89,7 +88,7 @@ class Trainer:
             self.config = config
             task = task or self._task()
             job = self._training(task, world)
-            watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.model, quiet=self.quiet)
+            watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, quiet=self.quiet)
             try:
                 return self._fit(task, job, flag, watchers)
             finally:
@@ -100,7 +99,7 @@ class Trainer:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         asked = Agreement(world, flag)
         cadence = self._cadence(job.plan)
-        evaluate = self._evaluator(task, job.model, run.precision, world, run, asked) if cadence.evaluate else dict
+        evaluate = self._evaluator(task, run.forward, run.precision, world, run, asked) if cadence.evaluate else dict
         background = self.config.checkpoint.mode == "async"
         saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background)
         flag.saves = True
@@ -124,18 +123,18 @@ class Trainer:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
         with self._join() as world:
             task = task or self._task()
-            model = self._trained(task, world)
-            return self._evaluator(task, model, Precision(self.config.precision, world.device), world)()
+            made = self._trained(task, world)
+            return self._evaluator(task, made.forward, Precision(self.config.precision, world.device), world)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
             task = task or self._task()
-            model = self._trained(task, world)
+            made = self._trained(task, world)
             data = data if data is not None else _required(task)
             loader = self._loader(data, task, world, training=False)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, model, loader, _length(data), self._eval_micro(), world, precision)
+            return evaluation.predict(task, made.forward, loader, _length(data), self._eval_micro(), world, precision)
 
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of the files `inputs`, or of the first `samples` evaluation samples beside their truth."""
@@ -151,20 +150,14 @@ class Trainer:
         and what `Task.export` adds. Returns the file. The errors are those of `export_weights`."""
         with self._join() as world:
             task = task or self._task()
-            model = self._trained(task, world)
+            model = self._trained(task, world).model
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             return export_weights(model.state_dict(), Path(folder), about, partial(task.export, model))
 
     # ---- the objects
 
-    def _seed(self) -> None:
-        """What a task draws while it makes its data or its model is the same in every process."""
-        torch.manual_seed(self.config.seed)
-        random.seed(self.config.seed)
-        np.random.seed(self.config.seed % 2**32)
-
     def _task(self) -> Task:
-        self._seed()
+        assembly.seed(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
@@ -173,31 +166,27 @@ class Trainer:
     def _training(self, task: Task, world: World) -> _Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
-        self._seed()
+        assembly.seed(config)
         data = task.train_data()
         plan = self._plan(data, world)
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
         found, complaints = store.newest(self._checkpoints, world)
-        self._seed()
-        model = task.model().to(world.device)
-        if config.train.init_from and found is None:
-            load_weights(model, Path(config.train.init_from), config.train.init_skip)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise TrainingError("the model has no trainable parameter", where="Task.model", remedy="set requires_grad_(True) on some")
-        shape = config.schedule.model_dump()
+        made = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
+        model = made.model
         run = Training(
-            forward=strategy.wrap(strategy.Forward(model, task.loss), config.parallel.strategy, world, config.parallel.find_unused_parameters),
-            optimizer=self._optimizer(model),
+            forward=made.forward,
+            optimizer=assembly.optimizer(config, model),
             precision=Precision(config.precision, world.device),
-            schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **shape),
+            schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
             world=world,
             seed=config.seed,
             clip_norm=config.optim.clip_norm,
             coefficients=task.coefficients(),
             must_agree_on_weights=config.data.on_error == "skip",
-            check_unused=not config.parallel.find_unused_parameters,
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
+            buckets=assembly.buckets(config.parallel),
+            unfreezing=made.unfreezing,
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         if found is not None:
@@ -205,7 +194,7 @@ class Trainer:
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         batches = training_steps(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
-        return _Job(model, run, plan, batches, stop, print_of_data, found.metrics if found else {})
+        return _Job(made, run, plan, batches, stop, print_of_data, found.metrics if found else {})
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
         config = self.config
@@ -218,12 +207,6 @@ class Trainer:
             raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
         micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
         return StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
-
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        rate = self.config.optim
-        scale = scaled_lr(1.0, rate.lr_scaling, self.config.batch.global_ or 1, rate.reference_batch)
-        groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
-        return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args)
 
     def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> list[str]:
         """Load a checkpoint; what is to be told about it."""
@@ -241,7 +224,8 @@ class Trainer:
         optimizer = run.optimizer if found.manifest["optimizer"] == self._kind_of_optimizer() else None
         if optimizer is None:
             told.append(f"the state of {found.manifest['optimizer'][0]} is left out: the optimizer is another now")
-        states.restore(files.read(found.path, found.index), found.values, model, optimizer, averages)
+        needed = states.wanted(found.index, model, optimizer, averages)
+        states.restore(files.read(found.path, found.index, needed), found.values, model, optimizer, averages)
         if run.averages and averages is None:
             run.averages = Ema(model, self.config.train.ema_decay or 0.0)
             told.append("averages begin with the weights of this step")
@@ -253,21 +237,16 @@ class Trainer:
         """What its state looks like."""
         return [self.config.optim.name, json.loads(json.dumps(self.config.optim.args, sort_keys=True))]
 
-    def _trained(self, task: Task, world: World) -> nn.Module:
+    def _trained(self, task: Task, world: World) -> Assembled:
         """The model with the newest checkpoint's weights: their average, where the run kept one."""
-        self._seed()
-        model = task.model().to(world.device)
         found, complaints = store.newest(self._checkpoints, world)
         if found is None:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
-        if world.rank == 0 and complaints and not self.quiet:
-            print("\n".join(complaints), file=sys.stderr)
-        states.check_fits(found.index, model)
-        names = [name for name in found.index if name.startswith("model.")]
-        states.restore(files.read(found.path, found.index, names), found.values, model)
-        averages = [name for name in found.index if name.startswith("ema.")]
-        states.restore(files.read(found.path, found.index, averages), {}, model, averages=dict(model.named_parameters()))
-        return model
+        made = assembly.assemble(self.config, task, world)
+        if world.rank == 0 and (complaints or made.told) and not self.quiet:
+            print("\n".join([*complaints, *made.told]), file=sys.stderr)
+        assembly.load(found, made.model)
+        return made
 
     def _save_function(self, job: _Job, saver: Saver) -> Callable[[dict[str, float]], None]:
         run = job.run
@@ -279,7 +258,7 @@ class Trainer:
             before = run.world.heart.phase
             run.world.heart.enter(Phase.SAVING)
             strategy.sync_buffers(run.forward, run.world)
-            tensors, values = states.capture(job.model, run.optimizer, run.averages.tensors if run.averages else None)
+            tensors, values = states.capture(job.made.model, run.optimizer, run.averages.tensors if run.averages else None)
             about: dict[str, Any] = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
             about |= {"data": job.data, "optimizer": self._kind_of_optimizer(), "config": config_digest(self.config), "versions": versions}
@@ -289,9 +268,9 @@ class Trainer:
         return save
 
     def _evaluator(
-        self, task: Task, model: nn.Module, precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
+        self, task: Task, forward: nn.Module, precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
     ) -> Callable[[], dict[str, float]]:
-        """A function that evaluates `model`; within a training its averaged weights, until somebody asks to stop."""
+        """A function that evaluates what `strategy.wrap` made; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
         loader = self._loader(data, task, world, training=False)
 
@@ -307,8 +286,10 @@ class Trainer:
                 if run is not None:
                     strategy.sync_buffers(run.forward, world)
                     if run.averages is not None:
+                        sharding.reshard(run.forward)
                         stack.enter_context(run.averages.applied())
-                return evaluation.evaluate(task, model, loader, _length(data), self._eval_micro(), world, precision, tick)
+                bare = strategy.bare(run.forward if run is not None else forward)
+                return evaluation.evaluate(task, bare, loader, _length(data), self._eval_micro(), world, precision, tick)
 
         return evaluate
 
@@ -337,7 +318,7 @@ class Trainer:
 class _Job:
     """A training, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any."""
 
-    model: nn.Module
+    made: Assembled
     run: Training
     plan: StepPlan
     batches: Iterator[Any]

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import lockstep
 from lockstep import config_file
+from lockstep.assembly import Assembled
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, determining
+from lockstep.dist import strategy
 from lockstep.dist.launch import RESTARTS
 from lockstep.dist.world import World
 from lockstep.engine.step import Training
@@ -184,7 +185,7 @@ def _environment(world: World) -> dict[str, Any]:
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
 
 
-def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: nn.Module, quiet: bool) -> list[Watcher]:
+def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, quiet: bool) -> list[Watcher]:
     """Everything that receives the log, after it was told what is about to be trained."""
     from lockstep.observe.console import ConsoleWatcher
     from lockstep.observe.jsonl import JsonLines
@@ -194,7 +195,7 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: n
 
     log = Steady(TextLog(folder / "train.log", stop))
     log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
-    summary = model_summary(model, run.optimizer)
+    summary = model_summary(made, run)
     for text in summary:
         log.message(text)
     found: list[Watcher] = [log, Steady(JsonLines(folder / "metrics.jsonl", run.step))]
@@ -210,15 +211,19 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, model: n
     return found
 
 
-def model_summary(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Lines on the parameters of each group: how many, how many of them train, learning rate and weight decay."""
-    lines = [f"{type(model).__name__}: {_count(p for p in model.parameters()):,} parameters"]
-    for group in optimizer.param_groups:
+def model_summary(made: Assembled, run: Training) -> list[str]:
+    """Lines on the parameters of each group (how many, how many of them train, learning rate, weight decay), and on what is sharded."""
+    lines = [f"{type(made.model).__name__}: {_count(made.model.parameters()):,} parameters"]
+    for group in run.optimizer.param_groups:
         total, trainable = _count(group["params"]), _count(p for p in group["params"] if p.requires_grad)
         frozen = f", {total - trainable:,} frozen" if total > trainable else ""
         decay = group.get("weight_decay", 0)
         lines.append(f"  group {group['name']}: {trainable:,} trainable{frozen}, lr {group['base_lr']:.4g}, weight decay {decay:g}")
-    return lines
+    if strategy.is_sharded(run.forward):
+        shown = ", ".join(made.blocks[:3]) + (f", ..., {made.blocks[-1]}" if len(made.blocks) > 3 else "")
+        blocks = f"{len(made.blocks)} blocks one by one ({shown})" if made.blocks else "as a whole: no repeated blocks; see parallel.shard_modules"
+        lines.append(f"  sharded over {run.world.size} ranks, {blocks}")
+    return lines + made.told
 
 
 def _count(parameters: Any) -> int:

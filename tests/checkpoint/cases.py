@@ -8,6 +8,7 @@ from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
 from lockstep.dist import faults
+from lockstep.dist.sharding import Rows
 from lockstep.dist.world import World, join_world
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
@@ -34,9 +35,14 @@ def stage(staged, step, shares=None, **more):
     manifest, index = about(step, files={}, **more), {}
     for rank, share in enumerate(shares or [{"weight": torch.arange(10.0) + step}, {"bias": torch.ones(3)}]):
         name = files.share_name(rank)
-        manifest["files"][name], places = files.write_share(staged / name, share, ignore)
+        manifest["files"][name], places = files.write_share(staged / name, whole(share), ignore)
         index |= places
     return manifest, index
+
+
+def whole(tensors):
+    """Replicated tensors as `write_share` takes them."""
+    return {name: Rows(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def read(checkpoint):

@@ -33,7 +33,7 @@ DTYPES = [
 
 
 def write(folder, tensors, rank=0):
-    return files.write_share(folder / files.share_name(rank), tensors, cases.ignore)
+    return files.write_share(folder / files.share_name(rank), cases.whole(tensors), cases.ignore)
 
 
 def of_dtype(dtype, shape):
@@ -126,16 +126,17 @@ def test_index_covers_the_file_without_gap(tmp_path):
     told, index = write(tmp_path, {"a": torch.randn(9), "b": torch.ones(()), "c": torch.empty(0)})
     at = 0
     for entry in index.values():
-        assert entry["file"] == "__0_0.distcp"
-        assert entry["offset"] == at
-        at += entry["length"]
+        (part,) = entry["parts"]
+        assert part["file"] == "__0_0.distcp"
+        assert part["offset"] == at
+        at += part["length"]
     assert at == told["bytes"]
 
 
 def test_places_are_reached_in_order_and_the_file_is_flushed(tmp_path, monkeypatch):
     places, synced = [], []
     monkeypatch.setattr(files.os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").resolve().stat().st_size))
-    told, _ = files.write_share(tmp_path / "__0_0.distcp", {"a": torch.ones(3)}, places.append)
+    told, _ = files.write_share(tmp_path / "__0_0.distcp", cases.whole({"a": torch.ones(3)}), places.append)
     assert places[0] == "in-share"
     assert places[-1] == "before-fsync"
     assert synced == [told["bytes"]]
@@ -144,15 +145,15 @@ def test_places_are_reached_in_order_and_the_file_is_flushed(tmp_path, monkeypat
 def test_only_what_is_asked_for_is_read(tmp_path):
     first, second = {"a": torch.ones(2), "b": torch.ones(3)}, {"c": torch.ones(4)}
     index = write(tmp_path, first)[1] | write(tmp_path, second, rank=1)[1]
-    assert [name for name, _ in files.read(tmp_path, index, ["c", "b"])] == ["b", "c"]
-    assert list(files.read(tmp_path, index, [])) == []
+    assert [name for name, _ in files.read(tmp_path, index, {"c": None, "b": None})] == ["b", "c"]
+    assert list(files.read(tmp_path, index, {})) == []
     (tmp_path / "__1_0.distcp").unlink()
-    assert cases.same(dict(files.read(tmp_path, index, ["b", "a"])), first)
+    assert cases.same(dict(files.read(tmp_path, index, {"b": None, "a": None})), first)
 
 
 def test_tensors_are_read_one_at_a_time(tmp_path):
     _, index = write(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
-    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes()[: index["b"]["offset"]])
+    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes()[: index["b"]["parts"][0]["offset"]])
     reading = files.read(tmp_path, index)
     assert next(reading)[0] == "a"
     with pytest.raises(CheckpointError):
@@ -214,7 +215,8 @@ def test_code_in_a_share_is_not_run(tmp_path, form):
         torch.save(Evil(), path)
     else:
         path.write_bytes(pickle.dumps(Evil(), protocol=2))  # torch warns of others
-    index = {"a": {"file": path.name, "offset": 0, "length": path.stat().st_size, "shape": [], "dtype": "float32"}}
+    part = {"start": 0, "rows": 0, "file": path.name, "offset": 0, "length": path.stat().st_size}
+    index = {"a": {"shape": [], "dtype": "float32", "parts": [part]}}
     with pytest.raises(CheckpointError, match="tensor a cannot be read"):
         list(files.read(tmp_path, index))
     assert not (tmp_path / "ran").exists()

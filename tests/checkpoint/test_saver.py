@@ -358,7 +358,7 @@ def test_each_rank_writes_its_share(on_two):
     assert cases.same(read(found), tensors)
     by_file = {}
     for name, entry in found.index.items():
-        by_file.setdefault(entry["file"], []).append(name)
+        by_file.setdefault(entry["parts"][0]["file"], []).append(name)
     assert [sorted(by_file[files.share_name(rank)]) for rank in (0, 1)] == [answer["mine"] for answer in ranks]
     loads = [sum(tensors[name].nbytes for name in names) for names in by_file.values()]
     assert max(loads) - min(loads) <= max(tensor.nbytes for tensor in tensors.values())

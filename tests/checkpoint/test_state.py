@@ -46,7 +46,7 @@ def train(model, optimizer, steps, begin=0):
 
 def through_files(tensors, plain, folder):
     """Tensors and plain values as a checkpoint gives them back."""
-    _, index = files.write_share(folder / "__0_0.distcp", tensors, cases.ignore)
+    _, index = files.write_share(folder / "__0_0.distcp", cases.whole(tensors), cases.ignore)
     return files.read(folder, index), json.loads(json.dumps(plain))
 
 

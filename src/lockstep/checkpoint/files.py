@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,9 +21,11 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from lockstep.dist.sharding import Rows
 from lockstep.errors import CheckpointError
 
-Index = dict[str, dict[str, Any]]  # by tensor name: file, offset, length, shape, dtype
+# By tensor name: shape, dtype and parts; each part has its first row (start), number of rows, and place (file, offset, length).
+Index = dict[str, dict[str, Any]]
 DCP_METADATA = ".metadata"
 _CHUNK = 1 << 22
 _FLUSHED = 1 << 28
@@ -48,27 +50,40 @@ def share_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_share(path: Path, tensors: Mapping[str, Tensor], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
-    """Write CPU `tensors` into one file, flushed to the disk; `at` is called with the name of each place that it reaches.
+def write_share(path: Path, share: Mapping[str, Rows], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
+    """Write rows of tensors, on the CPU, into one file, flushed to the disk; `at` is called with the name of each place that
+    it reaches.
 
     Returns:
-        the file's size in bytes and its checksum; and where each tensor is.
+        the file's size in bytes and its checksum; and where each tensor is, as far as it is in this file.
     """
     index: Index = {}
     with path.open("wb") as file, _without_zip_checksums():
         stream = _Summing(file, partial(at, "in-share"))
-        for name, tensor in tensors.items():
-            start = stream.size
+        for name, rows in share.items():
+            offset = stream.size
             try:
-                torch.save(tensor, cast(IO[bytes], stream))
+                torch.save(rows.local, cast(IO[bytes], stream))
             except RuntimeError as error:  # torch does not say why the stream could not be written
                 raise stream.fault or error from error
-            about = {"offset": start, "length": stream.size - start, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-            index[name] = {"file": path.name, **about}
+            count = len(rows.local) if rows.shape else 0
+            part = {"start": rows.start, "rows": count, "file": path.name, "offset": offset, "length": stream.size - offset}
+            index[name] = {"shape": list(rows.shape), "dtype": str(rows.local.dtype).removeprefix("torch."), "parts": [part]}
         file.flush()
         at("before-fsync")
         os.fsync(file.fileno())
     return {"bytes": stream.size, "crc32": stream.crc}, index
+
+
+def merge(shares: Iterable[Index]) -> Index:
+    """The index of all files, each part in the order of its rows."""
+    merged: Index = {}
+    for share in shares:
+        for name, entry in share.items():
+            merged.setdefault(name, {**entry, "parts": []})["parts"] += entry["parts"]
+    for entry in merged.values():
+        entry["parts"].sort(key=lambda part: part["start"])
+    return merged
 
 
 @contextlib.contextmanager
@@ -145,21 +160,38 @@ class _Part(io.RawIOBase):
         return count
 
 
-def read(folder: Path, index: Index, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, one at a time, on the CPU; all of the index, or `names`. No code is unpickled."""
-    wanted = sorted(names if names is not None else index, key=lambda name: (index[name]["file"], index[name]["offset"]))
+def read(folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by name, one at a time, on the CPU: `wanted` gives the rows of each, from the first number up to the second, or None for all.
+
+    No code is unpickled.
+    """
+    wanted = dict.fromkeys(index) if wanted is None else wanted
     with contextlib.ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
-        for name in wanted:
-            entry = index[name]
+
+        def load(name: str, part: Mapping[str, Any]) -> Tensor:
             try:
-                if entry["file"] not in files:
-                    files[entry["file"]] = stack.enter_context((folder / entry["file"]).open("rb"))
-                part = _Part(files[entry["file"]], entry["offset"], entry["length"])
-                tensor = torch.load(cast(IO[bytes], part), map_location="cpu", weights_only=True)
+                if part["file"] not in files:
+                    files[part["file"]] = stack.enter_context((folder / part["file"]).open("rb"))
+                place = _Part(files[part["file"]], part["offset"], part["length"])
+                tensor: Tensor = torch.load(cast(IO[bytes], place), map_location="cpu", weights_only=True)
+                return tensor
             except Exception as error:  # damaged zip files and pickles raise whatever they lead to
-                raise CheckpointError(f"tensor {name} cannot be read: {error}", where=str(folder / entry["file"])) from error
-            yield name, tensor
+                raise CheckpointError(f"tensor {name} cannot be read: {error}", where=str(folder / part["file"])) from error
+
+        first = {name: index[name]["parts"][0] for name in wanted}
+        for name in sorted(wanted, key=lambda name: (first[name]["file"], first[name]["offset"])):
+            entry, rows = index[name], wanted[name]
+            if rows is None and len(entry["parts"]) == 1:
+                yield name, load(name, first[name])
+                continue
+            begin, end = rows if rows is not None else (0, entry["shape"][0])
+            overlapping = [part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]]
+            pieces = [load(name, part)[max(0, begin - part["start"]) : end - part["start"]] for part in overlapping]
+            if sum(len(piece) for piece in pieces) != end - begin:
+                raise CheckpointError(f"tensor {name} lacks some of the rows {begin} to {end}", where=str(folder))
+            empty = torch.empty((0, *entry["shape"][1:]), dtype=getattr(torch, entry["dtype"]))
+            yield name, torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else empty
 
 
 def write_dcp_metadata(folder: Path, index: Index) -> None:
@@ -169,11 +201,14 @@ def write_dcp_metadata(folder: Path, index: Index) -> None:
 
     tensors, places, paths = {}, {}, {}
     for name, entry in index.items():
-        shape = torch.Size(entry["shape"])
-        start = torch.Size([0] * len(shape))
+        chunks = []
+        for number, part in enumerate(entry["parts"]):
+            start = torch.Size([part["start"], *[0] * len(entry["shape"][1:])] if entry["shape"] else [])
+            size = torch.Size([part["rows"], *entry["shape"][1:]] if entry["shape"] else [])
+            chunks.append(dcp.ChunkStorageMetadata(start, size))
+            places[dcp.MetadataIndex(name, start, number)] = _StorageInfo(part["file"], part["offset"], part["length"])
         properties = dcp.TensorProperties(dtype=getattr(torch, entry["dtype"]))
-        tensors[name] = dcp.TensorStorageMetadata(properties, shape, [dcp.ChunkStorageMetadata(start, shape)])
-        places[dcp.MetadataIndex(name, start, 0)] = _StorageInfo(entry["file"], entry["offset"], entry["length"])
+        tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
         paths[name] = (name,)
     content = dcp.Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta())  # type: ignore[arg-type]
     with (folder / DCP_METADATA).open("wb") as file:

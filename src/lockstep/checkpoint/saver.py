@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.store import Retention
 from lockstep.dist.faults import fail_at
+from lockstep.dist.sharding import Rows, rows_of
 from lockstep.dist.world import World
 from lockstep.errors import CheckpointError
 
@@ -42,7 +44,7 @@ class Saver:
         self.fault: BaseException | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Save the state after `step`. Called on all ranks, with the same replicated tensors and plain values.
+        """Save the state after `step`. Called on all ranks, with the same names and plain values; tensors are replicated or sharded.
 
         Waits for the checkpoint before. Returns when `tensors` may change again; or, not in the background, when all is done.
         """
@@ -84,31 +86,34 @@ class Saver:
         if self.thread is not None:
             self.thread.join(10)
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
         """Copies of this rank's share, in buffers that the next save uses again: fresh memory costs five times the copy."""
-        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-        mine = [name for name, owner in zip(tensors, files.owners(sizes, self.world.size), strict=True) if owner == self.world.rank]
+        held = {name: rows_of(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
+        replicated = [name for name, rows in held.items() if rows.writer is None]
+        owners = files.owners([held[name].local.nbytes for name in replicated], self.world.size)
+        mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
+        mine |= {name for name, rows in held.items() if rows.writer and (rows.local.numel() or not rows.start)}
         on_device = False
-        staged = {}
-        for name in mine:
-            tensor = tensors[name]
+        staged: dict[str, Rows] = {}
+        for name in (name for name in tensors if name in mine):
+            rows = held[name]
             buffer = self.buffers.get(name)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            staged[name] = buffer.copy_(tensor, non_blocking=True)
-            on_device |= tensor.is_cuda
+            if buffer is None or buffer.shape != rows.local.shape or buffer.dtype != rows.local.dtype:
+                buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=rows.local.is_cuda)
+            staged[name] = replace(rows, local=buffer.copy_(rows.local, non_blocking=True))
+            on_device |= rows.local.is_cuda
         if on_device:
             torch.cuda.current_stream(self.world.device).synchronize()
-        self.buffers = staged
+        self.buffers = {name: rows.local for name, rows in staged.items()}
         return staged
 
-    def _run(self, step: int, share: Mapping[str, Tensor], values: dict[str, Any], manifest: dict[str, Any]) -> None:
+    def _run(self, step: int, share: Mapping[str, Rows], values: dict[str, Any], manifest: dict[str, Any]) -> None:
         try:
             self._write(step, share, values, manifest)
         except BaseException as error:  # a lost rank, or a fault of this code: the training must end
             self.fault = error
 
-    def _write(self, step: int, share: Mapping[str, Tensor], values: dict[str, Any], manifest: dict[str, Any]) -> None:
+    def _write(self, step: int, share: Mapping[str, Rows], values: dict[str, Any], manifest: dict[str, Any]) -> None:
         mine: dict[str, Any] = {}
         try:
             staged = store.staging(self.folder, step)
@@ -144,7 +149,7 @@ class Saver:
         try:
             if fault is None:
                 manifest["files"] = {name: about for share in shares for name, about in share["files"].items()}
-                index = {name: entry for share in shares for name, entry in share["index"].items()}
+                index = files.merge(share["index"] for share in shares)
                 store.commit(self.folder, step, manifest, index, values)
         except (OSError, RuntimeError) as error:
             fault = f"rank 0: {error}"

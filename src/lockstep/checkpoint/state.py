@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.dist.sharding import is_sharded, like, local, rows_of
 from lockstep.errors import CheckpointError
 
 Plain = float | int | bool | str | None
@@ -17,7 +18,7 @@ Plain = float | int | bool | str | None
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Plain]]:
     """Tensors by name (`model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`), and what is no tensor.
 
-    The tensors are the live ones, not copies. Learning rates are not state: schedules give them.
+    The tensors are the live ones, not copies, and sharded where the model is. Learning rates are not state: schedules give them.
 
     Raises:
         CheckpointError: some state is neither a tensor nor a plain value; names it.
@@ -62,6 +63,32 @@ def _kind(tensor: Tensor) -> tuple[int | str, ...]:
     return (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
 
 
+def wanted(
+    index: Mapping[str, Mapping[str, Any]],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    averages: Mapping[str, Tensor] | None = None,
+) -> dict[str, tuple[int, int] | None]:
+    """What this rank needs of a checkpoint, for `files.read`: the rows that it holds of each tensor; None: all of it."""
+    targets, parameters = model.state_dict(), dict(model.named_parameters())
+    needed: dict[str, tuple[int, int] | None] = {}
+    for name, entry in index.items():
+        kind, _, rest = name.partition(".")
+        if kind == "model":
+            target = targets[rest]
+        elif kind == "ema" and averages is not None:
+            target = averages[rest]
+        elif kind == "optimizer" and optimizer is not None:
+            target = _slot(name, rest, parameters)[0]
+        else:
+            continue
+        # A slot of another shape than its parameter's (a counter) is whole on every rank.
+        sharded = is_sharded(target) and list(target.shape) == entry["shape"]
+        rows = rows_of(target)
+        needed[name] = (rows.start, rows.start + len(rows.local)) if sharded else None
+    return needed
+
+
 def restore(
     tensors: Iterable[tuple[str, Tensor]],
     plain: Mapping[str, Plain],
@@ -69,7 +96,7 @@ def restore(
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load what `capture` returned, tensor by tensor, in place; after `check_fits`."""
+    """Load what `capture` returned, tensor by tensor, in place; after `check_fits`. Of each tensor the rows that are `wanted`."""
     targets, found_model = model.state_dict(), False
     parameters = dict(model.named_parameters())
     # Step counters stay on the host unless the optimizer wants them on the device; all else goes along with its parameter.
@@ -79,21 +106,23 @@ def restore(
         for name, tensor in tensors:
             kind, _, rest = name.partition(".")
             if kind == "model":
-                targets[rest].copy_(tensor)
+                local(targets[rest]).copy_(tensor)
                 found_model = True
             elif kind == "ema" and averages is not None:
-                averages[rest].copy_(tensor)
+                local(averages[rest]).copy_(tensor)
             elif kind == "optimizer" and optimizer is not None:
                 parameter, slot = _slot(name, rest, parameters)
                 on_host = slot == "step" and id(parameter) not in counts_on_device
-                optimizer.state[parameter][slot] = tensor if on_host else tensor.to(parameter.device)
+                value = tensor if on_host else tensor.to(parameter.device)
+                sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
+                optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
     extra = {name.removeprefix("model."): value for name, value in plain.items() if name.startswith("model.")}
     if extra or found_model:  # most are in place already; what get_extra_state made is not
         model.load_state_dict(targets | extra)
-    for name, value in plain.items():
+    for name, setting in plain.items():
         if name.startswith("optimizer.") and optimizer is not None:
             parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
-            optimizer.state[parameter][slot] = value
+            optimizer.state[parameter][slot] = setting
 
 
 def _slot(name: str, rest: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, str]:

@@ -156,10 +156,11 @@ class Loader:
         chunks: what to read.
         workers: processes that prepare; 0 prepares in this process.
         device: where batches end up.
+        channels_last: give tensors of four dimensions (images) that memory format.
     """
 
-    def __init__(self, chunks: Chunks, workers: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, chunks: Chunks, workers: int, device: torch.device, channels_last: bool = False) -> None:
+        self.device, self.channels_last = device, channels_last
         self.order = _Order()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.batches: DataLoader[Micro] = DataLoader(
@@ -183,6 +184,8 @@ class Loader:
             yield self._to_device(micro)
 
     def _to_device(self, micro: Micro) -> Micro:
+        if self.channels_last:
+            micro.batch = _map_tensors(micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
         if self.copies is None:
             return micro
         # On a stream of its own: the host is ahead of the device, so this copy overlaps the step before.

@@ -1,27 +1,45 @@
-"""How a model is spread over ranks: single and DDP, as functions. Sharding (FSDP2) fits into the same four."""
+"""How a model is spread over ranks: single, DDP and FSDP2, as functions."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.dist import sharding
 from lockstep.dist.precision import Precision
+from lockstep.dist.sharding import Sharding
 from lockstep.dist.world import World
 from lockstep.errors import TrainingError, UsageError
 
-StrategyName = Literal["single", "ddp"]
+StrategyName = Literal["single", "ddp", "fsdp"]
 Losses = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """How DDP sends gradients. Its own names: see `torch.nn.parallel.DistributedDataParallel`.
+
+    find_unused_parameters: some trainable parameters get no gradient in some batches. static_graph: the same ones are used
+    in every step. bucket_mb: gradients that travel together, in MiB; None leaves it to DDP.
+    """
+
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_mb: float | None = None
+    gradient_as_bucket_view: bool = True
 
 
 class Forward(nn.Module):
     """From a batch to the task's loss sums, as one module.
 
-    DDP wraps this, not the model: the task's loss may then call the model several times, or any of its methods and
+    DDP and FSDP wrap this, not the model: the task's loss may then call the model several times, or any of its methods and
     attributes, and means the same on one rank and on many.
     """
 
@@ -30,32 +48,85 @@ class Forward(nn.Module):
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: Any) -> Losses:
-        """Loss sums by head; a single loss is the head `loss`."""
+    def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
+        """Loss sums by head; a single loss is the head `loss`. Or whatever `call` makes of the model and the batch."""
+        if call is not None:
+            return call(self.model, batch)
         losses = self.loss(self.model, batch)
         return losses if isinstance(losses, dict) else {"loss": losses}
 
 
-def wrap(forward: Forward, strategy: StrategyName, world: World, find_unused: bool = False) -> nn.Module:
-    """Make `forward` synchronise its gradients as the mean over ranks, during the backward pass.
-
-    On one rank there is nothing to synchronise, and `ddp` is `single`.
+def resolve(strategy: StrategyName, world: World) -> StrategyName:
+    """What a strategy is on this world: on one rank there is nothing to synchronise or to shard, so all are `single`.
 
     Raises:
         UsageError: `single` on several ranks, which would train as many models.
     """
     if world.size == 1:
-        return forward
+        return "single"
     if strategy == "single":
-        raise UsageError(f"{world.size} ranks would train {world.size} models", where="parallel.strategy=single", remedy="use ddp, or one rank")
-    return DistributedDataParallel(forward, gradient_as_bucket_view=True, find_unused_parameters=find_unused)
+        raise UsageError(f"{world.size} ranks would train {world.size} models", where="parallel.strategy=single", remedy="use ddp or fsdp, or one rank")
+    return strategy
 
 
-def sync(forward: nn.Module, last: bool) -> contextlib.AbstractContextManager[None]:
+def wrap(
+    forward: Forward, strategy: StrategyName, world: World, buckets: Buckets | None = None, blocks: Sequence[nn.Module] = (), options: Sharding | None = None
+) -> nn.Module:
+    """Make `forward` synchronise its gradients as the mean over ranks, during the backward pass.
+
+    Args:
+        buckets: for ddp.
+        blocks, options: for fsdp; see `sharding.shard`.
+
+    Raises:
+        UsageError: options that do not fit the world or the model.
+    """
+    strategy, buckets = resolve(strategy, world), buckets or Buckets()
+    if strategy == "single":
+        return forward
+    if strategy == "fsdp":
+        if buckets.find_unused_parameters:
+            remedy = "use ddp, or a model whose trainable parameters are all part of each loss"
+            raise UsageError("fsdp cannot train with unused parameters", where="parallel.find_unused_parameters", remedy=remedy)
+        return sharding.shard(forward, blocks, world, options or Sharding())
+    return DistributedDataParallel(
+        forward,
+        bucket_cap_mb=buckets.bucket_mb,
+        find_unused_parameters=buckets.find_unused_parameters,
+        gradient_as_bucket_view=buckets.gradient_as_bucket_view,
+        static_graph=buckets.static_graph,
+    )
+
+
+def rewrap(forward: nn.Module, world: World, buckets: Buckets) -> nn.Module:
+    """After what is trainable has changed: DDP has arranged its buckets for the parameters that were trainable before."""
+    if not isinstance(forward, DistributedDataParallel):
+        return forward
+    inner = forward.module
+    assert isinstance(inner, Forward)
+    del forward
+    gc.collect()  # the old one's hooks go with it, and it is part of cycles
+    return wrap(inner, "ddp", world, buckets)
+
+
+def is_sharded(forward: nn.Module) -> bool:
+    """Whether `wrap` sharded it."""
+    return hasattr(forward, "set_requires_gradient_sync")
+
+
+def sync(forward: nn.Module, last: bool, world: World) -> contextlib.AbstractContextManager[None]:
     """Context of one micro-batch's forward and backward: gradients travel only from the last one of a step."""
-    if last or not isinstance(forward, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return forward.no_sync()
+    if isinstance(forward, DistributedDataParallel):
+        return contextlib.nullcontext() if last else forward.no_sync()
+    return _sharded_sync(forward, last, world) if is_sharded(forward) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _sharded_sync(forward: Any, last: bool, world: World) -> Generator[None, None, None]:
+    forward.set_requires_gradient_sync(last)
+    yield
+    if last:  # as DDP does before the next step's first forward pass
+        world.broadcast_tensors(list(forward.buffers()))
 
 
 def needs_settling(forward: nn.Module, world: World) -> bool:
@@ -84,9 +155,14 @@ def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, c
             buffer.copy_(before)
 
 
+def bare(forward: nn.Module) -> nn.Module:
+    """The `Forward` in what `wrap` returned, for passes without gradient. Where it is sharded, all ranks run equally many."""
+    return forward.module if isinstance(forward, DistributedDataParallel) else forward
+
+
 def unwrap(forward: nn.Module) -> nn.Module:
     """The user's model inside what `wrap` returned."""
-    inner = forward.module if isinstance(forward, DistributedDataParallel) else forward
+    inner = bare(forward)
     assert isinstance(inner, Forward)
     return inner.model
 
@@ -94,10 +170,9 @@ def unwrap(forward: nn.Module) -> nn.Module:
 def sync_buffers(forward: nn.Module, world: World) -> None:
     """Give every rank rank 0's buffers (BatchNorm statistics), before evaluating or saving.
 
-    DDP does the same at the next forward pass of training, so doing it here at any step changes no result.
+    The next step of training would begin with that anyway, so doing it here at any step changes no result.
     """
-    if isinstance(forward, DistributedDataParallel):
-        world.broadcast_tensors(list(forward.buffers()))
+    world.broadcast_tensors(list(forward.buffers()))
 
 
 def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
@@ -110,7 +185,8 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
         TrainingError: names the parameters and the remedy.
     """
     used = _leaves(losses)
-    named = [(name, p) for name, p in unwrap(forward).named_parameters() if p.requires_grad]
+    with _gathered(forward):  # where it is sharded, the graph knows the gathered parameters
+        named = [(name, p) for name, p in unwrap(forward).named_parameters() if p.requires_grad]
     unused_on = world.all_sum([float(id(p) not in used) for _, p in named])
     unused = [name for (name, _), count in zip(named, unused_on, strict=True) if count]
     if unused:
@@ -121,6 +197,16 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
             remedy="use them in the loss, freeze them (requires_grad_(False)), "
             "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",
         )
+
+
+@contextlib.contextmanager
+def _gathered(forward: nn.Module) -> Generator[None, None, None]:
+    modules: list[Any] = [module for module in forward.modules() if hasattr(module, "unshard")]
+    for module in modules:
+        module.unshard()
+    yield
+    for module in modules[1:]:  # the root stays as it was: gathered
+        module.reshard()
 
 
 def _leaves(losses: Losses) -> set[int]:

@@ -40,6 +40,11 @@ def _release_groups() -> None:
     _retired.clear()
 
 
+def retire(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep groups alive until this process has left the world; see `_release_groups`."""
+    _retired.extend(groups)
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run. One process is a world of size 1, with the same methods.
@@ -80,17 +85,25 @@ class World:
         return box[0]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` with those of rank 0."""
-        if self.size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, 0, group=self.group)
+        """Overwrite `tensors` with those of rank 0. Those of one dtype and device travel together."""
+        if self.size == 1:
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in kinds.values():
+            packed = alike[0] if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
+            dist.broadcast(packed, 0, group=self.group)
+            if len(alike) > 1 and self.rank:
+                for tensor, values in zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True):
+                    tensor.copy_(values.view(tensor.shape))
 
     def in_background(self) -> World:
         """The same ranks over a gloo group of their own, for a thread beside the training: two threads in one group deadlock."""
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-        _retired.append(group)
+        retire([group])
         return replace(self, group=group)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import Loader, Micro
 from lockstep.data.order import evaluation_chunks
+from lockstep.dist import sharding
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import World
 from lockstep.engine import metrics as metric_states
@@ -28,11 +29,12 @@ def _nothing() -> None:
 
 
 def evaluate(
-    task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision, tick: Tick = _nothing
+    task: Task, forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision, tick: Tick = _nothing
 ) -> dict[str, float]:
     """Loss (sum over units, divided by their number) and the task's metrics over a data set of `length` samples.
 
     Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
+    `forward` is a `Forward`, see `strategy.bare`.
     `tick` is called after each of this rank's micro-batches, which are equally many on all ranks.
 
     Returns:
@@ -44,12 +46,12 @@ def evaluate(
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
-    for micro in _forwards(model, loader, length, micro_batch, world, tick):
+    for micro in _forwards(forward, loader, length, micro_batch, world, tick):
         with precision.autocast():
             if metrics is None:
-                losses, output = task.loss(model, micro.batch), None
+                losses, output = forward(micro.batch, task.loss), None
             else:
-                losses, output = task.loss_and_output(model, micro.batch)
+                losses, output = forward(micro.batch, task.loss_and_output)
         bad += len(micro.bad)
         if micro.filler:
             continue
@@ -66,15 +68,15 @@ def evaluate(
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
-def predict(task: Task, model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> list[Any] | None:
+def predict(task: Task, forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> list[Any] | None:
     """The task's output for each of `length` samples, in their order, on the CPU: on rank 0; None elsewhere.
 
     A sample that could not be read (with `on_error="skip"`) has the output None.
     """
     outputs: dict[int, Any] = {}
-    for micro in _forwards(model, loader, length, micro_batch, world):
+    for micro in _forwards(forward, loader, length, micro_batch, world):
         with precision.autocast():
-            output = task.predict(model, micro.batch)
+            output = forward(micro.batch, task.predict)
         if not micro.filler:
             outputs |= zip(micro.indices, split(output, len(micro.indices)), strict=True)
     gathered = world.gather(outputs)
@@ -106,11 +108,11 @@ def split(output: Any, count: int) -> list[Any]:
     raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
 
 
-def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
-    """This rank's micro-batches, with `model` in evaluation mode and no gradients while they last."""
+def _forwards(forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
+    """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
     chunks = evaluation_chunks(length, micro_batch, world.size)[world.rank]
-    was_training = model.training
-    model.eval()
+    was_training = forward.training
+    forward.eval()
     try:
         with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
             for micro in micros:
@@ -118,7 +120,8 @@ def _forwards(model: nn.Module, loader: Loader, length: int, micro_batch: int, w
                 world.heart.beats += 1
                 tick()
     finally:
-        model.train(was_training)
+        forward.train(was_training)
+        sharding.reshard(forward)
 
 
 def _means(ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]) -> dict[str, float]:

@@ -31,8 +31,9 @@ def build_optimizer(
     weight_decay: float | None = None,
     groups: Sequence[Group] = (),
     args: Mapping[str, Any] | None = None,
+    fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """Any class of `torch.optim` over all parameters of `model`.
+    """Any class of `torch.optim` over all parameters of `model`; `fused` where the class has such a kernel.
 
     The first group that matches a parameter takes it; the rest form the group `default`. Frozen parameters are in
     their group from the start (an optimizer passes over those without gradient), so that thawing them later changes
@@ -68,8 +69,11 @@ def build_optimizer(
             options["weight_decay"] = group_decay
         param_groups.append(options)
     _check_arguments(kind, args or {}, decays=any("weight_decay" in options for options in param_groups))
+    if fused and "fused" not in inspect.signature(kind).parameters:
+        able = ", ".join(sorted(n for n, k in _optimizers().items() if "fused" in inspect.signature(k).parameters))
+        raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=f"leave it out, or use one of {able}")
     try:
-        return kind(param_groups, **{"lr": lr, **(args or {})})
+        return kind(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
     except Exception as error:
         raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
 
@@ -81,12 +85,17 @@ def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
-    known.pop("Optimizer", None)
+    known = _optimizers()
     if name in known:
         return known[name]
     remedy = f"{did_you_mean(name, known)}There are: {', '.join(sorted(known))}"
     raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=remedy)
+
+
+def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
+    known.pop("Optimizer", None)
+    return known
 
 
 def _check_arguments(kind: type, given: Mapping[str, Any], decays: bool) -> None:

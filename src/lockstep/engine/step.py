@@ -3,7 +3,7 @@
     W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
     loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
 
-DDP averages gradients over `world` ranks, so the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: the mean over
+DDP and FSDP average gradients over `world` ranks, so the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: the mean over
 the units of the whole global batch, and never a mean of means.
 """
 
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import Micro
 from lockstep.data.order import mix
-from lockstep.dist import strategy
+from lockstep.dist import sharding, strategy
 from lockstep.dist.precision import Precision
-from lockstep.dist.strategy import Losses
+from lockstep.dist.strategy import Buckets, Losses
 from lockstep.dist.world import World
 from lockstep.engine import optim
 from lockstep.engine.ema import Ema
 from lockstep.engine.schedule import Schedule
+from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
 
 SAMPLES = ""  # the key of W where the unit of every head is the sample
@@ -35,7 +36,8 @@ class Training:
 
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
     weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
-    weights, where they are wanted.
+    weights, where they are wanted. buckets: how `forward` was wrapped. unfreezing: what is trainable when; `forward` was
+    wrapped with what is trainable at `step`.
     """
 
     forward: nn.Module
@@ -47,14 +49,23 @@ class Training:
     clip_norm: float | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     must_agree_on_weights: bool = False
-    check_unused: bool = True
     averages: Ema | None = None
+    buckets: Buckets = field(default_factory=Buckets)
+    unfreezing: Unfreezing | None = None
     step: int = 0
     skipped: int = 0
 
     def __post_init__(self) -> None:
+        self.check_unused = not self.buckets.find_unused_parameters
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
         self.unsettled = strategy.needs_settling(self.forward, self.world)
+
+    def unfreeze(self) -> None:
+        """Make trainable what is so from this step on."""
+        if self.unfreezing is not None and self.step in self.unfreezing.steps:
+            self.unfreezing.apply(self.step)
+            self.forward = strategy.rewrap(self.forward, self.world, self.buckets)
+            self.__post_init__()
 
 
 @dataclass
@@ -90,6 +101,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
     """
     world, optimizer, scaler = run.world, run.optimizer, run.precision.scaler
+    run.unfreeze()
     totals = _count(run, micros, samples)  # W: by head, or one for all heads where the unit is the sample
     bad = [message for micro in micros for _, message in micro.bad]
     outcome = Outcome(run.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad)
@@ -104,7 +116,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
     for number, micro in enumerate(micros):
         last = number == len(micros) - 1
         _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
-        with strategy.sync(run.forward, last):
+        with strategy.sync(run.forward, last, world):
             with run.precision.autocast():
                 losses: Losses = run.forward(micro.batch)
             factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
@@ -117,9 +129,9 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
 
     scaler.unscale_(optimizer)
     if want_norm or run.clip_norm is not None:
-        outcome.grad_norm = nn.utils.get_total_norm([p.grad for p in run.parameters if p.grad is not None])
+        outcome.grad_norm = sharding.grad_norm(run.parameters)
         if run.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(run.parameters, run.clip_norm, outcome.grad_norm)
+            sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)
     optim.set_lr(optimizer, run.schedule(outcome.step - run.skipped))
     scale = scaler.get_scale()
     scaler.step(optimizer)
