@@ -142,3 +142,12 @@ def fit_in_a_folder_of_its_own(settings, folder):
     except LockstepError as error:
         return str(error)
     return None
+
+
+def export_and_evaluate(run_dir, settings, options, out):
+    """What users of the Python interface do on ranks, with a run that another strategy may have trained."""
+    trainer = Trainer(settings, run_dir=Path(run_dir), quiet=True)
+    trainer.export(out, own_tasks.Deep(**options))
+    outputs = trainer.predict(own_tasks.Deep(**options))
+    assert (outputs is None) == (os.environ["RANK"] != "0")
+    return trainer.evaluate(own_tasks.Deep(**options))

@@ -38,7 +38,7 @@ from lockstep.engine import trainer
 from lockstep.engine.ema import Ema
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, Preempted, UsageError
+from lockstep.errors import CheckpointError, DataError, LockstepError, Preempted, UsageError
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -152,7 +152,19 @@ class Trainer:
             task = task or self._task()
             model = self._trained(task, world).model
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
-            return export_weights(model.state_dict(), Path(folder), about, partial(task.export, model))
+            # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
+            whole = {name: value for name, tensor in model.state_dict().items() if (value := sharding.gather_on_first(tensor, world)) is not None}
+            outcome: Path | Exception | None = None
+            if world.rank == 0:
+                try:
+                    outcome = export_weights(whole, Path(folder), about, partial(task.export, model))
+                except LockstepError as error:
+                    outcome = error
+            outcome = world.broadcast(outcome)
+            if isinstance(outcome, Exception):
+                raise outcome
+            assert outcome is not None
+            return outcome
 
     # ---- the objects
 

@@ -91,6 +91,14 @@ def gather(tensor: Any) -> Tensor:
     return whole
 
 
+def gather_on_first(tensor: Any, world: World) -> Any:
+    """All of a tensor, in host memory, on rank 0; None elsewhere. What is no tensor stays as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    whole = gather(tensor.detach())
+    return whole.cpu() if world.rank == 0 else None
+
+
 def shard(forward: nn.Module, blocks: Sequence[nn.Module], world: World, options: Sharding) -> nn.Module:
     """Apply `fully_shard` to each of `blocks` (outermost ones, in order), then to `forward` as the root.
 

@@ -1,0 +1,66 @@
+"""A checkpoint of any strategy at any world size goes on in any other, with its optimizer state."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep import Trainer
+from lockstep.checkpoint import store
+from tests import own_tasks, rank_cases, runs
+from tests.engine.test_strategies import STRATEGIES, settings_for
+from tests.ranks import run_ranks
+
+OPTIONS = {"eval_length": 10}
+
+
+def settings(name, steps):
+    world, parallel = STRATEGIES[name]
+    train = {"steps": steps, "ema_decay": 0.7, "eval_every_steps": steps}
+    return settings_for(world, parallel, train=train, checkpoint={"mode": "sync"})
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return runs.by_hand(own_tasks.Deep())[0]
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def saved(request, tmp_path_factory):
+    """A run of 10 steps with each strategy."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(STRATEGIES[request.param][0], runs.fit_kind, "Deep", OPTIONS, settings(request.param, 10), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "run")
+    for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 20), folder):
+        assert results["step"] == 20
+        assert weights.pop("calls") == 20
+        assert runs.difference(weights, {key: tensor for key, tensor in undisturbed.items() if key != "calls"}) < 1e-10
+    assert "from step 10" in (folder / "train.log").read_text()
+
+
+def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    found = store.listed(saved / "checkpoints")[0]
+    dcp_to_torch_save(found.path, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    ours = {name: entry["shape"] for name, entry in found.index.items()}
+    assert {name: list(tensor.shape) for name, tensor in whole.items()} == ours
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "fsdp 3", "hybrid 2x2"])
+def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
+    task = own_tasks.Deep(**OPTIONS)
+    alone = Trainer(settings("single", 10), run_dir=saved, quiet=True)
+    expected, results = load_file(alone.export(tmp_path / "alone", task)), alone.evaluate(own_tasks.Deep(**OPTIONS))
+    for answer in run_ranks(STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 10), OPTIONS, tmp_path / "many"):
+        assert answer["loss"] == pytest.approx(results["loss"], rel=1e-12)
+    found = load_file(tmp_path / "many" / "model.safetensors")
+    assert list(found) == list(expected)
+    assert all(bool((found[key] == expected[key]).all()) for key in found)
