@@ -80,7 +80,7 @@ def fit_kind(kind, options, settings, run_dir=None):
     return fit(getattr(own_tasks, kind)(**options), settings, run_dir)
 
 
-def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None):
+def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None, before_step=None):
     """Plain torch: one process, the whole global batch at once, mean over its units. Weights and gradient norms."""
     torch.manual_seed(seed)
     model = task.model()
@@ -90,6 +90,8 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
     per_epoch = -(-length // global_batch)
     norms = []
     for step in range(steps):
+        if before_step:
+            before_step(model, step)
         epoch, within = divmod(step, per_epoch)
         positions = np.arange(within * global_batch, min((within + 1) * global_batch, length))
         indices = torch.from_numpy(permute(positions, length, seed, epoch))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import sync
+from lockstep.dist.sharding import is_sharded, rows_of
 from lockstep.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
@@ -94,10 +95,10 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
 
     Every tensor of the model's state_dict must be in the file with its shape, and the other way round, except for names
     that match a pattern in `skip`. Of tied parameters one name is enough. Tensors are read one at a time, after all were
-    checked: on an error nothing is loaded.
+    checked: on an error nothing is loaded. Of a sharded model's tensors every rank reads its own rows.
 
     Args:
-        model: before it is wrapped.
+        model: as the task made it, or sharded; not inside DDP.
         source: a safetensors file, or a folder with `model.safetensors` or, in parts, `model.safetensors.index.json`.
         skip: shell patterns. What they match stays as the model made it; in the file it is ignored.
 
@@ -109,7 +110,7 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
     """
     with contextlib.ExitStack() as opened:
         found = _contents(source, opened)
-        own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         for pattern in skip:
             if not any(fnmatchcase(name, pattern) for name in own.keys() | found.keys()):
                 remedy = f"use patterns over names such as: {_listed(own)}"
@@ -133,7 +134,9 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
             raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy="use narrower patterns, or leave out train.init_from")
         with torch.no_grad():
             for name in both:
-                own[name].copy_(found[name].get_tensor(name))
+                rows = rows_of(own[name])
+                end = rows.start + len(rows.local) if rows.shape else None
+                rows.local.copy_(found[name].get_slice(name)[rows.start : end] if is_sharded(own[name]) else found[name].get_tensor(name))
         return sorted(name for name in own if name not in wanted and _memory(own[name]) not in first)
 
 
@@ -211,6 +214,8 @@ def _difference(name: str, same: str, own: Mapping[str, Tensor], found: Mapping[
 
 def _memory(tensor: Tensor) -> object:
     """The same for tensors that are one in memory."""
+    if is_sharded(tensor):
+        return id(tensor)  # there may be nothing of it on this rank
     return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride()
 
 

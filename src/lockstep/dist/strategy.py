@@ -130,8 +130,11 @@ def _sharded_sync(forward: Any, last: bool, world: World) -> Generator[None, Non
 
 
 def needs_settling(forward: nn.Module, world: World) -> bool:
-    """Whether the first backward pass would add gradients in another order than those that follow; see `settle`."""
-    return isinstance(forward, DistributedDataParallel) and world.size > 2 and not forward.find_unused_parameters
+    """Whether the first backward pass would add gradients in another order than those that follow, or must not be one
+    without reduction, as with a static graph; see `settle`."""
+    if not isinstance(forward, DistributedDataParallel):
+        return False
+    return forward.static_graph or (world.size > 2 and not forward.find_unused_parameters)
 
 
 def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, check_unused: bool) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Mapping
 
@@ -12,10 +10,11 @@ from torch import Tensor
 
 from lockstep.dist.world import World
 from lockstep.engine.evaluate import combine
+from lockstep.engine.gauge import Gauge, mib
 from lockstep.engine.step import SAMPLES, Outcome, Training
 from lockstep.errors import TrainingError
 
-_RANKS_SHOWN = 16  # beyond, only the largest peak memory is an entry
+RANKS_SHOWN = 16  # beyond, only the largest memory figures are entries
 
 
 class Meter:
@@ -23,6 +22,7 @@ class Meter:
 
     def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
+        self.gauge = Gauge(world.device)
         self.started = time.perf_counter()
         self.reset()
 
@@ -55,11 +55,12 @@ class Meter:
                 units[head] = units.get(head, 0.0) + o.totals.get(head, o.totals.get(SAMPLES, 0.0))
         fault = self._first_fault()
         bad = [message for o in self.outcomes for message in o.bad]
-        memory = [0.0] * self.world.size
-        memory[self.world.rank] = peak_memory_mb(self.world.device)
+        size, rank = self.world.size, self.world.rank
+        memory = [0.0] * 2 * size
+        memory[rank], memory[size + rank] = mib(self.gauge.most()), mib(self.gauge.reserved())
         packed = [float(fault is not None), float(len(bad)), self.wait_s, self.wait_s + self.step_s, *memory, *map(_total, sums.values())]
         faults, bad_count, wait_s, total_s, *rest = self.world.all_sum(packed)
-        memory, totals = rest[: self.world.size], rest[self.world.size :]
+        peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
         if faults:
             self._raise_first(fault)
         told = self._collect(bad) if bad_count else []
@@ -76,15 +77,17 @@ class Meter:
             entry["train/grad_norm"] = float(norms[-1])
         if run.precision.name == "fp16":
             entry["train/loss_scale"] = run.precision.scaler.get_scale()
-        seconds = total_s / self.world.size
+        seconds = total_s / size
         entry["train/samples_per_s"] = round(sum(o.samples for o in self.outcomes) / max(seconds, 1e-9), 1)
         entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
         entry["train/skipped"] = run.skipped
         if bad_count:
             entry["data/bad"] = bad_count
-        entry["memory/peak_mb"] = max(memory)
-        if 1 < self.world.size <= _RANKS_SHOWN:
-            entry |= {f"memory/peak_mb/rank{rank}": value for rank, value in enumerate(memory)}
+        entry["memory/peak_mb"] = max(peaks)
+        if 1 < size <= RANKS_SHOWN:
+            entry |= {f"memory/peak_mb/rank{rank}": value for rank, value in enumerate(peaks)}
+        if self.world.device.type == "cuda":
+            entry["memory/reserved_mb"] = max(reserved)
         self.reset()
         return entry, told
 
@@ -128,11 +131,3 @@ class Meter:
 
 def _total(values: list[Tensor]) -> float:
     return float(torch.stack(values).double().sum()) if values else 0.0
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Most memory this rank has held: allocated on a CUDA device, resident (RSS) on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # getrusage counts bytes on macOS, KiB elsewhere
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit, 1)

@@ -11,6 +11,7 @@ from lockstep.data.loader import Micro
 from lockstep.data.order import StepPlan
 from lockstep.dist.faults import fail_at
 from lockstep.dist.heart import Phase
+from lockstep.engine.memory import Memory
 from lockstep.engine.meter import Meter
 from lockstep.engine.step import Training, train_step
 from lockstep.errors import Preempted
@@ -69,7 +70,8 @@ def fit(
     Raises:
         Preempted: on all ranks, after saving.
     """
-    meter = Meter(run.world, run.coefficients, plan.steps_per_epoch)
+    meter, memory = Meter(run.world, run.coefficients, plan.steps_per_epoch), Memory(run, stop, cadence.evaluate > 0)
+    evaluate, save = memory.during("evaluation", evaluate), memory.during("saving", save)
     heart = run.world.heart
     results = dict(evaluated or {})
     latest = dict(results)
@@ -78,14 +80,15 @@ def fit(
     heart.step = run.step
     try:
         if run.step and not results and cadence.due(cadence.evaluate, run.step, stop):  # stopped before it was done
-            results = _evaluate(run, plan, meter, evaluate, watchers)
-            latest |= results
+            results = _evaluate(run, plan, meter, memory, evaluate, watchers, latest)
             if cadence.save_evaluated:
                 save(results)
         heart.enter(Phase.FIRST_STEP)
         for micros in batches:
             ready = time.perf_counter()
             logs = cadence.due(cadence.log, run.step + 1, stop)
+            if logs:
+                memory.ask()
             outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
             begun, done = done, time.perf_counter()
             heart.step, heart.phase = run.step, Phase.TRAINING
@@ -94,15 +97,15 @@ def fit(
             results = {}
             if logs:
                 entry, complaints = meter.entry(run)
-                latest |= _tell(watchers, entry, complaints)
+                figures, table = memory.report()
+                latest |= _tell(watchers, entry | figures, complaints, table)
             if done - shown > _PROGRESS_S:
                 shown = done
                 for watcher in watchers:
                     watcher.progress(run.step)
             if cadence.due(cadence.evaluate, run.step, stop):
                 meter.check()
-                results = _evaluate(run, plan, meter, evaluate, watchers)
-                latest |= results
+                results = _evaluate(run, plan, meter, memory, evaluate, watchers, latest)
             if cadence.due(cadence.save, run.step, stop) or (results and cadence.save_evaluated):
                 meter.check()
                 save(results)
@@ -118,7 +121,16 @@ def fit(
     return latest
 
 
-def _evaluate(run: Training, plan: StepPlan, meter: Meter, evaluate: Callable[[], dict[str, float]], watchers: Sequence[Watcher]) -> dict[str, float]:
+def _evaluate(
+    run: Training,
+    plan: StepPlan,
+    meter: Meter,
+    memory: Memory,
+    evaluate: Callable[[], dict[str, float]],
+    watchers: Sequence[Watcher],
+    latest: dict[str, float],
+) -> dict[str, float]:
+    """What the evaluation gives; logged, and with the memory it took among the `latest` values."""
     heart = run.world.heart
     before = heart.phase
     heart.enter(Phase.EVALUATING)
@@ -126,13 +138,18 @@ def _evaluate(run: Training, plan: StepPlan, meter: Meter, evaluate: Callable[[]
     results = {f"eval/{name}": value for name, value in evaluate().items()}
     heart.enter(Phase(before))
     elapsed = round(time.perf_counter() - meter.started, 3)
-    _tell(watchers, {"step": run.step, "epoch": round(run.step / plan.steps_per_epoch, 4), "time_s": elapsed} | results, [])
+    figures, table = memory.report(evaluated=True)
+    _tell(watchers, {"step": run.step, "epoch": round(run.step / plan.steps_per_epoch, 4), "time_s": elapsed} | results | figures, [], table)
+    latest |= results | figures
     return results
 
 
-def _tell(watchers: Sequence[Watcher], entry: dict[str, float], complaints: Sequence[str]) -> dict[str, float]:
+def _tell(watchers: Sequence[Watcher], entry: dict[str, float], complaints: Sequence[str], remarks: Sequence[str]) -> dict[str, float]:
+    """Give watchers an entry, and what is to be told before and after it."""
     for watcher in watchers:
         for complaint in complaints:
             watcher.message(complaint)
         watcher.record(entry)
+        for remark in remarks:
+            watcher.message(remark)
     return entry

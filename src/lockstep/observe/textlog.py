@@ -7,14 +7,14 @@ from pathlib import Path
 
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
 _SHORT = {"train/samples_per_s": "samples/s", "memory/peak_mb": "peak MB"}
-_HIDDEN = ("memory/peak_mb/rank", "step", "epoch", "time_s")
+_HIDDEN = ("memory/", "step", "epoch", "time_s")  # and yet what is in _SHORT is shown
 
 
 def line(entry: dict[str, float], total: int) -> str:
-    """`step 100/690  epoch 4.35  loss 0.1234 ...` - zero counters and per-rank memory are left to metrics.jsonl."""
+    """`step 100/690  epoch 4.35  loss 0.1234 ...` - zero counters and memory but its peak are left to metrics.jsonl."""
     parts = [f"step {entry['step']:.0f}/{total}", f"epoch {entry['epoch']:.2f}"]
     names = [name for name in _FIRST if name in entry]
-    names += [name for name in entry if name not in names and not name.startswith(_HIDDEN)]
+    names += [name for name in entry if name not in names and (name in _SHORT or not name.startswith(_HIDDEN))]
     for name in names:
         if name in ("train/skipped", "eval/bad") and not entry[name]:
             continue
