@@ -191,3 +191,46 @@ def fit_from_file(settings):
     finally:
         export._open = opened
     return weights, read
+
+
+def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
+    """Weights after a training in which micro-batches of `least` or more samples do not fit, and how often one did not."""
+    import lockstep.run
+    from lockstep.engine.oom import Guard
+
+    rank, when, where = place
+    when = when[int(os.environ["WORLD_SIZE"])] if isinstance(when, dict) else when
+    failures, passes = [], [0]
+
+    def fail(inputs):
+        if len(inputs) < least or (rank is not None and rank != int(os.environ["RANK"])):
+            return
+        passes[0] += 1
+        if when in (None, passes[0]):
+            failures.append(passes[0])
+            raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
+
+    class Large(own_tasks.Deep):
+        def loss(self, model, batch):
+            if where == "forward" and torch.is_grad_enabled():
+                fail(batch[0])
+            loss = super().loss(model, batch)
+            if where == "backward" and torch.is_grad_enabled():
+                loss.register_hook(lambda grad: fail(batch[0]))
+            return loss
+
+    if not real_guard:
+        lockstep.run.Guard = lambda enabled: Guard(True)
+    try:
+        weights, _ = runs.fit(Large(), settings, Path(run_dir))
+    finally:
+        lockstep.run.Guard = Guard
+    return weights, failures
+
+
+def error_out_of_memory(*arguments):
+    try:
+        fit_out_of_memory(*arguments)
+    except LockstepError as error:
+        return str(error)
+    return None

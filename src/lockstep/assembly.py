@@ -30,10 +30,9 @@ from lockstep.tasks.task import Task
 
 @dataclass
 class Assembled:
-    """A model on this rank and what `strategy.wrap` made of it. blocks: names of the repeated ones. told: for people."""
+    """A model on this rank. blocks: names of the repeated ones. told: for people."""
 
     model: nn.Module
-    forward: nn.Module
     blocks: list[str]
     unfreezing: Unfreezing | None
     told: list[str]
@@ -46,8 +45,8 @@ def seed(config: RunConfig) -> None:
     np.random.seed(config.seed % 2**32)
 
 
-def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int | None = None, step: int = 0, init: bool = False) -> Assembled:
-    """The task's model with the weights that it makes itself, or with those of `train.init_from`.
+def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int | None = None, step: int = 0, init: bool = False) -> tuple[Assembled, nn.Module]:
+    """The task's model with the weights that it makes itself, or with those of `train.init_from`; and what `strategy.wrap` made of it.
 
     Args:
         steps_per_epoch: to train it; None: only to run it forward.
@@ -88,7 +87,7 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
         sharding.materialise(model, values, world, torch.device("cpu") if parallel.cpu_offload else world.device)
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return Assembled(model, forward, list(blocks), unfreezing, told)
+    return Assembled(model, list(blocks), unfreezing, told), forward
 
 
 def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step: int) -> Unfreezing | None:

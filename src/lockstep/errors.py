@@ -19,6 +19,7 @@ class LockstepError(Exception):
 
     exit_code = 1
     may_pass = False  # whether the same command may go well the next time: then a launcher may try
+    adapts = False  # whether it will be done in another way the next time, so that failing at the same step is not the same
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
@@ -51,6 +52,12 @@ class DataError(LockstepError):
 
 class TrainingError(LockstepError):
     """The training itself went wrong: a loss that is not finite, a parameter without gradient."""
+
+
+class MemoryShortage(TrainingError):
+    """The memory of a device does not suffice. The next start takes smaller micro-batches."""
+
+    may_pass = adapts = True
 
 
 class CheckpointError(LockstepError):

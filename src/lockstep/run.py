@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
-from lockstep.data.loader import Chunks, Loader, training_steps
+from lockstep.data.loader import Chunks, Feed, Loader
 from lockstep.data.order import StepPlan
 from lockstep.dist import sharding, signals, strategy
 from lockstep.dist.heart import Phase
@@ -36,9 +36,10 @@ from lockstep.dist.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import trainer
 from lockstep.engine.ema import Ema
+from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, LockstepError, Preempted, UsageError
+from lockstep.errors import CheckpointError, DataError, LockstepError, MemoryShortage, Preempted, TrainingError, UsageError
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -99,14 +100,26 @@ class Trainer:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         asked = Agreement(world, flag)
         cadence = self._cadence(job.plan)
-        evaluate = self._evaluator(task, run.forward, run.precision, world, run, asked) if cadence.evaluate else dict
+        evaluate = self._evaluator(task, lambda: run.forward, run.precision, world, run, asked) if cadence.evaluate else dict
         background = self.config.checkpoint.mode == "async"
         saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background)
         flag.saves = True
+
+        def shrink() -> None:
+            before = job.plan.micro_batch
+            if before == 1:
+                remedy = "use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16"
+                raise TrainingError("a micro-batch of one sample does not fit into memory", where=f"step {run.step + 1}", remedy=remedy)
+            job.batches.halve(run.step)
+            rundir.remember_micro(self.run_dir, world, self._micro(world), job.plan.micro_batch)
+            tell(f"out of memory at step {run.step + 1}: micro-batches of {job.plan.micro_batch} instead of {before} from here on")
+
         try:
             if run.step >= job.stop:
                 tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
-            latest = trainer.fit(run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated)
+            latest = trainer.fit(
+                run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated, shrink
+            )
             saver.finish()
         except Preempted:
             saver.wait()
@@ -115,6 +128,9 @@ class Trainer:
             text = f"stopped by {flag.name} at step {run.step} of {job.stop}, saved" if run.step else f"stopped by {flag.name} before the first step"
             tell(text)
             raise Preempted(text) from None
+        except MemoryShortage:
+            rundir.remember_micro(self.run_dir, world, self._micro(world), -(-job.plan.micro_batch // 2), from_any=True)
+            raise
         finally:
             saver.close()
         return latest
@@ -123,18 +139,18 @@ class Trainer:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
         with self._join() as world:
             task = task or self._task()
-            made = self._trained(task, world)
-            return self._evaluator(task, made.forward, Precision(self.config.precision, world.device), world)()
+            _, forward = self._trained(task, world)
+            return self._evaluator(task, lambda: forward, Precision(self.config.precision, world.device), world)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
             task = task or self._task()
-            made = self._trained(task, world)
+            _, forward = self._trained(task, world)
             data = data if data is not None else _required(task)
             loader = self._loader(data, task, world, training=False)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, made.forward, loader, _length(data), self._eval_micro(), world, precision)
+            return evaluation.predict(task, forward, loader, _length(data), self._eval_micro(), world, precision)
 
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of the files `inputs`, or of the first `samples` evaluation samples beside their truth."""
@@ -150,7 +166,7 @@ class Trainer:
         and what `Task.export` adds. Returns the file. The errors are those of `export_weights`."""
         with self._join() as world:
             task = task or self._task()
-            model = self._trained(task, world).model
+            model, _ = self._trained(task, world)
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
             whole = {name: value for name, tensor in model.state_dict().items() if (value := sharding.gather_on_first(tensor, world)) is not None}
@@ -184,10 +200,10 @@ class Trainer:
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
         found, complaints = store.newest(self._checkpoints, world)
-        made = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
+        made, forward = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
         model = made.model
         run = Training(
-            forward=made.forward,
+            forward=forward,
             optimizer=assembly.optimizer(config, model),
             precision=Precision(config.precision, world.device),
             schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
@@ -199,14 +215,15 @@ class Trainer:
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
             buckets=assembly.buckets(config.parallel),
             unfreezing=made.unfreezing,
+            guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         if found is not None:
             complaints += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
-        batches = training_steps(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
-        return _Job(made, run, plan, batches, stop, print_of_data, found.metrics if found else {})
+        feed = Feed(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
+        return _Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
         config = self.config
@@ -217,8 +234,13 @@ class Trainer:
         if config.data.drop_last and length < global_batch:
             remedy = "lower batch.global, or set data.drop_last=false"
             raise DataError(f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy)
-        micro = min(config.batch.micro or global_batch, -(-global_batch // world.size))
+        micro = rundir.remembered_micro(self.run_dir, world, self._micro(world))
         return StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
+
+    def _micro(self, world: World) -> int:
+        """The micro-batch that the config asks for."""
+        batch = self.config.batch
+        return min(batch.micro or batch.global_ or 1, -(-(batch.global_ or 1) // world.size))
 
     def _resume(self, found: Checkpoint, run: Training, model: nn.Module, data: dict[str, Any]) -> list[str]:
         """Load a checkpoint; what is to be told about it."""
@@ -249,16 +271,16 @@ class Trainer:
         """What its state looks like."""
         return [self.config.optim.name, json.loads(json.dumps(self.config.optim.args, sort_keys=True))]
 
-    def _trained(self, task: Task, world: World) -> Assembled:
-        """The model with the newest checkpoint's weights: their average, where the run kept one."""
+    def _trained(self, task: Task, world: World) -> tuple[nn.Module, nn.Module]:
+        """The model with the newest checkpoint's weights (their average, where the run kept one), and what runs it."""
         found, complaints = store.newest(self._checkpoints, world)
         if found is None:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
-        made = assembly.assemble(self.config, task, world)
+        made, forward = assembly.assemble(self.config, task, world)
         if world.rank == 0 and (complaints or made.told) and not self.quiet:
             print("\n".join([*complaints, *made.told]), file=sys.stderr)
         assembly.load(found, made.model)
-        return made
+        return made.model, forward
 
     def _save_function(self, job: _Job, saver: Saver) -> Callable[[dict[str, float]], None]:
         run = job.run
@@ -280,9 +302,9 @@ class Trainer:
         return save
 
     def _evaluator(
-        self, task: Task, forward: nn.Module, precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
+        self, task: Task, forward: Callable[[], nn.Module], precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
     ) -> Callable[[], dict[str, float]]:
-        """A function that evaluates what `strategy.wrap` made; within a training its averaged weights, until somebody asks to stop."""
+        """A function that evaluates what `forward` gives; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
         loader = self._loader(data, task, world, training=False)
 
@@ -300,7 +322,7 @@ class Trainer:
                     if run.averages is not None:
                         sharding.reshard(run.forward)
                         stack.enter_context(run.averages.applied())
-                bare = strategy.bare(run.forward if run is not None else forward)
+                bare = strategy.bare(forward())
                 return evaluation.evaluate(task, bare, loader, _length(data), self._eval_micro(), world, precision, tick)
 
         return evaluate
@@ -315,7 +337,7 @@ class Trainer:
 
     def _loader(self, data: Dataset[Any], task: Task, world: World, training: bool) -> Loader:
         chunks = Chunks(data, task, self.config.seed, training, self.config.data.on_error)
-        return Loader(chunks, self.config.data.workers, world.device)
+        return Loader(chunks, self.config.data.workers, world.device, self.config.compute.channels_last)
 
     def _eval_micro(self) -> int:
         """The same for every world size, so that evaluation is."""
@@ -332,11 +354,15 @@ class _Job:
 
     made: Assembled
     run: Training
-    plan: StepPlan
-    batches: Iterator[Any]
+    batches: Feed
     stop: int
     data: dict[str, Any]
     evaluated: dict[str, float]
+
+    @property
+    def plan(self) -> StepPlan:
+        """How the batches are cut now."""
+        return self.batches.plan
 
 
 def _tell_all(watchers: Sequence[trainer.Watcher], text: str) -> None:

@@ -29,7 +29,8 @@ from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json")
+_MICRO = "micro.json"
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
@@ -169,6 +170,29 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
         )
     return resolved
+
+
+def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any: bool = False) -> None:
+    """Note that micro-batches of more than `micro` samples do not fit on this number of ranks.
+
+    Args:
+        asked: what the config asks for; where it asks for another size, or on another number of ranks, the note does not count.
+        from_any: whichever rank this is; else rank 0 writes.
+    """
+    if world.rank == 0 or from_any:
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a training
+            _replace(folder / _MICRO, json.dumps({"asked": asked, "world": world.size, "micro": micro}))
+
+
+def remembered_micro(folder: Path, world: World, asked: int) -> int:
+    """The micro-batch to begin with: `asked`, or what an earlier start found to fit; the same on all ranks."""
+    note = None
+    if world.rank == 0:
+        with contextlib.suppress(OSError, ValueError):
+            note = json.loads((folder / _MICRO).read_text())
+    note = world.broadcast(note)
+    fits = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
+    return min(asked, max(1, int(note["micro"]))) if fits else asked
 
 
 def retention(config: RunConfig) -> Retention:

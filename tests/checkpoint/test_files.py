@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep import LockstepError
 from lockstep.checkpoint import files
+from lockstep.dist.sharding import Rows
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 
@@ -220,6 +221,96 @@ def test_code_in_a_share_is_not_run(tmp_path, form):
     with pytest.raises(CheckpointError, match="tensor a cannot be read"):
         list(files.read(tmp_path, index))
     assert not (tmp_path / "ran").exists()
+
+
+# ---- tensors in parts
+
+
+CUTS = ([3, 0, 2, 2], [7], [1, 1, 1, 1, 1, 1, 1], [0, 0, 7, 0])
+
+
+def write_parts(folder, tensor, counts, name="weight"):
+    """Rows of a tensor by ranks, as many each as `counts` says, with a small tensor of the rank's own before it; the index of all."""
+    shares, start = [], 0
+    for rank, count in enumerate(counts):
+        share = cases.whole({f"own{rank}": torch.full((2,), rank)})
+        if count or not start:
+            share[name] = Rows(tensor[start : start + count], start, tuple(tensor.shape))
+        shares.append(files.write_share(folder / files.share_name(rank), share, cases.ignore)[1])
+        start += count
+    return files.merge(reversed(shares))  # in whatever order they come
+
+
+@pytest.mark.parametrize("counts", CUTS, ids=str)
+def test_any_rows_are_read_across_parts(tmp_path, counts):
+    tensor = torch.randn(7, 2, 3).bfloat16()
+    index = write_parts(tmp_path, tensor, counts)
+    assert [part["start"] for part in index["weight"]["parts"]] == sorted(part["start"] for part in index["weight"]["parts"])
+    for begin in range(8):
+        for end in range(begin, 8):
+            ((name, found),) = files.read(tmp_path, index, {"weight": (begin, end)})
+            assert name == "weight"
+            assert cases.bits(found) == cases.bits(tensor[begin:end])
+    assert cases.same(dict(files.read(tmp_path, index)), {"weight": tensor} | {f"own{rank}": torch.full((2,), rank) for rank in range(len(counts))})
+
+
+def test_only_files_with_wanted_rows_are_opened(tmp_path):
+    tensor = torch.randn(7, 2)
+    index = write_parts(tmp_path, tensor, [3, 2, 2])
+    for rank in (0, 2):
+        (tmp_path / files.share_name(rank)).unlink()
+    assert cases.same(dict(files.read(tmp_path, index, {"weight": (3, 5), "own1": None})), {"weight": tensor[3:5], "own1": torch.ones(2).long()})
+    assert cases.bits(dict(files.read(tmp_path, index, {"weight": (7, 7)}))["weight"]) == cases.bits(tensor[7:])
+    with pytest.raises(CheckpointError, match=r"__2_0\.distcp: tensor weight cannot be read"):
+        list(files.read(tmp_path, index, {"weight": (3, 6)}))
+
+
+def test_damage_in_one_part_names_its_file_and_the_tensor(tmp_path):
+    index = write_parts(tmp_path, torch.randn(7, 2), [3, 2, 2])
+    path = tmp_path / files.share_name(1)
+    path.write_bytes(path.read_bytes()[: index["weight"]["parts"][1]["offset"] + 9])
+    assert len(dict(files.read(tmp_path, index, {"weight": (0, 3)}))["weight"]) == 3
+    with pytest.raises(CheckpointError, match="tensor weight cannot be read") as caught:
+        list(files.read(tmp_path, index, {"weight": None}))
+    assert caught.value.where == str(path)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_missing_part_is_named_with_its_tensor_where_its_rows_are_wanted(tmp_path, missing):
+    index = write_parts(tmp_path, torch.randn(6, 2), [2, 2, 2])
+    del index["weight"]["parts"][missing]
+    for part in range(3):
+        wanted = {"weight": (2 * part, 2 * part + 2)}
+        if part != missing:
+            assert len(dict(files.read(tmp_path, index, wanted))["weight"]) == 2
+            continue
+        with pytest.raises(CheckpointError, match="tensor weight lacks some of the rows"):
+            list(files.read(tmp_path, index, wanted))
+    with pytest.raises(CheckpointError, match="tensor weight lacks some of the rows 0 to 6"):
+        list(files.read(tmp_path, index))
+
+
+def test_merge_leaves_the_shares_as_they_are_and_joins_names_of_all(tmp_path):
+    one = {"a": {"shape": [3], "dtype": "float32", "parts": [{"start": 2, "rows": 1}]}, "b": {"shape": [], "dtype": "bool", "parts": [{"start": 0, "rows": 0}]}}
+    two = {"a": {"shape": [3], "dtype": "float32", "parts": [{"start": 0, "rows": 2}]}}
+    merged = files.merge([one, two])
+    assert [part["start"] for part in merged["a"]["parts"]] == [0, 2]
+    assert merged["b"] == one["b"]
+    assert [len(share["a"]["parts"]) for share in (one, two)] == [1, 1]
+    assert files.merge([two, one]) == merged
+    assert files.merge([]) == {}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("counts", CUTS[:3], ids=str)
+def test_torch_distributed_checkpoint_joins_the_parts(tmp_path, counts):
+    import torch.distributed.checkpoint as dcp
+
+    tensor = torch.randn(7, 2, 3)
+    files.write_dcp_metadata(tmp_path, write_parts(tmp_path, tensor, counts))
+    found = {"weight": torch.zeros(7, 2, 3), "own0": torch.ones(2).long()}
+    dcp.load(found, checkpoint_id=str(tmp_path), no_dist=True)
+    assert cases.same(found, {"weight": tensor, "own0": torch.zeros(2).long()})
 
 
 # ---- plain torch

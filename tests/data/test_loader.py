@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.data.loader import Chunks, Loader, training_steps
+from lockstep.data.loader import Chunks, Feed, Loader
 from lockstep.data.order import Chunk, StepPlan
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
@@ -29,7 +29,7 @@ def prepared(workers, micro, start, world=1):
     found = {}
     for rank in range(world):
         loader = Loader(Chunks(task.train_data(), task, 3, True), workers, CPU)
-        for step, micros in enumerate(training_steps(loader, plan, rank, start, 6), start):
+        for step, micros in enumerate(Feed(loader, plan, rank, start, 6), start):
             for item in micros:
                 _, torch_draw, numpy_draw, python_draw = item.batch
                 for place, index in enumerate(item.indices):

@@ -11,9 +11,9 @@ from lockstep.dist import heart, launch
 from lockstep.errors import Preempted, RankError
 
 
-def failed(code, may_pass=True):
+def failed(code, may_pass=True, adapts=False):
     """What torch's agent says of a rank that ended with `code`, having left words unless it was killed."""
-    words = {"message": {"message": "its words", "extraInfo": {"origin": None, "may_pass": may_pass}}} if code > 0 else {}
+    words = {"message": {"message": "its words", "extraInfo": {"origin": None, "may_pass": may_pass, "adapts": adapts}}} if code > 0 else {}
     failure = SimpleNamespace(exitcode=code, error_file_data=words, timestamp=1, signal_name=lambda: signal.Signals(-code).name)
     return SimpleNamespace(failures={0: failure})
 
@@ -54,6 +54,12 @@ def test_crash_at_one_step_ends_it_the_second_time_and_a_kill_the_fifth(starts):
     count, error = starts([(-1, failed(-signal.SIGKILL))], 10)
     assert count == 5
     assert "failed before training began 5 times in a row" in str(error)
+
+
+def test_crash_at_one_step_is_not_the_same_where_the_next_start_does_it_in_another_way(starts):
+    count, error = starts([(7, failed(1, adapts=True))] * 4 + [(7, failed(1))], 10)
+    assert count == 5
+    assert "failed at step 7 2 times in a row" in str(error)
 
 
 def test_budget_is_for_the_whole_run(starts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -197,16 +198,35 @@ class Loader:
         return micro
 
 
-def training_steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Iterator[list[Micro]]:
-    """This rank's micro-batches of steps `start` to `stop` - 1, step by step."""
+class Feed:
+    """This rank's micro-batches of steps `start` to `stop` - 1, step by step, as `plan` cuts them."""
 
-    def chunks() -> Iterator[Chunk]:
-        for step in range(start, stop):
-            yield from plan.rank_chunks(step, rank)
+    def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
+        self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
+        self._steps = self._from(start)
 
-    micros = loader.run(chunks)
-    for step in range(start, stop):
-        yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
+    def __iter__(self) -> Iterator[list[Micro]]:
+        return self
+
+    def __next__(self) -> list[Micro]:
+        return next(self._steps)
+
+    def halve(self, step: int) -> None:
+        """Begin again at `step`, with micro-batches of half the size: the same samples."""
+        self._steps.close()
+        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch // 2))
+        self._steps = self._from(step)
+
+    def _from(self, start: int) -> Generator[list[Micro], None, None]:
+        plan = self.plan
+
+        def chunks() -> Iterator[Chunk]:
+            for step in range(start, self.stop):
+                yield from plan.rank_chunks(step, self.rank)
+
+        with contextlib.closing(self.loader.run(chunks)) as micros:
+            for step in range(start, self.stop):
+                yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
 
 
 class _Order(torch.utils.data.Sampler[Chunk]):

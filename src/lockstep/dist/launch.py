@@ -33,7 +33,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
     Args:
         max_restarts: how often all ranks are started again after one was killed or crashed, in all. Not after an error
             that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step
-            (five, where a rank was killed: who kills from outside may well hit the same step twice, or the start).
+            (five, where a rank was killed: who kills from outside may well hit the same step twice, or the start),
+            unless the next start goes about it in another way (smaller micro-batches, where memory did not suffice).
 
     Raises:
         RankError: a rank failed; names it, with its own words, and carries its exit code.
@@ -63,10 +64,10 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
                 raise Preempted(_words(failed.failures[rank]).get("text") or "stopped")
         if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # before they listened
             raise Preempted("stopped before training began; nothing was lost")
-        cause, may_pass = _first_cause(failed)
+        cause, may_pass, adapts = _first_cause(failed)
         if not may_pass or stop.asked or restarts == max_restarts:
             raise cause
-        in_a_row = in_a_row + 1 if step == crashed_at else 1
+        in_a_row = in_a_row + 1 if step == crashed_at and not adapts else 1
         crashed_at = step
         when = f"at step {step}" if step >= 0 else "before training began"
         if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
@@ -143,7 +144,8 @@ def report_failure(error: BaseException, text: str) -> None:
     if path:
         origin = error.origin if isinstance(error, RankError) else None
         may_pass = error.may_pass if isinstance(error, LockstepError) else not isinstance(error, Preempted)
-        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "origin": origin, "may_pass": may_pass}
+        adapts = isinstance(error, LockstepError) and error.adapts
+        extra = {"py_callstack": text, "timestamp": str(int(time.time())), "origin": origin, "may_pass": may_pass, "adapts": adapts}
         half = Path(f"{path}.{os.getpid()}")
         half.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         half.rename(path)  # at once: this process may be ended while it writes, and the agent stumbles over half a file
@@ -155,8 +157,8 @@ def _words(failure: ProcessFailure) -> dict[str, Any]:
     return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
 
 
-def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool]:
-    """Of all ranks that failed, the one that others failed because of; and whether it may go well the next time."""
+def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
+    """Of all ranks that failed, the one that others failed because of; whether it may go well the next time, and in another way."""
     causes = []
     for rank, failure in error.failures.items():
         words = _words(failure)
@@ -165,9 +167,9 @@ def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool]:
     _, _, rank, failure, words = min(causes, key=lambda cause: cause[:3])
     if failure.exitcode < 0:
         hint = "often the system ran out of memory: lower batch.micro or the number of ranks" if failure.exitcode == -9 else None
-        return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint), True
+        return RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint), True, False
     text = words.get("text") or "it left no word; see its output above"
     rank, text = words.get("origin") or (rank, text)
     cause = RankError(f"rank {rank} failed: {text}")
     cause.exit_code = failure.exitcode
-    return cause, bool(words.get("may_pass", True))
+    return cause, bool(words.get("may_pass", True)), bool(words.get("adapts", False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -159,18 +160,16 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not grads or not is_sharded(grads[0]):
         return nn.utils.get_total_norm(grads)
-    square = nn.utils.get_total_norm([local(grad) for grad in grads]).double().square()
+    with torch.no_grad():  # so that `local` is a look-up, and no node of a graph
+        square = nn.utils.get_total_norm([local(grad) for grad in grads]).double().square()
     dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))  # type: ignore[attr-defined]
     return square.sqrt().to(grads[0].dtype)
 
 
 def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
     """Scale all gradients by max_norm / norm where the norm is larger. Every rank scales what it holds."""
-    held = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            held.append(local(parameter.detach()))
-            held[-1].grad = local(parameter.grad)
+    with torch.no_grad():
+        held: Any = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     nn.utils.clip_grads_with_norm_(held, max_norm, norm)
 
 

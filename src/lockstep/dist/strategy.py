@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,9 +69,9 @@ def resolve(strategy: StrategyName, world: World) -> StrategyName:
 
 
 def wrap(
-    forward: Forward, strategy: StrategyName, world: World, buckets: Buckets | None = None, blocks: Sequence[nn.Module] = (), options: Sharding | None = None
+    forward: nn.Module, strategy: StrategyName, world: World, buckets: Buckets | None = None, blocks: Sequence[nn.Module] = (), options: Sharding | None = None
 ) -> nn.Module:
-    """Make `forward` synchronise its gradients as the mean over ranks, during the backward pass.
+    """Make `forward`, a `Forward`, synchronise its gradients as the mean over ranks, during the backward pass.
 
     Args:
         buckets: for ddp.
@@ -96,17 +95,6 @@ def wrap(
         gradient_as_bucket_view=buckets.gradient_as_bucket_view,
         static_graph=buckets.static_graph,
     )
-
-
-def rewrap(forward: nn.Module, world: World, buckets: Buckets) -> nn.Module:
-    """After what is trainable has changed: DDP has arranged its buckets for the parameters that were trainable before."""
-    if not isinstance(forward, DistributedDataParallel):
-        return forward
-    inner = forward.module
-    assert isinstance(inner, Forward)
-    del forward
-    gc.collect()  # the old one's hooks go with it, and it is part of cycles
-    return wrap(inner, "ddp", world, buckets)
 
 
 def is_sharded(forward: nn.Module) -> bool:
@@ -145,17 +133,37 @@ def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, c
     its last bits from the same step of a run that went on (seen on gloo with 3 and 4 ranks). Leaves no gradient, and
     buffers as they were.
     """
+    with _without_trace(forward):
+        with precision.autocast():
+            losses: Losses = forward(batch)
+        if check_unused:
+            check_all_used(forward, losses, world)
+        torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
+
+
+def rehearse(forward: nn.Module, batch: Any, precision: Precision) -> None:
+    """One forward and backward pass on this rank alone, to see whether its memory suffices. `forward` is a `bare` one."""
+    with _without_trace(forward):
+        with precision.autocast():
+            losses: Losses = forward(batch)
+        torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
+
+
+@contextlib.contextmanager
+def _without_trace(forward: nn.Module) -> Generator[None, None, None]:
+    """Leave no gradient, and buffers as they were."""
     buffers = [buffer.clone() for buffer in forward.buffers()]
-    with precision.autocast():
-        losses: Losses = forward(batch)
-    if check_unused:
-        check_all_used(forward, losses, world)
-    torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
+    yield
     for parameter in forward.parameters():
         parameter.grad = None
     with torch.no_grad():
         for buffer, before in zip(forward.buffers(), buffers, strict=True):
             buffer.copy_(before)
+
+
+def is_replicated(forward: nn.Module) -> bool:
+    """Whether `wrap` arranged buckets for the gradients of what was trainable then."""
+    return isinstance(forward, DistributedDataParallel)
 
 
 def bare(forward: nn.Module) -> nn.Module:

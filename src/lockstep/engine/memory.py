@@ -74,8 +74,8 @@ class Memory:
             self.tops["training"] = max(self.tops["training"], peak)
 
     def ask(self) -> None:
-        """Before a step that logs: count in it, where that was not done yet or it is the last."""
-        if not self.counted or self.run.step + 1 == self.stop:
+        """Before a step that logs, or its repetition: count in it, where that was not done yet or it is the last."""
+        if self.hook is None and (not self.counted or self.run.step + 1 == self.stop):
             self.hook = self.run.optimizer.register_step_post_hook(lambda *_: self._measure())
 
     def _measure(self) -> None:

@@ -9,6 +9,7 @@ the units of the whole global batch, and never a mean of means.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ from lockstep.dist.strategy import Buckets, Losses
 from lockstep.dist.world import World
 from lockstep.engine import optim
 from lockstep.engine.ema import Ema
+from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
@@ -37,7 +39,7 @@ class Training:
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
     weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
     weights, where they are wanted. buckets: how `forward` was wrapped. unfreezing: what is trainable when; `forward` was
-    wrapped with what is trainable at `step`.
+    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory.
     """
 
     forward: nn.Module
@@ -52,6 +54,7 @@ class Training:
     averages: Ema | None = None
     buckets: Buckets = field(default_factory=Buckets)
     unfreezing: Unfreezing | None = None
+    guard: Guard = field(default_factory=Guard)
     step: int = 0
     skipped: int = 0
 
@@ -64,8 +67,16 @@ class Training:
         """Make trainable what is so from this step on."""
         if self.unfreezing is not None and self.step in self.unfreezing.steps:
             self.unfreezing.apply(self.step)
-            self.forward = strategy.rewrap(self.forward, self.world, self.buckets)
-            self.__post_init__()
+            self.rewrap()
+
+    def rewrap(self) -> None:
+        """Arrange gradients for what is trainable now."""
+        if strategy.is_replicated(self.forward):
+            self.forward = strategy.bare(self.forward)
+            gc.collect()  # the old wrapper's hooks go with it, and it is part of cycles
+            self.forward = strategy.wrap(self.forward, "ddp", self.world, self.buckets)
+        self.guard.trials = 2
+        self.__post_init__()
 
 
 @dataclass
@@ -99,6 +110,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
 
     Raises:
         TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
+        StepTooLarge: see `Guard`; nothing was changed.
     """
     world, optimizer, scaler = run.world, run.optimizer, run.precision.scaler
     run.unfreeze()
@@ -110,22 +122,25 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         run.skipped += 1
         return outcome
 
-    if run.unsettled:
-        strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
-        run.unsettled = run.check_unused = False
-    for number, micro in enumerate(micros):
-        last = number == len(micros) - 1
-        _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
-        with strategy.sync(run.forward, last, world):
-            with run.precision.autocast():
-                losses: Losses = run.forward(micro.batch)
-            factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
-            if last and run.check_unused:
-                strategy.check_all_used(run.forward, losses, world)
-                run.check_unused = False
-            # The gradient of sum_k factor[k] * L[k], without computing that sum.
-            torch.autograd.backward(list(losses.values()), [scaler.scale(factor) for factor in factors])
-        outcome.losses.append({head: value.detach() for head, value in losses.items()})
+    with run.guard.step(run, micros[0].batch):
+        if run.unsettled:
+            strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
+            run.unsettled = run.check_unused = False
+        for number, micro in enumerate(micros):
+            last = number == len(micros) - 1
+            _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
+            with strategy.sync(run.forward, last, world):
+                with run.precision.autocast():
+                    losses: Losses = run.forward(micro.batch)
+                factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
+                if last:
+                    run.guard.last_backward(run)
+                if last and run.check_unused:
+                    strategy.check_all_used(run.forward, losses, world)
+                    run.check_unused = False
+                # The gradient of sum_k factor[k] * L[k], without computing that sum.
+                torch.autograd.backward(list(losses.values()), [scaler.scale(factor) for factor in factors])
+            outcome.losses.append({head: value.detach() for head, value in losses.items()})
 
     scaler.unscale_(optimizer)
     if want_norm or run.clip_norm is not None:

@@ -13,6 +13,7 @@ from lockstep.dist.faults import fail_at
 from lockstep.dist.heart import Phase
 from lockstep.engine.memory import Memory
 from lockstep.engine.meter import Meter
+from lockstep.engine.oom import StepTooLarge
 from lockstep.engine.step import Training, train_step
 from lockstep.errors import Preempted
 
@@ -55,6 +56,7 @@ def fit(
     save: Callable[[dict[str, float]], None],
     asked_to_stop: Callable[[], bool],
     evaluated: dict[str, float] | None = None,
+    shrink: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Train from `run.step` to `stop`.
 
@@ -63,6 +65,7 @@ def fit(
         evaluate, save: called on all ranks; `save` gets what the evaluation at this very step gave.
         asked_to_stop: whether any rank was; called on all ranks after each step, with the same answer on all.
         evaluated: what the evaluation at `run.step` gave, where the run goes on from there.
+        shrink: called on all ranks when a step did not fit into memory; `batches` then goes on with smaller ones, from `run.step`.
 
     Returns:
         the last values of everything logged.
@@ -89,7 +92,13 @@ def fit(
             logs = cadence.due(cadence.log, run.step + 1, stop)
             if logs:
                 memory.ask()
-            outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
+            try:
+                outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
+            except StepTooLarge:
+                if shrink is None:
+                    raise
+                shrink()
+                continue
             begun, done = done, time.perf_counter()
             heart.step, heart.phase = run.step, Phase.TRAINING
             heart.beats += 1

@@ -1,0 +1,121 @@
+"""What is trainable is a function of the step, whatever came before."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lockstep.engine.unfreeze import Stage, Unfreezing
+from lockstep.errors import UsageError
+from tests import own_tasks
+
+NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight", "head.bias"]
+MATCHES = {"body.*": NAMES[:4], "body.1.*": NAMES[2:4], "*.bias": NAMES[1::2], "head.weight": NAMES[4:5], "*": NAMES}
+
+
+def make(frozen=()):
+    model = nn.Module()
+    model.body, model.head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    return model
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def expected(stages, step, frozen=()):
+    """By the words of the class: the earliest stage that names it, else as the model made it."""
+    found = []
+    for name in NAMES:
+        since = [at for at, patterns in stages if any(name in MATCHES[pattern] for pattern in patterns)]
+        if (step >= min(since)) if since else (name not in frozen):
+            found.append(name)
+    return found
+
+
+def test_every_pair_of_stages_at_every_step():
+    for (first, second), (one, other), frozen in itertools.product(
+        itertools.product(MATCHES, repeat=2), [(0, 0), (0, 2), (2, 0), (1, 2), (2, 2), (3, 1)], [(), NAMES, NAMES[3:5]]
+    ):
+        stages = [(one, [first]), (other, [second])]
+        model = make(frozen)
+        unfreezing = Unfreezing(model, [Stage(*stage) for stage in stages])
+        assert trainable(model) == [name for name in NAMES if name not in frozen]  # making it changes nothing
+        before = trainable(model)
+        for step in range(5):
+            unfreezing.apply(step)
+            now = trainable(model)
+            assert now == expected(stages, step, frozen)
+            assert step in unfreezing.steps or step == 0 or now == before
+            before = now
+
+
+STAGES = st.lists(st.tuples(st.integers(0, 6), st.lists(st.sampled_from(sorted(MATCHES)), min_size=1, max_size=3)), min_size=1, max_size=4)
+
+
+@settings(derandomize=True, database=None, deadline=None, max_examples=80)
+@given(STAGES, st.lists(st.integers(0, 8), min_size=1, max_size=6), st.sets(st.sampled_from(NAMES)), st.randoms(use_true_random=False))
+def test_only_the_last_step_counts_and_the_order_of_stages_does_not(stages, steps, frozen, chance):
+    model = make(frozen)
+    unfreezing = Unfreezing(model, [Stage(*stage) for stage in stages])
+    for step in steps:  # forth and back, and twice the same
+        unfreezing.apply(step)
+        assert trainable(model) == expected(stages, step, frozen)
+    mixed = list(stages)
+    chance.shuffle(mixed)
+    fresh = make(frozen)
+    resumed = Unfreezing(fresh, [Stage(*stage) for stage in mixed])
+    resumed.apply(steps[-1])  # a process that begins inside a phase
+    assert trainable(fresh) == trainable(model)
+    assert resumed.steps == unfreezing.steps
+
+
+def test_steps_are_those_at_which_something_changes():
+    def steps_of(*stages):
+        return Unfreezing(make(), [Stage(*stage) for stage in stages]).steps
+
+    assert steps_of((5, ["head.*"]), (2, ["body.*"])) == {2, 5}
+    assert steps_of((5, ["head.*"]), (2, ["*"])) == {2}  # nothing is left for step 5
+    assert steps_of((0, ["*"])) == {0}
+    assert Unfreezing(make(), []).steps == frozenset()
+
+
+def test_between_stages_nothing_changes():
+    model = make()
+    unfreezing = Unfreezing(model, [Stage(3, ["body.1.*"]), Stage(6, ["body.*"])])
+    seen = []
+    for step in range(8):
+        unfreezing.apply(step)
+        seen.append(len(trainable(model)))
+    assert seen == [2, 2, 2, 4, 4, 4, 6, 6]
+
+
+def test_a_tied_parameter_goes_by_its_first_name():
+    model = make()
+    model.head.weight = model.body[0].weight
+    Unfreezing(model, [Stage(3, ["body.0.weight"])]).apply(0)
+    assert not model.head.weight.requires_grad
+    with pytest.raises(UsageError, match=r"no parameter matches \['head\.weight'\]"):
+        Unfreezing(model, [Stage(3, ["head.weight"])])
+
+
+def test_parameters_stay_the_objects_that_they_are():
+    model = make()
+    before = list(model.parameters())
+    unfreezing = Unfreezing(model, [Stage(3, ["*"])])
+    for step in random.Random(0).choices(range(6), k=4):
+        unfreezing.apply(step)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("match", [["blocks"], ["Head.*"], ["calls"], []], ids=str)
+def test_a_stage_that_names_no_parameter_is_an_error_that_names_some(match):
+    with pytest.raises(UsageError, match=r"no parameter matches[\s\S]*scale, inner\.weight, inner\.bias") as caught:
+        Unfreezing(own_tasks.DeepModel(2, 0.0), [Stage(1, ["blocks.*"]), Stage(3, match)])
+    assert caught.value.where == "train.unfreeze"
+    assert str(match) in str(caught.value)
