@@ -234,3 +234,31 @@ def error_out_of_memory(*arguments):
     except LockstepError as error:
         return str(error)
     return None
+
+
+def dtypes_seen(settings):
+    """What training ends with, and which number formats the loss met: of a gathered parameter, an activation and a target."""
+    seen = set()
+
+    class Looking(own_tasks.Deep):
+        def loss(self, model, batch):
+            if torch.is_grad_enabled():
+                seen.add((str(model.head.weight.dtype), str(model.head(torch.zeros(1, 7)).dtype), str(batch[1].dtype)))
+            return super().loss(model, batch)
+
+    weights, results = runs.fit(Looking(dtype=torch.float32), settings)
+    return weights, results, seen
+
+
+def overflow_of_one_row(settings):
+    """Weights before and after, and what was logged, where the gradient of one row of one parameter is too large for any loss scale."""
+
+    class OneRow(own_tasks.Deep):
+        def loss(self, model, batch):
+            return super().loss(model, batch) + model.head.weight[4].sum() * 1e36
+
+    task = OneRow(dtype=torch.float32)
+    torch.manual_seed(0)
+    before = {name: tensor.clone() for name, tensor in task.model().state_dict().items()}
+    weights, results = runs.fit(task, settings)
+    return before, weights, results

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from lockstep import Task
 from tests import own_tasks, rank_cases, runs
 from tests.engine.test_strategies import STRATEGIES, settings_for
 from tests.ranks import run_ranks
@@ -48,6 +51,75 @@ def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
     settings = settings_for(world, parallel | sections.get("parallel", {}), 2, **{key: value for key, value in sections.items() if key != "parallel"})
     for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, timeout_s=280):
         assert runs.difference(without_calls(weights), by_hand) < 1e-10
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_lower_precision_is_the_same_with_every_strategy(precision):
+    """Two micro-batches of 12, whoever computes them."""
+    settings = runs.config(precision=precision, batch={"micro": 12}, optim={"name": "SGD", "weight_decay": 0.0, "clip_norm": 1.0})
+    alone, results = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
+    full, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings | {"precision": "fp32"})
+    assert 1e-5 < runs.difference(without_calls(alone), without_calls(full)) < 0.05
+    for strategy in ("ddp", "fsdp"):
+        found = run_ranks(2, rank_cases.dtypes_seen, settings | {"parallel": {"strategy": strategy}})
+        for weights, logged, seen in found:
+            assert runs.difference(without_calls(weights), without_calls(alone)) < 1e-5
+            assert logged["train/grad_norm"] == pytest.approx(results["train/grad_norm"], rel=1e-5)
+            assert logged["train/skipped"] == results["train/skipped"]
+            assert weights["head.weight"].dtype == torch.float32
+            half = "torch.bfloat16" if precision == "bf16" else "torch.float16"
+            assert seen == {("torch.float32", half, "torch.float32")}
+
+
+def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
+    settings = runs.config(precision="bf16", batch={"micro": 4}, optim={"name": "SGD", "weight_decay": 0.0})
+    whole, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
+    settings["parallel"] = {"strategy": "fsdp", "param_dtype": "bf16"}
+    for weights, _, seen in run_ranks(2, rank_cases.dtypes_seen, settings):
+        assert weights["head.weight"].dtype == torch.float32
+        assert seen == {("torch.bfloat16", "torch.bfloat16", "torch.float32")}
+        assert 1e-6 < runs.difference(without_calls(weights), without_calls(whole)) < 0.05
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "hybrid 2x2"])
+def test_overflow_on_one_shard_skips_the_update_on_all(name):
+    world, parallel = STRATEGIES[name]
+    settings = settings_for(world, parallel, precision="fp16", train={"steps": 1}, log={"every_steps": 1})
+    for before, weights, results in run_ranks(world, rank_cases.overflow_of_one_row, settings):
+        assert results["train/skipped"] == 1
+        assert results["train/loss_scale"] == 65536 / 2
+        assert all(bool((weights[key] == before[key]).all()) for key in without_calls(weights))
+
+
+# ---- images
+
+
+class Images(Task):
+    def __init__(self):
+        self.formats = set()
+
+    def model(self):
+        self.built = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 2)).double()
+        return self.built
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(240, 3, 8, 8, generator=generator, dtype=torch.float64), torch.zeros(240, 2, dtype=torch.float64))
+
+    def loss(self, model, batch):
+        self.formats |= {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (batch[0], model[0].weight, model[0](batch[0]))}
+        return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
+
+
+def test_channels_last_reaches_images_weights_and_activations():
+    expected, _ = runs.fit(Images(), runs.config())
+    task = Images()
+    weights, _ = runs.fit(task, runs.config(compute={"channels_last": True}))
+    assert task.formats == {True}
+    assert runs.difference(weights, expected) < 1e-10
 
 
 # ---- gradual unfreezing

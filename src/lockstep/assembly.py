@@ -24,8 +24,12 @@ from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activ
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import scaled_lr
 from lockstep.engine.unfreeze import Stage, Unfreezing
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, UsageError
 from lockstep.tasks.task import Task
+
+# Found by training with every class of torch.optim (tests/dist/test_sharding.py). Muon would train another model without a word.
+_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
+_NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 
 
 @dataclass
@@ -116,9 +120,18 @@ def _sharding(parallel: ParallelConfig) -> Sharding:
     )
 
 
-def optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """As the config says, with learning rates scaled by the global batch."""
+def optimizer(config: RunConfig, model: nn.Module, sharded: bool = False) -> torch.optim.Optimizer:
+    """As the config says, with learning rates scaled by the global batch.
+
+    Raises:
+        UsageError: an optimizer that cannot train shards: it looks at whole matrices, or torch has no kernel for it.
+    """
     rate = config.optim
+    fused = rate.fused or bool(rate.args.get("fused"))
+    if sharded and (rate.name in _WHOLE_MATRICES or (fused and rate.name in _NO_SHARDED_KERNEL)):
+        remedy = "use AdamW, SGD or another that updates each element by itself, or parallel.strategy=ddp"
+        what = f"{'fused ' if rate.name in _NO_SHARDED_KERNEL else ''}{rate.name} cannot train sharded parameters"
+        raise UsageError(what, where="optim.name", remedy=remedy)
     scale = scaled_lr(1.0, rate.lr_scaling, config.batch.global_ or 1, rate.reference_batch)
     groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
     return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args, rate.fused)

@@ -204,8 +204,8 @@ class Trainer:
         model = made.model
         run = Training(
             forward=forward,
-            optimizer=assembly.optimizer(config, model),
-            precision=Precision(config.precision, world.device),
+            optimizer=assembly.optimizer(config, model, strategy.is_sharded(forward)),
+            precision=Precision(config.precision, world.device, world.size),
             schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
             world=world,
             seed=config.seed,

@@ -288,19 +288,6 @@ def give_gradients(model, whole):
         parameter.grad = None if number == 1 else sharding.like(plain.grad[rows.start : rows.start + len(rows.local)].clone(), parameter)
 
 
-def mixed_norm():
-    """The norm of narrow gradients that come before wide ones, and plain torch's."""
-    with join_world("cpu") as world:
-        model, whole = sharded(lambda: nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(3, 3)]), world, dtype=torch.float32)
-        give_gradients(model, whole)
-        first, plain = model[0].weight, whole[0].weight
-        narrow = nn.Parameter(sharding.like(sharding.local(first.detach()).bfloat16(), first))
-        narrow.grad = sharding.like(sharding.local(first.grad).bfloat16(), first)
-        plain.grad = plain.grad.bfloat16().float()
-        norm = sharding.grad_norm([narrow, *list(model.parameters())[1:]])
-        return float(norm), float(nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None]))
-
-
 class Overflows(own_tasks.Plain):
     """One row's gradient is too large for the first loss scales: only one rank's shard has it."""
 

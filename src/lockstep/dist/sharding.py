@@ -111,10 +111,8 @@ def shard(forward: nn.Module, blocks: Sequence[nn.Module], world: World, options
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    for name, parameter in forward.named_parameters():
-        if parameter.ndim == 0:
-            what = f"parameter {name.removeprefix('model.')} has no dimension to shard"
-            raise UsageError(what, where="parallel.strategy=fsdp", remedy="make it a tensor of one element, shape (1,), or use ddp")
+    _check(forward, blocks)
+    attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
     # Inputs keep their dtype: autocast chooses per operation, and targets of a regression are no parameters.
     param_dtype = _DTYPES[options.param_dtype] if options.param_dtype else None
     reduce_dtype = _DTYPES[options.reduce_dtype] if options.reduce_dtype else (torch.float32 if param_dtype else None)
@@ -125,6 +123,8 @@ def shard(forward: nn.Module, blocks: Sequence[nn.Module], world: World, options
     for block in blocks:
         fully_shard(block, reshard_after_forward=options.reshard_after_forward, **common)
     fully_shard(forward, **common)
+    for name, parameter in forward.named_parameters():
+        vars(parameter).update(attributes[name])  # what a model notes on its parameters; FSDP makes new ones
     sharded: list[Any] = [block for block in blocks if isinstance(block, FSDPModule)]
     for place, block in enumerate(sharded):
         if options.forward_prefetch:
@@ -132,6 +132,24 @@ def shard(forward: nn.Module, blocks: Sequence[nn.Module], world: World, options
         if options.backward_prefetch:
             block.set_modules_to_backward_prefetch(sharded[max(0, place - options.backward_prefetch) : place][::-1])
     return forward
+
+
+def _check(forward: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """What FSDP cannot shard, in words that name it."""
+    of_block = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
+    kinds: dict[int, dict[torch.dtype, str]] = {}
+    for name, parameter in forward.named_parameters():
+        name = name.removeprefix("model.")
+        if parameter.ndim == 0:
+            remedy = "make it a tensor of one element, shape (1,), or use ddp"
+            raise UsageError(f"parameter {name} has no dimension to shard", where="parallel.strategy=fsdp", remedy=remedy)
+        if parameter.requires_grad:
+            kinds.setdefault(of_block.get(id(parameter), -1), {}).setdefault(parameter.dtype, name)
+    for group in kinds.values():
+        if len(group) > 1:
+            named = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in group.items())
+            remedy = "use one dtype, or give modules of another a place of their own in parallel.shard_modules"
+            raise UsageError(f"parameters that are sharded together have several dtypes: {named}", where="parallel.strategy=fsdp", remedy=remedy)
 
 
 def _mesh(world: World, shard_ranks: int | None) -> Any:
@@ -161,9 +179,10 @@ def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     if not grads or not is_sharded(grads[0]):
         return nn.utils.get_total_norm(grads)
     with torch.no_grad():  # so that `local` is a look-up, and no node of a graph
-        square = nn.utils.get_total_norm([local(grad) for grad in grads]).double().square()
+        mine = nn.utils.get_total_norm([local(grad) for grad in grads])
+        square = mine.double().square()
     dist.all_reduce(square, group=grads[0].device_mesh.get_group("shard"))  # type: ignore[attr-defined]
-    return square.sqrt().to(grads[0].dtype)
+    return square.sqrt().to(mine.dtype)
 
 
 def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -182,7 +201,7 @@ def take_values(model: nn.Module) -> dict[str, Tensor]:
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # the old one is kept so that its id stays its own
     for name, holder, key, tensor in _tensors(model):
         if id(tensor) not in replaced:
-            meta = torch.empty_like(tensor, device="meta")
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")  # contiguous, as FSDP wants it
             if isinstance(tensor, nn.Parameter):
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad)
             meta.__dict__.update(tensor.__dict__)
@@ -203,7 +222,8 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for name, holder, key, tensor in _tensors(model):
         if id(tensor) not in made:
-            made[id(tensor)] = (tensor, _receive(tensor, values.pop(name, None), world, device))
+            place = device if isinstance(tensor, nn.Parameter) else world.device
+            made[id(tensor)] = (tensor, _receive(tensor, values.pop(name, None), world, place))
         holder[key] = made[id(tensor)][1]
 
 
@@ -227,6 +247,7 @@ def _receive(meta: Tensor, full: Tensor | None, world: World, device: torch.devi
     whole = like(mine, meta) if is_sharded(meta) else mine
     if isinstance(meta, nn.Parameter):
         whole = nn.Parameter(whole.detach(), requires_grad=meta.requires_grad)
+    whole.__dict__.update(meta.__dict__)
     return whole
 
 
@@ -282,6 +303,14 @@ def _stray_meta(model: nn.Module) -> str | None:
     """A tensor on the meta device that is neither parameter nor buffer: nobody would give it values."""
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
+            if key not in ("_parameters", "_buffers", "_modules") and _holds_meta(value):
                 return f"{prefix}.{key} is a tensor, but no buffer".lstrip(".")
     return None
+
+
+def _holds_meta(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_meta, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_meta, value))
+    return isinstance(value, Tensor) and value.is_meta

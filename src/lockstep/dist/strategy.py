@@ -195,11 +195,9 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
     Raises:
         TrainingError: names the parameters and the remedy.
     """
-    used = _leaves(losses)
-    with _gathered(forward):  # where it is sharded, the graph knows the gathered parameters
-        named = [(name, p) for name, p in unwrap(forward).named_parameters() if p.requires_grad]
-    unused_on = world.all_sum([float(id(p) not in used) for _, p in named])
-    unused = [name for (name, _), count in zip(named, unused_on, strict=True) if count]
+    here = _unused(forward, _leaves(losses))
+    unused_on = world.all_sum([float(unused) for unused in here.values()])
+    unused = [name for name, count in zip(here, unused_on, strict=True) if count]
     if unused:
         shown = ", ".join(unused[:10]) + (f" and {len(unused) - 10} more" if len(unused) > 10 else "")
         raise TrainingError(
@@ -210,14 +208,21 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
         )
 
 
-@contextlib.contextmanager
-def _gathered(forward: nn.Module) -> Generator[None, None, None]:
-    modules: list[Any] = [module for module in forward.modules() if hasattr(module, "unshard")]
-    for module in modules:
-        module.unshard()
-    yield
-    for module in modules[1:]:  # the root stays as it was: gathered
-        module.reshard()
+def _unused(forward: nn.Module, used: set[int]) -> dict[str, bool]:
+    """Whether each trainable parameter is missing among `used`. Sharded blocks are gathered one by one: the graph knows what they were gathered into."""
+    model = unwrap(forward)
+    found: dict[str, bool] = {}
+    blocks: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
+    for block in (None, *blocks):
+        was_sharded = block is not None and any(sharding.is_sharded(p) for p in block.parameters())
+        if was_sharded:
+            block.unshard()
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not sharding.is_sharded(parameter):
+                found.setdefault(name, id(parameter) not in used)
+        if was_sharded:
+            block.reshard()
+    return found
 
 
 def _leaves(losses: Losses) -> set[int]:

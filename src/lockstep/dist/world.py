@@ -92,9 +92,10 @@ class World:
         for tensor in tensors:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for alike in kinds.values():
-            packed = alike[0] if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
-            dist.broadcast(packed, 0, group=self.group)
-            if len(alike) > 1 and self.rank:
+            flat = [tensor.detach().reshape(-1) for tensor in alike]
+            packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+            dist.broadcast(packed.view(torch.uint8), 0, group=self.group)  # gloo does not know every dtype
+            if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
                 for tensor, values in zip(alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True):
                     tensor.copy_(values.view(tensor.shape))
 

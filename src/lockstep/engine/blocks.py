@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     Raises:
         UsageError: a pattern matches no module; names some.
     """
-    named = [(name, module) for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    named = [(name, module) for name, module in model.named_modules() if name and _is_callable(module) and any(True for _ in module.parameters())]
     if patterns is not None:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in named):
@@ -36,12 +37,28 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     else:
         classes = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
         found = {name: module for name, module in named if type(module).__name__ in classes}
-        found = found or {name: module for name, module in named if name in _repeated(model)}
+        repeated = _repeated(model)
+        found = found or {name: module for name, module in named if name in repeated}
     outer: dict[str, nn.Module] = {}
     for name, module in found.items():
         if not any(name.startswith(f"{other}.") for other in outer) and module not in outer.values():
             outer[name] = module
-    return {name: module for name, module in outer.items() if not _shares(model, module)}
+    places: dict[int, list[str]] = {}  # of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(id(parameter), []).append(name)
+    paths: dict[int, tuple[str, ...]] = {}  # of each module: the same block may stand in several places
+    for name, module in model.named_modules(remove_duplicate=False):
+        paths[id(module)] = (*paths.get(id(module), ()), f"{name}.")
+    return {name: block for name, block in outer.items() if all(_inside(places[id(p)], paths[id(block)]) for p in block.parameters())}
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether it has a forward pass; lists of modules have none."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _inside(places: Sequence[str], paths: tuple[str, ...]) -> bool:
+    return all(place.startswith(paths) for place in places)
 
 
 def _repeated(model: nn.Module) -> set[str]:
@@ -52,19 +69,36 @@ def _repeated(model: nn.Module) -> set[str]:
     return names
 
 
-def _shares(model: nn.Module, block: nn.Module) -> bool:
-    own = {id(module) for module in block.modules()}
-    inside = {id(parameter) for parameter in block.parameters()}
-    return any(id(p) in inside for module in model.modules() if id(module) not in own for p in module.parameters(recurse=False))
-
-
 def recompute_activations(blocks: Sequence[nn.Module]) -> None:
     """Free what a block computes in its forward pass, and compute it again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
 
-    The same numbers, also with dropout: the random state is put back for the second time.
+    The same numbers, also with dropout and BatchNorm: random state and buffers are put back.
+
+    Raises:
+        UsageError: the model has no blocks.
     """
+    if not blocks:
+        remedy = "name them in parallel.shard_modules"
+        raise UsageError("the model has no repeated blocks", where="compute.activation_checkpointing", remedy=remedy)
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        contexts: dict[str, Any] = {"context_fn": partial(_contexts, block)} if any(True for _ in block.buffers()) else {}
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+
+
+def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    return contextlib.nullcontext(), _buffers_kept(block)
+
+
+@contextlib.contextmanager
+def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
+    """Around the second time: running statistics have moved already."""
+    before = [buffer.clone() for buffer in block.buffers()]
+    try:
+        yield
+    finally:  # torch leaves the second time by an exception when it has all that it needs
+        with torch.no_grad():
+            for buffer, old in zip(block.buffers(), before, strict=True):
+                buffer.copy_(old)
 
 
 def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], what: CompileName, backend: str) -> None:

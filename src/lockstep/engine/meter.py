@@ -76,7 +76,7 @@ class Meter:
         if norms:
             entry["train/grad_norm"] = float(norms[-1])
         if run.precision.name == "fp16":
-            entry["train/loss_scale"] = run.precision.scaler.get_scale()
+            entry["train/loss_scale"] = run.precision.loss_scale
         seconds = total_s / size
         entry["train/samples_per_s"] = round(sum(o.samples for o in self.outcomes) / max(seconds, 1e-9), 1)
         entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)

@@ -32,7 +32,7 @@ class Guard:
     `MemoryShortage`, and the launcher's restart goes on with smaller micro-batches.
 
     Args:
-        enabled: False: do nothing.
+        enabled: whether steps are to be guarded at all.
     """
 
     def __init__(self, enabled: bool = False) -> None:
@@ -48,9 +48,6 @@ class Guard:
             StepTooLarge: on all ranks.
             MemoryShortage: on the rank whose memory did not suffice, when others cannot give up any more.
         """
-        if not self.enabled:
-            yield
-            return
         step, agree = run.step - 1, run.world.size > 1 and not strategy.is_sharded(run.forward)
         before = [buffer.clone() for buffer in run.forward.buffers()]
         self.open = agree
@@ -76,9 +73,8 @@ class Guard:
         raise StepTooLarge
 
     def last_backward(self, run: Training) -> None:
-        """Just before gradients travel."""
-        if self.open:
-            self._agree(run, fits=True)
+        """Just before gradients travel, where it is `open`."""
+        self._agree(run, fits=True)
 
     def _agree(self, run: Training, fits: bool) -> None:
         self.open = False

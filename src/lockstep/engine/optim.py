@@ -94,7 +94,8 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
     known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
-    known.pop("Optimizer", None)
+    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base; needs a closure; needs sparse gradients
+        known.pop(name, None)
     return known
 
 

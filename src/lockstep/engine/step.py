@@ -9,6 +9,7 @@ the units of the whole global batch, and never a mean of means.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,7 +123,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         run.skipped += 1
         return outcome
 
-    with run.guard.step(run, micros[0].batch):
+    with run.guard.step(run, micros[0].batch) if run.guard.enabled else contextlib.nullcontext():
         if run.unsettled:
             strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
             run.unsettled = run.check_unused = False
@@ -133,7 +134,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
                 with run.precision.autocast():
                     losses: Losses = run.forward(micro.batch)
                 factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
-                if last:
+                if last and run.guard.open:
                     run.guard.last_backward(run)
                 if last and run.check_unused:
                     strategy.check_all_used(run.forward, losses, world)
