@@ -1,8 +1,8 @@
 """Kill a training twenty times; the final weights must be bit for bit those of a run that nobody disturbed.
 
-    python benchmarks/kills.py [--random 10] [--whole 5] [--seed 0]
+    python benchmarks/kills.py [--random 10] [--whole 5] [--seed 0] [KEY=VALUE ...]
 
-2 ranks, DDP, digits, 200 steps with a checkpoint every 10. One command gets a SIGKILL of one rank at each stage of a
+2 ranks, DDP unless another strategy is given, digits, 200 steps with a checkpoint every 10. One command gets a SIGKILL of one rank at each stage of a
 checkpoint write and inside an evaluation, and at random times (start-up included), and restarts its ranks each time. In
 another run the launcher and all ranks are killed at random times, and the command is given again. Compared are the
 weights, the optimizer state, and the ledger: which samples every step used, on which rank.
@@ -104,7 +104,9 @@ def main():
     parser.add_argument("--random", type=int, default=10)
     parser.add_argument("--whole", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", help="keys of the config, such as parallel.strategy=fsdp")
     arguments = parser.parse_args()
+    SETTINGS.extend(arguments.overrides)
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -226,7 +226,7 @@ def build_rank(folder, options):
         assembly.assemble(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        made = assembly.assemble(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        made, _ = assembly.assemble(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = megabytes("VmHWM") - began, sum(parameter.numel() for parameter in made.model.parameters()) * 4 / 2**20
         return {"copy": copy, "peak RSS": peak, "RSS after": megabytes("VmRSS") - began, "peak / copy": peak / copy}
 

@@ -21,9 +21,17 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("world", "global_batch"), [(1, 24), (2, 48), (3, 72)])
-def test_step_is_done_again_on_all_ranks_with_half_the_micro_batch(place, world, global_batch, tmp_path):
+@pytest.mark.parametrize(
+    ("world", "global_batch", "place"),
+    [
+        *((2, 48, place) for place in PLACES),
+        (1, 24, "late"),
+        (1, 24, "all passes"),
+        (3, 72, "first backward pass"),
+        (3, 72, "backward pass of the first of two"),
+    ],
+)
+def test_step_is_done_again_on_all_ranks_with_half_the_micro_batch(world, global_batch, place, tmp_path):
     expected, _ = runs.by_hand(own_tasks.Deep(), global_batch=global_batch)
     settings = runs.config(batch={"global": global_batch, "micro": 12})
     told = run_ranks(world, rank_cases.fit_out_of_memory, settings, tmp_path, PLACES[place])

@@ -203,7 +203,7 @@ class Feed:
 
     def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
         self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
-        self._steps = self._from(start)
+        self._steps = _steps(loader, plan, rank, start, stop)
 
     def __iter__(self) -> Iterator[list[Micro]]:
         return self
@@ -215,18 +215,19 @@ class Feed:
         """Begin again at `step`, with micro-batches of half the size: the same samples."""
         self._steps.close()
         self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch // 2))
-        self._steps = self._from(step)
+        self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
-    def _from(self, start: int) -> Generator[list[Micro], None, None]:
-        plan = self.plan
 
-        def chunks() -> Iterator[Chunk]:
-            for step in range(start, self.stop):
-                yield from plan.rank_chunks(step, self.rank)
+def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[Micro], None, None]:
+    """No method: a generator that refers to its owner is freed late, and the loader's workers would be left to the end of the process."""
 
-        with contextlib.closing(self.loader.run(chunks)) as micros:
-            for step in range(start, self.stop):
-                yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
+    def chunks() -> Iterator[Chunk]:
+        for step in range(start, stop):
+            yield from plan.rank_chunks(step, rank)
+
+    with contextlib.closing(loader.run(chunks)) as micros:
+        for step in range(start, stop):
+            yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
 
 
 class _Order(torch.utils.data.Sampler[Chunk]):
