@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-all check bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -13,6 +13,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# Also the combinations that are left out above because others test the same.
+test-all: $(READY)
+	$(BIN)/python -m pytest -m ""
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -43,10 +43,9 @@ def saved(request, runs_of_10_steps, tmp_path_factory):
 
 def pairs(always):
     """From every strategy to every other; `make test` takes only those that are `always` tested."""
+    every = [(one, other) for one in range(len(STRATEGIES)) for other in range(len(STRATEGIES))]
     names = list(STRATEGIES)
-    for one, source in enumerate(names):
-        for other, target in enumerate(names):
-            yield pytest.param(source, target, marks=() if always(one, other) else pytest.mark.exhaustive)
+    return [pytest.param(names[one], names[other], marks=() if always(one, other) else pytest.mark.exhaustive) for one, other in every]
 
 
 @pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 in (1, 3)), indirect=["saved"])
