@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -220,26 +221,30 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
         device: where parameters live.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
+    parcel = torch.empty(_CHUNK, dtype=torch.uint8, device=world.device)
     for name, holder, key, tensor in _tensors(model):
         if id(tensor) not in made:
             place = device if isinstance(tensor, nn.Parameter) else world.device
-            made[id(tensor)] = (tensor, _receive(tensor, values.pop(name, None), world, place))
+            made[id(tensor)] = (tensor, _receive(tensor, values.pop(name, None), world, place, parcel))
         holder[key] = made[id(tensor)][1]
 
 
-def _receive(meta: Tensor, full: Tensor | None, world: World, device: torch.device) -> Tensor:
-    """A tensor as `meta` describes it, on `device`, with rank 0's values; they travel some rows at a time."""
+def _receive(meta: Tensor, full: Tensor | None, world: World, device: torch.device, parcel: Tensor) -> Tensor:
+    """A tensor as `meta` describes it, on `device`, with rank 0's values; they travel in `parcel`, some rows at a time."""
     rows = rows_of(meta)
     mine = torch.empty_like(rows.local, device=device)
-    per_row = max(1, meta.numel() // max(1, len(meta) if meta.ndim else 1)) * meta.element_size()
-    count = max(1, _CHUNK // per_row)
     if not meta.ndim:
         mine = full.to(device, copy=True) if full is not None else mine
         world.broadcast_tensors([mine])
+    per_row = max(1, math.prod(meta.shape[1:])) * meta.element_size()
+    if per_row > len(parcel):
+        parcel = torch.empty(per_row, dtype=torch.uint8, device=world.device)
+    count = len(parcel) // per_row
     for begin in range(0, len(meta) if meta.ndim else 0, count):
         end = min(begin + count, len(meta))
-        part = full[begin:end].to(world.device) if full is not None else torch.empty((end - begin, *meta.shape[1:]), dtype=meta.dtype, device=world.device)
-        part = part.contiguous()
+        part = parcel[: math.prod((end - begin, *meta.shape[1:])) * meta.element_size()].view(meta.dtype).view(end - begin, *meta.shape[1:])
+        if full is not None:
+            part.copy_(full[begin:end])
         world.broadcast_tensors([part])
         first, last = max(begin, rows.start), min(end, rows.start + len(mine))
         if first < last:

@@ -62,7 +62,8 @@ class Guard:
             traceback.clear_frames(error.__traceback__)  # they hold activations
             words = str(error).splitlines()[0]
             if run.world.size > 1 and not self.open:
-                raise MemoryShortage(f"out of memory: {words}", where=f"step {step + 1}, rank {run.world.rank}") from None
+                remedy = "the next start takes smaller micro-batches: give the same command again, or --max-restarts"
+                raise MemoryShortage(f"out of memory: {words}", where=f"step {step + 1}, rank {run.world.rank}", remedy=remedy) from None
             with contextlib.suppress(StepTooLarge):
                 self._agree(run, fits=False)
         except StepTooLarge:
