@@ -39,7 +39,7 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, LockstepError, MemoryShortage, Preempted, TrainingError, UsageError
+from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -169,18 +169,9 @@ class Trainer:
             model, _ = self._trained(task, world)
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
-            whole = {name: value for name, tensor in model.state_dict().items() if (value := sharding.gather_on_first(tensor, world)) is not None}
-            outcome: Path | Exception | None = None
-            if world.rank == 0:
-                try:
-                    outcome = export_weights(whole, Path(folder), about, partial(task.export, model))
-                except LockstepError as error:
-                    outcome = error
-            outcome = world.broadcast(outcome)
-            if isinstance(outcome, Exception):
-                raise outcome
-            assert outcome is not None
-            return outcome
+            tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+            whole = {name: sharding.gather_on_first(tensor, world) for name, tensor in tensors.items()}
+            return world.on_first(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
 
     # ---- the objects
 

@@ -27,7 +27,7 @@ from lockstep.dist.launch import RESTARTS
 from lockstep.dist.world import World
 from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
-from lockstep.errors import LockstepError, UsageError, did_you_mean
+from lockstep.errors import UsageError, did_you_mean
 
 _OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json")
 _MICRO = "micro.json"
@@ -54,18 +54,9 @@ def claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_chan
             writable, or another process trains in it.
     """
     with contextlib.ExitStack() as held:
-        outcome: RunConfig | LockstepError | None = None
-        if world.rank == 0:
-            try:
-                outcome = _claim(folder, config, world, fresh, allow_change, held)
-            except LockstepError as error:
-                outcome = error
-        outcome = world.broadcast(outcome)
-        if isinstance(outcome, LockstepError):
-            raise outcome
-        assert outcome is not None
+        resolved = world.on_first(lambda: _claim(folder, config, world, fresh, allow_change, held))
         _check_shared(folder, world)
-        yield outcome
+        yield resolved
 
 
 def _check_shared(folder: Path, world: World) -> None:

@@ -48,7 +48,7 @@ def pairs(always):
     return [pytest.param(names[one], names[other], marks=() if always(one, other) else pytest.mark.exhaustive) for one, other in every]
 
 
-@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 in (1, 3)), indirect=["saved"])
+@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 == 2), indirect=["saved"])
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
     for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 20), folder):
@@ -58,7 +58,7 @@ def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name,
     assert "from step 10" in (folder / "train.log").read_text()
 
 
-@pytest.mark.parametrize("saved", ["ddp 2", "fsdp 3", "hybrid 2x2"], indirect=True)
+@pytest.mark.parametrize("saved", ["ddp 2", "hybrid 2x2"], indirect=True)
 def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 

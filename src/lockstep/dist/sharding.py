@@ -93,12 +93,10 @@ def gather(tensor: Any) -> Tensor:
     return whole
 
 
-def gather_on_first(tensor: Any, world: World) -> Any:
-    """All of a tensor, in host memory, on rank 0; None elsewhere. What is no tensor stays as it is."""
-    if not isinstance(tensor, Tensor):
-        return tensor
+def gather_on_first(tensor: Tensor, world: World) -> Tensor:
+    """All of a tensor in host memory on rank 0; an empty one elsewhere."""
     whole = gather(tensor.detach())
-    return whole.cpu() if world.rank == 0 else None
+    return whole.cpu() if world.rank == 0 else torch.empty(0)
 
 
 def shard(forward: nn.Module, blocks: Sequence[nn.Module], world: World, options: Sharding) -> nn.Module:

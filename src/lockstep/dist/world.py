@@ -9,10 +9,10 @@ import functools
 import gc
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from lockstep.dist import heart
 from lockstep.dist.failure import FailureBoard
 from lockstep.dist.heart import Heart
 from lockstep.dist.watchdog import Watchdog
-from lockstep.errors import UsageError
+from lockstep.errors import LockstepError, UsageError
 
+T = TypeVar("T")
 _retired: list[dist.ProcessGroup | None] = []
 
 
@@ -83,6 +84,24 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, group=self.group)
         return box[0]
+
+    def on_first(self, call: Callable[[], T]) -> T:
+        """What `call` returns on rank 0, on every rank.
+
+        Raises:
+            LockstepError: on every rank, where it raises one on rank 0.
+        """
+        outcome: Any = None
+        if self.rank == 0:
+            try:
+                outcome = call()
+            except LockstepError as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, LockstepError):
+            raise outcome
+        value: T = outcome
+        return value
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of rank 0. Those of one dtype and device travel together."""
