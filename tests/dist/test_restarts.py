@@ -62,6 +62,21 @@ def test_crash_at_one_step_is_not_the_same_where_the_next_start_does_it_in_anoth
     assert "failed at step 7 2 times in a row" in str(error)
 
 
+def test_rank_that_the_agent_stopped_is_not_the_cause(starts):
+    def words(text, **more):
+        return {"message": {"message": text, "extraInfo": {"origin": None, "may_pass": False, **more}}}
+
+    stopped = SimpleNamespace(exitcode=143, error_file_data=words("stopped by SIGTERM", stopped=True), timestamp=1)
+    wrong = SimpleNamespace(exitcode=2, error_file_data=words("a wrong key"), timestamp=2)
+    count, error = starts([(-1, SimpleNamespace(failures={0: stopped, 1: wrong}))], 3)
+    assert count == 1
+    assert "rank 1 failed: a wrong key" in str(error)
+    assert error.exit_code == 2
+    knows = SimpleNamespace(exitcode=1, error_file_data=words("rank 1 stopped because of it", origin=[0, "a wrong key"]), timestamp=2)
+    _, error = starts([(-1, SimpleNamespace(failures={0: stopped, 1: knows}))], 3)
+    assert "rank 0 failed: a wrong key" in str(error)
+
+
 def test_budget_is_for_the_whole_run(starts):
     count, error = starts([(step, failed(1)) for step in range(9)], 3)
     assert count == 4

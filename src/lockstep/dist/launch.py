@@ -146,6 +146,7 @@ def report_failure(error: BaseException, text: str) -> None:
         may_pass = error.may_pass if isinstance(error, LockstepError) else not isinstance(error, Preempted)
         adapts = isinstance(error, LockstepError) and error.adapts
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "origin": origin, "may_pass": may_pass, "adapts": adapts}
+        extra["stopped"] = isinstance(error, Preempted)  # by the agent, where another rank failed
         half = Path(f"{path}.{os.getpid()}")
         half.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
         half.rename(path)  # at once: this process may be ended while it writes, and the agent stumbles over half a file
@@ -162,8 +163,9 @@ def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
     causes = []
     for rank, failure in error.failures.items():
         words = _words(failure)
-        ended_by_agent = failure.exitcode == -signal.SIGTERM or (failure.exitcode == 1 and not words)
-        causes.append((bool(words.get("origin")) or ended_by_agent, failure.timestamp, rank, failure, words))
+        ended_by_agent = failure.exitcode == -signal.SIGTERM or words.get("stopped") or (failure.exitcode == 1 and not words)
+        distance = 2 if ended_by_agent else 1 if words.get("origin") else 0  # from the cause, in what this rank knows of it
+        causes.append((distance, failure.timestamp, rank, failure, words))
     _, _, rank, failure, words = min(causes, key=lambda cause: cause[:3])
     if failure.exitcode < 0:
         hint = "often the system ran out of memory: lower batch.micro or the number of ranks" if failure.exitcode == -9 else None
