@@ -86,7 +86,7 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
         compile_modules(model, list(blocks.values()), compute.compile, compute.compile_backend)
     forward: nn.Module = Forward(model, task.loss)
     if sharded or training:
-        forward = strategy.wrap(Forward(model, task.loss), parallel.strategy, world, buckets(parallel), list(blocks.values()), _sharding(parallel))
+        forward = strategy.wrap(forward, parallel.strategy, world, buckets(parallel), list(blocks.values()), _sharding(parallel))
     if sharded:
         sharding.materialise(model, values, world, torch.device("cpu") if parallel.cpu_offload else world.device)
     if init and config.train.init_from:

@@ -133,19 +133,19 @@ def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, c
     its last bits from the same step of a run that went on (seen on gloo with 3 and 4 ranks). Leaves no gradient, and
     buffers as they were.
     """
+    rehearse(forward, batch, precision, (lambda losses: check_all_used(forward, losses, world)) if check_unused else None)
+
+
+def rehearse(forward: nn.Module, batch: Any, precision: Precision, look: Callable[[Losses], None] | None = None) -> None:
+    """A forward and a backward pass of zeros that leave no trace. With a `bare` forward, on this rank alone: to see whether its memory suffices.
+
+    look: called with the losses, before the backward pass.
+    """
     with _without_trace(forward):
         with precision.autocast():
             losses: Losses = forward(batch)
-        if check_unused:
-            check_all_used(forward, losses, world)
-        torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
-
-
-def rehearse(forward: nn.Module, batch: Any, precision: Precision) -> None:
-    """One forward and backward pass on this rank alone, to see whether its memory suffices. `forward` is a `bare` one."""
-    with _without_trace(forward):
-        with precision.autocast():
-            losses: Losses = forward(batch)
+        if look is not None:
+            look(losses)
         torch.autograd.backward(list(losses.values()), [torch.zeros_like(loss) for loss in losses.values()])
 
 
