@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests import ranks
+from tests.processes import beside
 
 torch.set_num_threads(1)
 
@@ -16,6 +17,26 @@ torch.set_num_threads(1)
 def _warm_ranks():
     yield
     ranks.close()
+    beside.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("launched") is not None)  # the last to need what runs beside them
+
+
+def pytest_collection_finish(session):
+    beside.plan(session.items)
+
+
+def pytest_runtest_setup():
+    beside.go_on()
+
+
+@pytest.fixture
+def launch(request):
+    """What `@launched` asked for, when it has ended."""
+    return beside.wait(request.node)
 
 
 @pytest.fixture

@@ -267,3 +267,14 @@ def overflow_of_one_row(settings):
     before = {name: tensor.clone() for name, tensor in task.model().state_dict().items()}
     weights, results = runs.fit(task, settings)
     return before, weights, results
+
+
+def command(*arguments):
+    """What the command line prints on this rank, which torchrun might have started."""
+    from typer.testing import CliRunner
+
+    from lockstep.cli import app
+
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.stderr
+    return done.stdout

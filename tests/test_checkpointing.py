@@ -27,15 +27,22 @@ def same(one, other):
 # ---- the step, the weights, the optimizer and the loss scale are all there is
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("Masked", {"schedule": {"name": "one_cycle"}, "optim": {"clip_norm": 0.5}}),
-        ("Dropout", {"optim": {"name": "SGD", "args": {"momentum": 0.9}}, "train": {"ema_decay": 0.9}}),
-        ("Single", {"precision": "fp16", "optim": {"name": "Adagrad"}}),
-    ],
-)
+TRAININGS = [
+    ("Masked", {"schedule": {"name": "one_cycle"}, "optim": {"clip_norm": 0.5}}),
+    ("Dropout", {"optim": {"name": "SGD", "args": {"momentum": 0.9}}, "train": {"ema_decay": 0.9}}),
+    ("Single", {"precision": "fp16", "optim": {"name": "Adagrad"}}),
+]
+OTHERS_COVER = (("Masked", 2), ("Dropout", 2), ("Single", 3))
+
+
+def trainings():
+    """On one rank and on several each."""
+    for kind, settings in TRAININGS:
+        for world in (1, 2, 3):
+            yield pytest.param(world, kind, settings, marks=pytest.mark.exhaustive if (kind, world) in OTHERS_COVER else (), id=f"{kind}-{world}")
+
+
+@pytest.mark.parametrize(("world", "kind", "settings"), list(trainings()))
 def test_run_that_goes_on_from_a_checkpoint_ends_bitwise_like_one_that_was_never_stopped(tmp_path, world, kind, settings):
     settings = runs.config(batch={"micro": 5}, checkpoint={"every_steps": 7, "keep_last": 9}, **settings)
     run_ranks(world, rank_cases.fit_saved, kind, settings, tmp_path)

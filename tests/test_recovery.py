@@ -9,24 +9,16 @@ import pytest
 import torch
 
 from lockstep.checkpoint import files, store
-from tests import processes
-from tests.processes import children, has_logged, is_running, lockstep, start, wait_for
+from tests import processes, rank_cases
+from tests.processes import children, has_logged, is_running, launched, start, wait_for
+from tests.ranks import run_ranks
 
 SETTINGS = ["log.tensorboard=false", "optim.clip_norm=0.5", "train.steps=60", "train.eval_every_steps=20", "checkpoint.every_steps=10", "log.every_steps=10"]
 ENDLESS = ["log.tensorboard=false", "train.steps=1000000", "train.eval_every_steps=0", "log.every_steps=10"]
 
 TASKS = """
-import os, signal, time
-import torch
+import os, time
 from tests.own_tasks import Plain
-
-class Crashes(Plain):
-    calls = 0
-    def loss(self, model, batch):
-        self.calls += 1
-        if self.calls == 3:
-            raise RuntimeError("always here")
-        return super().loss(model, batch)
 
 class SlowEvaluation(Plain):
     def loss(self, model, batch):
@@ -46,12 +38,15 @@ class SlowStart(SlowEvaluation):
             sum(range(10000))
         return super().model()
 
-class Waits(Plain):
+class HangsThenCrashes(Plain):
     calls = 0
     def loss(self, model, batch):
         self.calls += 1
-        if self.calls == 25 and os.environ.get("RANK", "0") == "0":
+        first = os.environ["LOCKSTEP_RESTARTS"] == "0"
+        if first and self.calls == 25 and os.environ["RANK"] == "0":
             time.sleep(1000)
+        if not first and self.calls == 7 and os.environ["RANK"] == "1":
+            raise RuntimeError("always here")
         return super().loss(model, batch)
 """
 
@@ -76,25 +71,28 @@ def same(one, other):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
-    assert done.returncode == 0, done.stderr
+    run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
     return state(run)
 
 
-def test_killed_ranks_are_started_again_and_end_with_the_weights_of_an_undisturbed_run(tmp_path, undisturbed):
-    run = tmp_path / "run"
-    faults = [("1", 20, "in-share"), ("0", 30, "before-rename"), ("1", 40, "evaluating")]
-    wanted = " ".join(f"{rank}:{step}:{place}:kill:{tmp_path / place}" for rank, step, place in faults)
-    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=wanted)
+FAULTS = [("1", 20, "in-share"), ("0", 30, "before-rename"), ("1", 40, "evaluating")]
+
+
+@launched(
+    ("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", "{folder}/run"),
+    LOCKSTEP_FAIL_AT=" ".join(f"{rank}:{step}:{place}:kill:{{folder}}/{place}" for rank, step, place in FAULTS),
+)
+def test_killed_ranks_are_started_again_and_end_with_the_weights_of_an_undisturbed_run(launch, undisturbed):
+    (done,) = launch.done
     assert done.returncode == 0, done.stderr
-    assert all((tmp_path / place).exists() for _, _, place in faults)
-    assert done.stderr.count("was killed by signal 9") == 3
+    assert all((launch.folder / place).exists() for _, _, place in FAULTS)
+    assert re.findall(r"rank (\d) was killed by signal 9", done.stderr) == [rank for rank, _, _ in FAULTS]
     assert "restart 3 of 3" in done.stderr
-    assert same(state(run), undisturbed)
-    assert not list((run / "checkpoints").glob(".staging*"))
+    assert same(state(launch.folder / "run"), undisturbed)
+    assert not list((launch.folder / "run" / "checkpoints").glob(".staging*"))
 
 
-def test_ranks_end_when_their_launcher_is_killed_and_the_same_command_goes_on(tmp_path, undisturbed):
+def test_ranks_end_when_their_launcher_is_killed_and_another_start_goes_on(tmp_path, undisturbed):
     run = tmp_path / "run"
     first = start("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{tmp_path / 'once'}")
     wait_for((tmp_path / "once").exists)
@@ -103,23 +101,16 @@ def test_ranks_end_when_their_launcher_is_killed_and_the_same_command_goes_on(tm
     first.kill()
     first.communicate()
     wait_for(lambda: not any(map(is_running, ranks)), timeout=10)
-    again = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
-    assert again.returncode == 0, again.stderr
-    assert re.search("resuming .* at step 30", again.stdout)
+    again = run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
+    assert re.search("resuming .* at step 30", again[0])
     assert same(state(run), undisturbed)
 
 
-def test_crash_at_the_same_step_twice_is_not_tried_for_ever(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:Crashes", "--nproc", 2, "--max-restarts", 5, "--run-dir", tmp_path / "run")
-    assert done.returncode == 1
-    assert "restart 1 of 5" in done.stderr
-    assert "restart 2 of 5" not in done.stderr
-    assert "RuntimeError: always here" in done.stderr
-    assert "it failed at step 2 2 times in a row" in done.stderr
-
-
-@pytest.mark.parametrize(("number", "nproc"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_path, tasks, number, nproc):
+@pytest.mark.parametrize(
+    ("number", "nproc"),
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.exhaustive), pytest.param(signal.SIGINT, 2, marks=pytest.mark.exhaustive)],
+)
+def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(tmp_path, tasks, number, nproc):
     run = tmp_path / "run"
     command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", run]
     process = start(*command)
@@ -134,11 +125,8 @@ def test_request_to_stop_saves_ends_with_75_and_the_same_command_goes_on(tmp_pat
     assert errors.strip() == "the same command goes on from there"
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # nobody is left
-    if nproc == 2:
-        return  # going on is the same after either
-    again = lockstep(*command[:2], *ENDLESS, f"train.steps={step + 5}", *command[-4:])
-    assert again.returncode == 0, again.stderr
-    assert f"at step {step}\n" in again.stdout
+    again = run_ranks(nproc, rank_cases.command, *command[:2], *ENDLESS, f"train.steps={step + 5}", "--run-dir", run)
+    assert f"at step {step}\n" in again[0]
     assert state(run)[0] == step + 5
 
 
@@ -152,15 +140,14 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
     assert process.returncode == 75, errors
     assert state(run)[0] == 10
     assert '"eval/loss"' not in (run / "metrics.jsonl").read_text()
-    again = lockstep("train", f"{tasks}:SlowEvaluation", *options, "train.eval_every_steps=10", "task.eval_length=160", "--run-dir", run)
-    assert again.returncode == 0, again.stderr
+    run_ranks(1, rank_cases.command, "train", f"{tasks}:SlowEvaluation", *options, "--run-dir", run)
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
 
 
 def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path):
     run = tmp_path / "run"
     stuck = "0:*:before-rename:hang 1:*:before-share:hang"
-    lockstep("train", "toy", *ENDLESS, "train.steps=10", "--nproc", 1, "--run-dir", run)
+    run_ranks(1, rank_cases.command, "train", "toy", *ENDLESS, "train.steps=10", "--run-dir", run)
     process = start("train", "toy", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
     wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > 1)
     ranks = children(process.pid)
@@ -176,60 +163,84 @@ def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path):
 
 
 def test_request_before_training_ends_with_75(tmp_path):
-    for nproc, delay in ((1, 1.0), (2, 5.0)):
-        process = start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", tmp_path / str(nproc))
-        time.sleep(delay)
-        process.terminate()
+    begun = [start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", tmp_path / str(nproc)) for nproc in (1, 2)]
+    time.sleep(1.0)
+    begun[0].terminate()
+    wait_for(lambda: len(children(begun[1].pid)) == 2)
+    begun[1].terminate()
+    for process in begun:
         _, errors = process.communicate(timeout=40)
         assert process.returncode == 75, errors
         assert "the same command goes on from there" in errors
 
 
-def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(tmp_path, tasks):
-    run = tmp_path / "run"
-    options = ["log.tensorboard=false", "train.steps=40", "parallel.timeout_s=3", "checkpoint.every_steps=10"]
-    done = lockstep("train", f"{tasks}:Waits", *options, "--nproc", 2, "--max-restarts", 1, "--run-dir", run)
-    assert done.returncode == 0, done.stderr  # the second time its 25th call lies beyond the end
-    assert "no rank got on for 3 s" in done.stderr
-    (report,) = run.glob("hang-2*.txt")
+RESTARTED = ["parallel.timeout_s=10", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]
+hangs_then_crashes = launched(("train", "{folder}/tasks.py:HangsThenCrashes", *ENDLESS, *RESTARTED, "--run-dir", "{folder}/run"))
+
+
+@hangs_then_crashes
+def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(launch):
+    (done,) = launch.done
+    assert "no rank got on for 10 s" in done.stderr
+    (report,) = (launch.folder / "run").glob("hang-2*.txt")
     text = report.read_text()
     assert re.search(r"rank 0 \(.*\): training, step 24, silent for \d+ s, at .*tasks.py:\d+ in loss", text)
     assert re.search(r"rank 1 \(.*\): training, step 24, silent for \d+ s, at ", text)
     assert "time.sleep(1000)" in text
     assert str(report) in done.stderr
-    assert not list(run.glob("hang-rank*"))
+    assert not list((launch.folder / "run").glob("hang-rank*"))
+    assert "failed at step 24: restart 1 of 5" in done.stderr
+    assert done.stdout.count("at step 20\n") == 2
+    assert "failed at step 26: restart 2 of 5" in done.stderr  # beyond the hang
 
 
-def test_slow_but_alive_is_no_hang(tmp_path, tasks):
-    run = tmp_path / "run"
-    options = ["log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", "train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"]
-    done = lockstep("train", f"{tasks}:SlowStart", *options, "--run-dir", run)
+@hangs_then_crashes
+def test_crash_at_the_same_step_twice_is_not_tried_for_ever(launch):
+    (done,) = launch.done
+    assert done.returncode == 1
+    assert "restart 2 of 5" in done.stderr
+    assert "restart 3 of 5" not in done.stderr
+    assert "error: rank 1 failed" in done.stderr
+    assert "RuntimeError: always here" in done.stderr
+    assert "tasks.py" in done.stderr.partition("error: rank 1 failed")[2]
+    assert "it failed at step 26 2 times in a row" in done.stderr
+
+
+SLOW = ["log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", "train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"]
+
+
+@launched(("train", "{folder}/tasks.py:SlowStart", *SLOW, "--run-dir", "{folder}/run"))
+def test_slow_but_alive_is_no_hang(launch):
+    (done,) = launch.done
     assert done.returncode == 0, done.stderr
-    assert not list(run.glob("hang-*"))
+    assert not list((launch.folder / "run").glob("hang-*"))
 
 
-def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(tmp_path):
-    run = tmp_path / "run"
-    done = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT="1:60:in-share:full")
+@launched(("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", "{folder}/run"), LOCKSTEP_FAIL_AT="1:60:in-share:full")
+def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(launch):
+    (done,) = launch.done
+    run = launch.folder / "run"
     assert done.returncode == 1
     assert "warning: the checkpoint of step 60 could not be written with" in done.stdout
     assert "No space left on device" in done.stderr
     assert "the newest is of step 50" in done.stderr
     assert "restart" not in done.stderr
     assert state(run)[0] == 50
-    again = lockstep("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run)
-    assert again.returncode == 0
+    run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
     assert state(run)[0] == 60
 
 
-def test_sigterm_to_torchrun_saves_too(tmp_path, tasks):
+def test_sigterm_to_torchrun_saves_what_other_ranks_reach_undisturbed(tmp_path, tasks):
     run = tmp_path / "run"
     process = start("train", f"{tasks}:SlowSteps", *ENDLESS, "--run-dir", run, torchrun=2)
     wait_for(lambda: has_logged(run))
     process.terminate()
     out, _ = process.communicate(timeout=60)
     assert "saved" in out
-    assert state(run)[0] > 0
+    found = state(run)
+    assert found[0] > 0
+    run_ranks(2, rank_cases.command, "train", f"{tasks}:SlowSteps", *ENDLESS, f"train.steps={found[0]}", "--run-dir", tmp_path / "other")
+    assert same(found, state(tmp_path / "other"))
 
 
 def test_environment_of_ranks_does_not_reach_these_tests():

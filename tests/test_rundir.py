@@ -109,8 +109,9 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(rundir.fcntl, "flock", flock)
-    with claim(tmp_path):
-        claimed(tmp_path)
+    with claim(tmp_path) as first:
+        assert claimed(tmp_path) == first
+    assert config_file.read_run(tmp_path) == first
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -124,7 +125,8 @@ def test_children_do_not_hold_it(tmp_path):
             os._exit(0)
         os.read(reading, 1)
     try:
-        claimed(tmp_path)
+        assert claimed(tmp_path) == config()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)  # it still lives
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -241,7 +241,12 @@ def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(make, tmp
 
 
 def test_disk_that_is_really_too_small_is_survived(saver, tmp_path, told):
-    overfill(saver, tmp_path, told)
+    assert overfill(saver, tmp_path, told).startswith("warning: the checkpoint of step 2 could not be written with ")
+    (found,) = store.listed(tmp_path)
+    assert cases.same(read(found), state(1))
+    saver.save(3, state(3), {}, about(3))
+    saver.wait()
+    assert steps(tmp_path) == [3, 1]
 
 
 def test_full_disk_is_called_by_its_name(saver, tmp_path, told):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.processes import lockstep
+from tests.processes import launched, lockstep
 
 TASKS = """
 import os, signal
@@ -39,22 +39,25 @@ def tasks(tmp_path):
     return path
 
 
-def test_nproc_trains_evaluates_and_predicts(tmp_path):
-    run = tmp_path / "run"
-    done = lockstep("train", "digits", "train.epochs=1", "--nproc", 2, "--run-dir", run)
-    assert done.returncode == 0, done.stderr
-    assert "2 x cpu" in done.stdout
-    assert "step 23/23" in done.stdout
-    evaluated = lockstep("evaluate", run, "--nproc", 2)
+@launched(
+    ("train", "digits", "train.epochs=1", "--nproc", 2, "--run-dir", "{folder}/run"),
+    ("evaluate", "{folder}/run", "--nproc", 2),
+    ("predict", "{folder}/run", "--samples", 3),
+)
+def test_nproc_trains_evaluates_and_predicts(launch):
+    trained, evaluated, predicted = launch.done
+    assert trained.returncode == 0, trained.stderr
+    assert "2 x cpu" in trained.stdout
+    assert "step 23/23" in trained.stdout
     results = json.loads(evaluated.stdout)
-    logged = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    logged = [json.loads(line) for line in (launch.folder / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     assert results == {name: logged[name] for name in results}
-    predicted = lockstep("predict", run, "--samples", 3)
     rows = [json.loads(line) for line in predicted.stdout.splitlines()]
     assert [row["sample"] for row in rows] == [0, 1, 2]
     assert all(row["truth"] in "0123456789" and 0 < row["probability"] <= 1 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_torchrun_does_the_same_as_nproc(tmp_path):
     finals = []
     for name, torchrun in (("own", None), ("torchrun", 2)):
@@ -65,6 +68,7 @@ def test_torchrun_does_the_same_as_nproc(tmp_path):
     assert finals[0] == finals[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failed_rank_is_named_with_its_traceback(tmp_path, tasks, rank):
     done = lockstep("train", f"{tasks}:Fails{rank}", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
@@ -74,21 +78,24 @@ def test_failed_rank_is_named_with_its_traceback(tmp_path, tasks, rank):
     assert "own_tasks.py" in done.stderr
 
 
-def test_under_torchrun_the_other_ranks_say_which_rank_failed(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:Fails0", "--run-dir", tmp_path / "run", torchrun=2)
+@launched(("train", "{folder}/tasks.py:Fails0", "--run-dir", "{folder}/run"), torchrun=2)
+def test_under_torchrun_the_other_ranks_say_which_rank_failed(launch):
+    (done,) = launch.done
     assert done.returncode == 1
     assert "[rank 1] error: rank 1 stopped because of it: rank 0 failed" in done.stderr
     assert "the cat sat on the cable" in done.stderr.partition("[rank 1] error")[2]
 
 
+@pytest.mark.exhaustive
 def test_killed_rank_ends_the_run_and_is_named(tmp_path, tasks):
     done = lockstep("train", f"{tasks}:Killed", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
     assert done.returncode == 1
     assert "rank 1 was killed by signal 9" in done.stderr
 
 
-def test_unreadable_sample_on_one_rank_ends_all_with_its_name(tmp_path, tasks):
-    done = lockstep("train", f"{tasks}:BadSample", "--nproc", 2, "--max-restarts", 0, "--run-dir", tmp_path / "run")
+@launched(("train", "{folder}/tasks.py:BadSample", "--nproc", 2, "--max-restarts", 0, "--run-dir", "{folder}/run"))
+def test_unreadable_sample_on_one_rank_ends_all_with_its_name(launch):
+    (done,) = launch.done
     assert done.returncode == 1
     assert "folder/007.png: sample 7 cannot be read: OSError: truncated file" in done.stderr
     assert "Traceback" not in done.stderr

@@ -19,7 +19,7 @@ CHUNK = 64  # bytes: several rows of a small tensor, and several messages for on
 FULL_IN_CASES = ("reads", "keeps")  # that cannot be made without values
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 3], ids=["2 ranks", "3 ranks"])
 def built(request):
     return run_ranks(request.param, sharding_cases.build_each, list(sharding_cases.MAKERS), Sharding(), CHUNK)
 
@@ -253,3 +253,9 @@ def test_optimizer_of_shards_is_that_of_the_whole(optimized, number):
 def test_optimizer_that_cannot_be_sharded_is_an_error_before_training():
     for (error,) in run_ranks(2, sharding_cases.train_each, [("Matrices", {"lr": 0.01, "name": "Muon"})]):
         assert "optim.name" in str(error)
+
+
+def test_a_process_may_join_again_whatever_groups_it_made_before():
+    """torch names groups by counting them, and keeps meshes, with those names, among what it knows of operations on shards."""
+    for found in run_ranks(2, sharding_cases.stay_again, [4, 0, 2]):
+        assert all(runs.difference(one, found[0]) == 0 for one in found)

@@ -25,10 +25,16 @@ def by_hand(length):
     return float(loss) / length, metrics.compute(), output.tolist()
 
 
+@pytest.fixture(scope="module")
+def evaluated():
+    """By number of ranks: what each rank answers for each length."""
+    return {world: run_ranks(world, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO) for world in (1, 2, 3)}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torchmetrics warns of classes without samples; so it does by hand
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_data_set_size_gives_the_numbers_of_plain_torch(world):
-    answers = run_ranks(world, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)
+def test_every_data_set_size_gives_the_numbers_of_plain_torch(evaluated, world):
+    answers = evaluated[world]
     for number, length in enumerate(LENGTHS):
         for rank in range(1, world):
             assert repr(answers[rank][number][0]) == repr(answers[0][number][0])  # every rank gets the same results
@@ -49,11 +55,10 @@ def test_every_data_set_size_gives_the_numbers_of_plain_torch(world):
         assert torch.allclose(torch.tensor(outputs), torch.tensor(expected_outputs), rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_loss_and_counting_metrics_are_bitwise_those_of_one_process():
-    (single,) = run_ranks(1, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)
+def test_loss_and_counting_metrics_are_bitwise_those_of_one_process(evaluated):
+    (single,) = evaluated[1]
     for world in (2, 3):
-        answers = run_ranks(world, rank_cases.evaluate_and_predict_quietly, LENGTHS, MICRO)[0]
+        answers = evaluated[world][0]
         for (one, one_outputs), (many, many_outputs) in zip(single, answers, strict=True):
             for name in one.keys() - {"confidence", "correlation"}:  # float running sums of torchmetrics: to rounding
                 assert repr(one[name]) == repr(many[name]), name

@@ -27,7 +27,7 @@ PLACES = {
         *((2, 48, place) for place in PLACES),
         (1, 24, "late"),
         (1, 24, "all passes"),
-        (3, 72, "first backward pass"),
+        pytest.param(3, 72, "first backward pass", marks=pytest.mark.exhaustive),
         (3, 72, "backward pass of the first of two"),
     ],
 )

@@ -52,15 +52,15 @@ def test_label_out_of_range_is_an_error(label):
         task.prepare((torch.zeros(1, 8, 8), label), 0, training=True)
 
 
-@pytest.mark.parametrize(("name", "evaluation", "channels", "reference"), [("fashion_mnist", "test", 1, 0.7), ("bccd_cells", "val", 3, 0.85)])
-def test_real_image_folders_train_and_predict_from_files(shared_data, tmp_path, name, evaluation, channels, reference):
+@pytest.mark.parametrize(("name", "evaluation", "channels", "steps", "reference"), [("fashion_mnist", "test", 1, 100, 0.7), ("bccd_cells", "val", 3, 60, 0.85)])
+def test_real_image_folders_train_and_predict_from_files(shared_data, tmp_path, name, evaluation, channels, steps, reference):
     folder = shared_data / "classification" / name
     settings = runs.config(
         task={"kind": "classification", "channels": channels, "image_size": 28, "width": 16},
         schedule={"name": "cosine"},
         data={"train": str(folder / "train"), "eval": str(folder / evaluation)},
         batch={"global": 50},
-        train={"steps": 150, "eval_every_steps": 150},
+        train={"steps": steps, "eval_every_steps": steps},
     )
     trainer = Trainer(settings, run_dir=tmp_path, quiet=True)
     results = trainer.fit()

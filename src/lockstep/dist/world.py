@@ -9,6 +9,7 @@ import functools
 import gc
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -189,6 +190,19 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
         failures.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let torch forget the meshes of the groups that are gone.
+
+    It keeps them in what it knows of operations on sharded tensors, and gives them to the next tensors on an equal mesh; the
+    names of their groups then mean others, or none.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # private; tested by joining again
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
