@@ -72,6 +72,7 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
         model = task.model().to(world.device)
         if compute.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.zero_grad(set_to_none=True)  # a task may have trained it before, and left a gradient that the first step would add to
     blocks = find_blocks(model, parallel.shard_modules)
     training = steps_per_epoch is not None
     unfreezing = None
