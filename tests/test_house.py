@@ -25,7 +25,8 @@ ALLOWED = {
     "tasks": {"errors", "models", "data"},
     "config": set(),
     "config_file": {"errors", "config"},
-    "cli": {"errors", "config_file", "dist", "checkpoint", "run", "rundir"},
+    "verify": {"errors", "run", "assembly", "checkpoint", "data", "dist", "engine", "tasks", "verify"},
+    "cli": {"errors", "config_file", "dist", "checkpoint", "run", "rundir", "verify"},
 }
 
 

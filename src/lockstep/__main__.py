@@ -2,4 +2,5 @@
 
 from lockstep.cli import app
 
-app(prog_name="lockstep")
+if __name__ == "__main__":  # ranks that `verify` starts import this module again
+    app(prog_name="lockstep")

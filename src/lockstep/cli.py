@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -138,21 +139,62 @@ def export(run_dir: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", h
         print(Trainer(settings, run_dir=run_dir).export(out))
 
 
+@app.command()
+def verify(
+    target: Target,
+    overrides: Overrides = None,
+    nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
+    checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Check that a training is right, on its own model and data. The exit code is 3 where a check finds a fault."""
+    with _reporting(debug):
+        from lockstep import config_file
+
+        settings = config_file.load(target, overrides or [])
+        if "RANK" in os.environ:
+            raise UsageError("verify starts its own ranks", where="environment variable RANK", remedy="call it without torchrun, with --nproc")
+        count = _ranks_of(nproc)
+        settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and trials are cleared away
+        from lockstep.verify import command, report
+
+        names = [name.strip() for name in checks.split(",") if name.strip()]
+        folder = run_dir or Path("runs", settings.name)
+        result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
+        print(report.summary(result))
+        print(f"written: {folder}/verify.json, {folder}/verify.html")
+        if result.faults:
+            raise typer.Exit(3)
+
+
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """Whether this process is to start ranks, rather than be one."""
-    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
-        raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
+    _check_nproc(nproc)
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
 def _launch(arguments: list[str], nproc: str, max_restarts: int = 0) -> None:
     from lockstep.dist import launch
 
-    if nproc == "auto":
-        import torch
+    launch.launch(["-m", "lockstep", *arguments], _ranks_of(nproc), max_restarts)
 
-        nproc = str(max(1, torch.cuda.device_count()))
-    launch.launch(["-m", "lockstep", *arguments], int(nproc), max_restarts)
+
+def _check_nproc(nproc: str) -> None:
+    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
+        raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
+
+
+def _ranks_of(nproc: str) -> int:
+    _check_nproc(nproc)
+    if nproc != "auto":
+        return int(nproc)
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def _is_first() -> bool:

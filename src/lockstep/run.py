@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
-from lockstep.data.loader import Chunks, Feed, Loader
+from lockstep.data.loader import Chunks, Feed, Loader, Micro
 from lockstep.data.order import StepPlan
 from lockstep.dist import sharding, signals, strategy
 from lockstep.dist.heart import Phase
@@ -72,11 +72,12 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
 
-    def fit(self, task: Task | None = None) -> dict[str, float]:
+    def fit(self, task: Task | None = None, witness: Witness | None = None) -> dict[str, float]:
         """Train to the end, resuming what the run directory holds.
 
         Args:
             task: instead of the config's.
+            witness: what is to see the training, on every rank.
 
         Returns:
             the last value of everything logged, such as `train/loss` and `eval/accuracy`.
@@ -87,16 +88,20 @@ class Trainer:
         """
         with signals.listening() as flag, self._join() as world, rundir.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config:
             self.config = config
-            task = task or self._task()
+            task = task or self.task()
             job = self._training(task, world)
             watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, quiet=self.quiet)
+            batches: Iterator[list[Micro]] = job.batches
+            if witness is not None:
+                watchers.append(witness)
+                batches = witness.watch(job)
             try:
-                return self._fit(task, job, flag, watchers)
+                return self._fit(task, job, batches, flag, watchers)
             finally:
                 for watcher in watchers:
                     watcher.close()
 
-    def _fit(self, task: Task, job: _Job, flag: signals.StopFlag, watchers: Sequence[trainer.Watcher]) -> dict[str, float]:
+    def _fit(self, task: Task, job: Job, batches: Iterator[list[Micro]], flag: signals.StopFlag, watchers: Sequence[trainer.Watcher]) -> dict[str, float]:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         asked = Agreement(world, flag)
         cadence = self._cadence(job.plan)
@@ -117,9 +122,7 @@ class Trainer:
         try:
             if run.step >= job.stop:
                 tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
-            latest = trainer.fit(
-                run, job.batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated, shrink
-            )
+            latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated, shrink)
             saver.finish()
         except Preempted:
             saver.wait()
@@ -138,14 +141,14 @@ class Trainer:
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
         with self._join() as world:
-            task = task or self._task()
+            task = task or self.task()
             _, forward = self._trained(task, world)
             return self._evaluator(task, lambda: forward, Precision(self.config.precision, world.device), world)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
-            task = task or self._task()
+            task = task or self.task()
             _, forward = self._trained(task, world)
             data = data if data is not None else _required(task)
             loader = self._loader(data, task, world, training=False)
@@ -154,7 +157,7 @@ class Trainer:
 
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of the files `inputs`, or of the first `samples` evaluation samples beside their truth."""
-        task = task or self._task()
+        task = task or self.task()
         data = task.input_data(inputs) if inputs else _required(task)
         count = len(inputs) or min(samples, _length(data))
         outputs = self.predict(task, Subset(data, range(count)))
@@ -165,7 +168,7 @@ class Trainer:
         """Write the newest checkpoint's weights into `folder` as `model.safetensors`, under the names of the task's model,
         and what `Task.export` adds. Returns the file. The errors are those of `export_weights`."""
         with self._join() as world:
-            task = task or self._task()
+            task = task or self.task()
             model, _ = self._trained(task, world)
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
@@ -175,14 +178,15 @@ class Trainer:
 
     # ---- the objects
 
-    def _task(self) -> Task:
+    def task(self) -> Task:
+        """The config's task, newly made."""
         assembly.seed(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
     def _join(self) -> contextlib.AbstractContextManager[World]:
         return join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir)
 
-    def _training(self, task: Task, world: World) -> _Job:
+    def _training(self, task: Task, world: World) -> Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
         assembly.seed(config)
@@ -214,7 +218,7 @@ class Trainer:
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         feed = Feed(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
-        return _Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
+        return Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
         config = self.config
@@ -273,7 +277,7 @@ class Trainer:
         assembly.load(found, made.model)
         return made.model, forward
 
-    def _save_function(self, job: _Job, saver: Saver) -> Callable[[dict[str, float]], None]:
+    def _save_function(self, job: Job, saver: Saver) -> Callable[[dict[str, float]], None]:
         run = job.run
 
         def save(evaluated: dict[str, float]) -> None:
@@ -340,8 +344,8 @@ class Trainer:
 
 
 @dataclass
-class _Job:
-    """A training, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any."""
+class Job:
+    """A training on this rank, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any."""
 
     made: Assembled
     run: Training
@@ -354,6 +358,14 @@ class _Job:
     def plan(self) -> StepPlan:
         """How the batches are cut now."""
         return self.batches.plan
+
+
+class Witness(trainer.Watcher, Protocol):
+    """Sees a training on every rank, between its steps, and leaves no trace in it."""
+
+    def watch(self, job: Job) -> Iterator[list[Micro]]:
+        """The batches of `job`, passed on: when one is asked for, the step before it is done."""
+        ...
 
 
 def _tell_all(watchers: Sequence[trainer.Watcher], text: str) -> None:

@@ -59,7 +59,7 @@ class Micro:
         return 0 if self.filler else len(self.indices)
 
     def pin_memory(self) -> Micro:
-        return replace(self, batch=_map_tensors(self.batch, lambda t: t.pin_memory()))
+        return replace(self, batch=map_tensors(self.batch, lambda t: t.pin_memory()))
 
 
 class Chunks(Dataset[Micro]):
@@ -186,15 +186,15 @@ class Loader:
 
     def _to_device(self, micro: Micro) -> Micro:
         if self.channels_last:
-            micro.batch = _map_tensors(micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
+            micro.batch = map_tensors(micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
         if self.copies is None:
             return micro
         # On a stream of its own: the host is ahead of the device, so this copy overlaps the step before.
         compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.copies):
-            micro.batch = _map_tensors(micro.batch, lambda t: t.to(self.device, non_blocking=True))
+            micro.batch = map_tensors(micro.batch, lambda t: t.to(self.device, non_blocking=True))
         compute.wait_stream(self.copies)
-        _map_tensors(micro.batch, lambda t: t.record_stream(compute))
+        map_tensors(micro.batch, lambda t: t.record_stream(compute))
         return micro
 
 
@@ -282,16 +282,16 @@ def _as_floats(weights: Any, filler: bool) -> Weights:
     return {head: 0.0 if filler else float(value) for head, value in by_head.items()}
 
 
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with every tensor in it changed: dicts, sequences, named tuples, dataclasses, and whatever has `.to`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_tensors(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: _map_tensors(getattr(value, f.name), change) for f in fields(value)})
+        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
     return value

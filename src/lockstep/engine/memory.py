@@ -143,8 +143,10 @@ def _size(values: list[Any], device: str, seen: set[int]) -> int:
         except (NotImplementedError, RuntimeError):  # a layout or subclass without one
             total += tensor.nbytes
             continue
-        total += 0 if storage._cdata in seen else storage.nbytes()
-        seen.add(storage._cdata)
+        place = storage.data_ptr()
+        total += 0 if place in seen else storage.nbytes()
+        if place:  # without memory yet, or on meta, there is no place to know it again by
+            seen.add(place)
     return total
 
 
@@ -152,7 +154,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors that are here, of whatever holds them: state may be nested, a gradient sharded or sparse."""
     if isinstance(value, Tensor):
         plain = sharding.local(value.detach())
-        yield from (plain._indices(), plain._values()) if plain.is_sparse else (plain,)
+        whole = plain.coalesce() if plain.is_sparse else plain
+        yield from (whole.indices(), whole.values()) if plain.is_sparse else (whole,)
     elif isinstance(value, Mapping):
         yield from _tensors(list(value.values()))
     elif isinstance(value, list | tuple):

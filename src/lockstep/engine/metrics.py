@@ -33,7 +33,7 @@ def compute(metrics: MetricCollection, world: World) -> dict[str, float]:
         for number, part in enumerate(parts):
             _merge(part, [rank[number] for rank in gathered])
         if any(part.update_count for part in parts):
-            values = _flatten(metrics.compute())
+            values = flatten(metrics.compute())
     return world.broadcast(values)  # type: ignore[no-any-return]
 
 
@@ -90,11 +90,12 @@ def _to_cpu(value: Any) -> Any:
     return [_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 
-def _flatten(values: dict[str, Any]) -> dict[str, float]:
+def flatten(values: dict[str, Any]) -> dict[str, float]:
+    """What a collection computed as numbers by name, as `compute` returns them."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            flat |= _flatten({f"{name}/{key}": item for key, item in value.items()})
+            flat |= flatten({f"{name}/{key}": item for key, item in value.items()})
         elif isinstance(value, Tensor) and value.numel() > 1:
             flat |= {f"{name}/{number}": item for number, item in enumerate(value.flatten().tolist())}
         else:

@@ -1,0 +1,98 @@
+"""False alarms and times of `lockstep verify`: every shipped recipe and the clean tasks of the tests.
+
+    python benchmarks/verify.py [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
+
+Each is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless `--full` is given). A fault is a
+false alarm, since all of these are right. Recipes that need data take real data from DIR (default: ../shared/data), and are left
+out, with a word, where it is absent. Ranks stay warm from one to the next: starting them, once per command for a user, is not in
+the times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from lockstep import config_file  # noqa: E402
+from lockstep.verify import command  # noqa: E402
+from lockstep.verify.ranks import Ranks  # noqa: E402
+
+COMMON = ["optim.lr=0.01", "batch.global=40"]
+CLEAN: dict[str, list[str]] = {
+    "Base": [],
+    "BatchNorm": [],
+    "Dropout": ["parallel.gradient_as_bucket_view=false"],
+    "Attention": ["optim.clip_norm=0.5"],
+    "Recurrent": ["optim.name=SGD", "optim.lr=0.2", "optim.args={momentum: 0.9}"],
+    "Tokens": ["data.workers=1"],
+    "Rare": ["train.ema_decay=0.9"],
+    "Augmented": ["data.workers=1", "schedule.name=cosine", "schedule.warmup_steps=100"],
+    "Horizons": ["optim.lr_scaling=linear", "schedule.name=step"],
+    "Blocks": ["precision=fp16", "optim.clip_norm=1.0", "compute.activation_checkpointing=true"],
+    "Smoothed": ["precision=bf16"],
+    "NoEvaluation": ["batch.global=null", "batch.per_rank=10", "batch.accumulate=2"],
+}
+
+
+def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
+    """What is verified, by name: what `lockstep verify` takes, and its overrides."""
+    found: dict[str, tuple[str, list[str]]] = {"digits": ("digits", []), "toy": ("toy", [])}
+    for name, held_out, options in [("bccd_cells", "val", []), ("fashion_mnist", "test", ["task.channels=1"])]:
+        folder = data / "classification" / name
+        if folder.is_dir():
+            found[f"image_folder {name}"] = ("image_folder", [f"data.train={folder}/train", f"data.eval={folder}/{held_out}", *options])
+        else:
+            print(f"no {folder}: left out")
+    for name, options in CLEAN.items():
+        common = [one for one in COMMON if not any(option.startswith(one.partition("=")[0] + "=") for option in options)]
+        found[name] = (f"{ROOT}/tests/verify/clean_tasks.py:{name}", [*common, *(one for one in options if not one.endswith("=null"))])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--ranks", default="2,3")
+    parser.add_argument("--strategies", default="ddp,fsdp")
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
+    options = parser.parse_args()
+    seconds: dict[str, list[float]] = {}
+    alarms = runs = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = Ranks(folder / "ranks.log")
+        ranks.run(max(map(int, options.ranks.split(","))), int)
+        try:
+            for target, (what, overrides) in targets(options.data).items():
+                if options.names and target not in options.names:
+                    continue
+                for count in map(int, options.ranks.split(",")):
+                    for strategy in options.strategies.split(","):
+                        settings = config_file.load(what, [*overrides, f"parallel.strategy={strategy}", "device=cpu"])
+                        settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
+                        result = command.verify(settings.model_dump(by_alias=True), count, folder, (), not options.full, tell=lambda _: None, ranks=ranks)
+                        runs += 1
+                        alarms += len(result.faults)
+                        for verdict in result.verdicts:
+                            seconds.setdefault(verdict.name, []).append(verdict.seconds)
+                        others = [f"{one.name}: {one.reason}" for one in result.verdicts if one.status != "passed"]
+                        passed = sum(one.status == "passed" for one in result.verdicts)
+                        print(f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s", flush=True)
+                        for other in others:
+                            print(f"    {other[:200]}", flush=True)
+        finally:
+            ranks.close()
+    print(f"{runs} verifications, {alarms} false alarms")
+    for check, values in seconds.items():
+        print(f"{check:<14} median {statistics.median(values):5.2f} s, most {max(values):5.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Each promise as a check, on the user's own model and data."""

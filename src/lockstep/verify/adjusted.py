@@ -1,0 +1,192 @@
+"""A user's task with its randomness, its batch statistics and its rounding taken out, so that runs can be compared."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import Dataset
+
+from lockstep.data.loader import map_tensors
+from lockstep.tasks.task import Task
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass(frozen=True)
+class Adjustment:
+    """What is changed in a task.
+
+    exact: no dropout, BatchNorm with fixed statistics. double: float64 model and inputs. reverse: the samples of a
+    micro-batch in reversed order: the same sums, rounded in another way. part: this many training samples, evenly spread over
+    the data set. eval_part: the same for evaluation. plain: training samples are prepared as for evaluation.
+    """
+
+    exact: bool = False
+    double: bool = False
+    reverse: bool = False
+    part: int | None = None
+    eval_part: int | None = None
+    plain: bool = False
+
+
+@final
+class Adjusted(Task):
+    """`task` as `adjustment` says; in all else the same."""
+
+    def __init__(self, task: Task, adjustment: Adjustment) -> None:
+        self.task, self.how = task, adjustment
+
+    def model(self) -> nn.Module:
+        model = self.task.model()
+        if self.how.double:
+            model = model.double()
+        if self.how.exact:
+            silence(model)
+            norms = batch_norms(model)
+            if norms and not any(parameter.is_meta for parameter in model.parameters()):
+                self._settle(model, norms)
+            for norm in norms:
+                fix(norm)
+        return model
+
+    def _settle(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
+        """Give BatchNorm the statistics of some samples: with those of a new model, activations of deep networks explode."""
+        data = self.train_data()
+        batch = self.collate([self.prepare(data[index], 0, True) for index in range(min(8, len(data)))])  # type: ignore[arg-type]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = None  # type: ignore[assignment] # the mean over what is seen
+        with torch.no_grad(), Silenced():
+            self.task.loss(model.train(), batch)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+    def train_data(self) -> Dataset[Any]:
+        return _part(self.task.train_data(), self.how.part)
+
+    def eval_data(self) -> Dataset[Any] | None:
+        data = self.task.eval_data()
+        return None if data is None else _part(data, self.how.eval_part)
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
+        return self.task.prepare(sample, epoch, training and not self.how.plain)
+
+    def collate(self, samples: list[Any]) -> Any:
+        batch = self.task.collate(samples[::-1] if self.how.reverse else samples)
+        return in_double(batch) if self.how.double else batch
+
+    def weight(self, batch: Any) -> Any:
+        return self.task.weight(batch)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        if not self.how.exact:
+            return self.task.loss(model, batch)
+        with Silenced():
+            return self.task.loss(model, batch)
+
+    def coefficients(self) -> Mapping[str, float]:
+        return self.task.coefficients()
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        return self.task.predict(model, batch)
+
+    def metrics(self) -> MetricCollection | None:
+        return self.task.metrics()
+
+    def update_metrics(self, metrics: MetricCollection, output: Any, batch: Any) -> None:
+        self.task.update_metrics(metrics, output, batch)
+
+    def loss_and_output(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        return self.task.loss_and_output(model, batch)
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        return self.task.describe(output)
+
+    def truth(self, sample: Any) -> Any:
+        return self.task.truth(sample)
+
+
+def in_double(batch: Any) -> Any:
+    """`batch` with its floating-point tensors in float64."""
+    return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def batch_norms(model: nn.Module) -> list[Any]:
+    """Modules whose result depends on which samples share a micro-batch."""
+    return [module for module in model.modules() if isinstance(module, _BATCH_NORM)]
+
+
+def fix(norm: nn.Module) -> None:
+    """Leave BatchNorm its running statistics, whatever mode the model is put into."""
+    norm.eval()
+    norm.train = types.MethodType(lambda self, mode=True: self, norm)  # type: ignore[method-assign]
+
+
+def silence(model: nn.Module) -> int:
+    """Set every dropout probability in `model` to zero: attributes such as `p`, `dropout`, `drop_prob`. How many there were."""
+    found = 0
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if ("drop" in name or (name == "p" and "Drop" in type(module).__name__)) and type(value) is float and value > 0:
+                setattr(module, name, 0.0)
+                found += 1
+    return found
+
+
+class Silenced(TorchFunctionMode):
+    """Turns dropout off where a model calls it as a function."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        options = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS and func in (getattr(functional, name, None), getattr(torch, name, None)):
+            return args[0] if args else options["input"]
+        if func is functional.scaled_dot_product_attention:
+            args = [*args[:4], 0.0, *args[5:]] if len(args) > 4 else args
+            options |= {} if len(args) > 4 else {"dropout_p": 0.0}
+        return func(*args, **options)
+
+
+class _Part(Dataset[Any]):
+    """Some samples of a data set, with what the engine asks of it."""
+
+    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        self.data, self.indices = data, indices
+        lengths = getattr(data, "lengths", None)
+        self.lengths = None if lengths is None else np.asarray(lengths)[list(indices)]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.indices[index]]
+
+    def where(self, index: int) -> str:
+        """Name of the sample."""
+        named = getattr(self.data, "where", None)
+        return str(named(self.indices[index])) if named else f"{type(self.data).__name__}[{self.indices[index]}]"
+
+
+def _part(data: Any, count: int | None) -> Dataset[Any]:
+    """`count` samples, evenly spread: data sets are often sorted by class."""
+    length = len(data)
+    if count is None or count >= length:
+        return data  # type: ignore[no-any-return]
+    return _Part(data, [number * length // count for number in range(count)])
+
+
+def total(losses: Any) -> Tensor:
+    """The sum over heads, where there are several."""
+    return sum(losses.values(), torch.zeros(())) if isinstance(losses, Mapping) else losses

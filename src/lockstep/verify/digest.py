@@ -1,0 +1,44 @@
+"""One integer for the bits of a tensor."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.data.loader import map_tensors
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 1 << 20
+
+
+def digest(tensor: Tensor) -> int:
+    """A 64-bit digest of a tensor's bits and their places; not its shape.
+
+    A sum of the elements' bits, each multiplied by an odd number that its place gives, modulo 2**64: two tensors that
+    differ in one element never have the same. (`torch.hash_tensor` XORs: [a, -a] collides.)
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    found = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _BLOCK):
+        part = bits[start : start + _BLOCK].to(torch.int64)
+        places = torch.arange(start, start + len(part), dtype=torch.int64, device=bits.device)
+        found += ((part + 1) * (2 * places + 1) * -7046029254386353131).sum()  # 2**64 / golden ratio, odd
+    return int(found)
+
+
+def digest_of_batch(batch: Any) -> int:
+    """A digest of all tensors in a batch, in their order."""
+    found: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(digest(tensor))
+        return tensor
+
+    map_tensors(batch, note)
+    return zlib.crc32(repr(found).encode())

@@ -1,0 +1,148 @@
+"""What in a model or a loss makes its training depend on how it is run: dropout, batch statistics, a mean instead of a sum."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lockstep.assembly import assemble, optimizer, seed
+from lockstep.data.loader import Chunks, map_tensors
+from lockstep.dist.world import join_world
+from lockstep.run import Trainer
+from lockstep.tasks.task import Task
+from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, silence, total
+from lockstep.verify.operations import Drawing
+
+
+@dataclass
+class Nature:
+    """What was found in a forward and backward pass of some samples.
+
+    random: operations that draw random numbers, as the task is. still_random: also without dropout. dropouts: probabilities set to
+    zero. norms: BatchNorm modules; unfixable: those without running statistics. double: whether float64 works; else not_double says
+    why not. epsilon: relative rounding of the number format that the loss comes in. coupling: difference between the loss of a batch
+    and the sum over its halves, relative to the loss. is_mean: whether the loss of a batch is the mean over its halves instead.
+    """
+
+    random: list[str] = field(default_factory=list)
+    still_random: list[str] = field(default_factory=list)
+    dropouts: int = 0
+    norms: int = 0
+    unfixable: int = 0
+    double: bool = True
+    not_double: str = ""
+    epsilon: float = 0.0
+    coupling: float = 0.0
+    is_mean: bool = False
+
+    def notes(self) -> list[str]:
+        """What a comparison leaves out, for people."""
+        found = []
+        if self.random and not self.still_random:
+            found.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
+        if self.norms:
+            found.append(f"{self.norms} BatchNorm modules keep fixed statistics for this comparison: batch statistics depend on how the batch is cut")
+        if not self.double:
+            found.append(f"compared in the model's own number format, since float64 fails: {self.not_double}")
+        return found
+
+    def obstacle(self) -> str | None:
+        """Why runs on different numbers of ranks cannot be compared; None where they can."""
+        if self.still_random:
+            return f"the model draws random numbers other than dropout's ({', '.join(self.still_random[:3])}), by design others on each rank"
+        if self.unfixable:
+            return f"{self.unfixable} BatchNorm modules keep no running statistics, so their result depends on how the batch is cut"
+        return None
+
+    def diagnosis(self) -> str:
+        """A likely cause where such runs differ; empty where none is known."""
+        off = f"off by {self.coupling:.2g} on a batch of two halves"
+        if self.is_mean:
+            return f"Task.loss returns a mean where a SUM over its units is asked for (reduction='sum'): {off}"
+        if self.coupling > 1e3 * self.epsilon:
+            return f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other, or Task.weight counts wrongly"
+        return ""
+
+
+def look(config: Mapping[str, Any], part: int) -> Nature:
+    """Examine the config's task with up to eight samples of a data set of `part`, on one process.
+
+    Raises:
+        LockstepError: the config does not fit the model, or the data cannot be found.
+    """
+    trainer = Trainer(config, quiet=True)
+    task = trainer.task()
+    task.eval_data()
+    with join_world(trainer.config.device) as world:
+        made, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
+        optimizer(trainer.config, made.model)
+        seed(trainer.config)
+        nature = Nature()
+        model = task.model().to(world.device).train()
+        nature.norms = len(batch_norms(model))
+        nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
+        nature.random = _drawn(task, model, _halves(task, world.device, part, trainer.config.seed)[0])
+        nature.dropouts = silence(model)
+        for double in (True, False):
+            exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
+            try:
+                seed(trainer.config)
+                model = exact.model().to(world.device).train()
+                whole, *halves = _halves(exact, world.device, part, trainer.config.seed)
+                nature.still_random = _drawn(exact, model, whole)
+                _measure(nature, exact, model, whole, halves)
+                break
+            except Exception as error:
+                if not double:
+                    raise
+                nature.double, nature.not_double = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return nature
+
+
+def _halves(task: Task, device: torch.device, part: int, seed: int) -> list[Any]:
+    """A batch of up to eight samples, and its two halves."""
+    data = task.train_data()
+    count = min(8, part, len(data))  # type: ignore[arg-type]
+    chunks = Chunks(data, task, seed, training=True)
+    samples = [chunks.sample(index, 0) for index in range(count)]
+    cuts = [samples, samples[: count // 2], samples[count // 2 :]]
+    return [map_tensors(task.collate(cut), lambda tensor: tensor.to(device)) for cut in cuts if cut]
+
+
+def _drawn(task: Task, model: nn.Module, batch: Any) -> list[str]:
+    """Sources of randomness in a forward pass."""
+    before = _generators()
+    with Drawing() as mode, torch.no_grad():
+        task.loss(model, batch)
+    after = _generators()
+    moved = [name for name in after if after[name] != before[name]]
+    # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
+    return [name for name in moved if name != "torch"] + (list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else [])
+
+
+def _generators() -> dict[str, str]:
+    """The state of every source of random numbers that can be looked at."""
+    on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
+    torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
+    return {"torch": torch_state, "Python's random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
+
+
+def _measure(nature: Nature, task: Task, model: nn.Module, whole: Any, halves: list[Any]) -> None:
+    """Whether a loss is a sum over samples, with the same weights."""
+    losses = task.loss(model, whole)
+    objective = total(losses)
+    torch.autograd.backward(objective)
+    nature.epsilon = torch.finfo(objective.dtype).eps
+    with torch.no_grad():
+        parts = [float(total(task.loss(model, half))) for half in halves]
+    value = float(objective.detach())
+    scale = max(abs(value), sum(map(abs, parts)), 1e-30)
+    nature.coupling = abs(value - sum(parts)) / scale if len(parts) == 2 else 0.0
+    sizes_mean = sum(parts) / 2 if len(parts) == 2 else value
+    nature.is_mean = len(parts) == 2 and nature.coupling > 1e-3 and abs(value - sizes_mean) / scale < 1e-3

@@ -1,0 +1,74 @@
+"""Evaluation by a plain loop, without the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.assembly import load, seed
+from lockstep.data.loader import Chunks, map_tensors
+from lockstep.data.order import evaluation_chunks
+from lockstep.dist.precision import Precision
+from lockstep.dist.world import join_world
+from lockstep.engine.metrics import flatten
+from lockstep.run import Trainer
+from lockstep.tasks.task import Task
+from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.compare import last_checkpoint
+
+
+def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: str = "raise") -> dict[str, float]:
+    """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
+    device = precision.device
+    data = task.eval_data()
+    assert data is not None
+    length, bad = len(data), 0  # type: ignore[arg-type]
+    chunks = Chunks(data, task, 0, training=False)
+    metrics = task.metrics()
+    sums: dict[str, float] = {}
+    units: dict[str, float] = {}
+    model.eval()
+    with torch.no_grad(), precision.autocast():
+        for chunk in evaluation_chunks(length, micro_batch, 1)[0]:
+            samples = []
+            for index in chunk.indices:
+                try:
+                    samples.append(chunks.sample(index, 0))
+                except Exception:
+                    if on_error == "raise":
+                        raise
+                    bad += 1
+            if not samples:
+                continue
+            batch = task.collate(samples)
+            weight = task.weight(batch)
+            batch = map_tensors(batch, lambda tensor: tensor.to(device))
+            losses = task.loss(model, batch)
+            heads = losses if isinstance(losses, dict) else {"loss": losses}
+            for head, loss in heads.items():
+                sums[head] = sums.get(head, 0.0) + float(loss)
+                count = len(samples) if weight is None else weight[head] if isinstance(weight, Mapping) else weight
+                units[head] = units.get(head, 0.0) + float(count)
+            if metrics is not None:
+                task.update_metrics(metrics, task.predict(model, batch), batch)
+    means = {head: sums[head] / units[head] for head in sums if units[head]}
+    found = {"loss": sum(task.coefficients().get(head, 1.0) * mean for head, mean in means.items())} if means else {}
+    found |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
+    found |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
+    return found | {"samples": length - bad, "bad": bad}
+
+
+def evaluate_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustment, micro_batch: int) -> dict[str, float]:
+    """A trial's newest checkpoint, evaluated without the engine."""
+    trainer = Trainer(config, run_dir=folder, quiet=True)
+    task = Adjusted(trainer.task(), adjustment)
+    with join_world(trainer.config.device) as world:
+        seed(trainer.config)
+        model = task.model().to(world.device)
+        found = last_checkpoint(folder)
+        assert found is not None
+        load(found, model)
+        return evaluate_plainly(task, model, Precision(trainer.config.precision, world.device), micro_batch, trainer.config.data.on_error)

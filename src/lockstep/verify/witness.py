@@ -1,0 +1,222 @@
+"""Sees a training on one rank, between its steps: samples, losses, digests of its state, gradients, operations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.checkpoint import state as states
+from lockstep.data.loader import Micro
+from lockstep.dist import sharding, strategy
+from lockstep.run import Job
+from lockstep.tasks.task import Task
+from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.verify.operations import Operations, Talk
+from lockstep.verify.oracle import Update, plain_gradient
+
+State = dict[str, tuple[int, int, int]]  # by tensor: first row here, rows here, digest
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is looked at besides samples and losses. Each costs something, so each is asked for.
+
+    digests: of the whole state, every so many steps (0: never). batches: digests of what the loader gives. probes: steps after
+    which one batch goes through every rank. updates: steps whose gradient is compared with plain torch's. used: which
+    parameters ever got a gradient that is not zero. talk: steps in which collectives and host synchronisations are counted.
+    operations: the step whose every operation is digested.
+    """
+
+    digests: int = 0
+    batches: bool = False
+    probes: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    used: bool = False
+    talk: tuple[int, ...] = ()
+    operations: int | None = None
+
+
+@dataclass
+class Seen:
+    """What a witness saw on its rank.
+
+    entries: of the log. samples: (step, epoch, indices that count) of each step. moved: 2-norm of what training changed in the
+    parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, factor on each group's
+    learning rate). unused: trainable parameters that never got a gradient, or only zeros. modes: steps that began in evaluation mode.
+    """
+
+    entries: list[dict[str, float]] = field(default_factory=list)
+    samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    digests: dict[int, State] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    probes: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    updates: dict[int, Update] = field(default_factory=dict)
+    norms: list[tuple[int, float]] = field(default_factory=list)
+    rates: list[tuple[int, float, float]] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    modes: list[int] = field(default_factory=list)
+    talk: dict[int, Talk] = field(default_factory=dict)
+    operations: list[tuple[str, int]] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sharded: bool = False
+    ddp: bool = False
+    moved: float = 0.0
+    stop: int = 0
+    steps_per_epoch: int = 0
+    length: int = 0
+    base_lr: float = 0.0
+
+    @property
+    def losses(self) -> list[float]:
+        """By step."""
+        return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
+
+
+class Witness:
+    """A `run.Witness`. after: called after each step, with its number (counted from 1)."""
+
+    def __init__(self, task: Task, watch: Watch, after: Callable[[int], None]) -> None:
+        self.task, self.what, self.after = task, watch, after
+        self.seen = Seen()
+        self._updates = 0
+        self._reference: Update | None = None
+        self._never_used: dict[str, Tensor] = {}
+        self._operations: Operations | None = None
+
+    # ---- what the trainer calls
+
+    def record(self, entry: dict[str, float]) -> None:
+        self.seen.entries.append(entry)
+
+    def progress(self, step: int) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def watch(self, job: Job) -> Iterator[list[Micro]]:
+        """Pass the batches on, and look at what happens between them."""
+        run, model, seen = job.run, job.made.model, self.seen
+        seen.stop, seen.steps_per_epoch, seen.length = job.stop, job.plan.steps_per_epoch, job.plan.length
+        seen.sharded, seen.ddp = strategy.is_sharded(run.forward), strategy.is_replicated(run.forward)
+        seen.parameters = [name for name, _ in model.named_parameters()]
+        seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        seen.base_lr = float(run.optimizer.param_groups[-1]["base_lr"])
+        self._updates = run.step - run.skipped
+        start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
+        handles = [run.optimizer.register_step_pre_hook(partial(self._before_update, job))]
+        try:
+            for micros in job.batches:
+                self._before(job, micros)
+                step = run.step
+                with self._listening(job):
+                    yield micros
+                if run.step > step:
+                    self._after(job, micros)
+                    self.after(run.step)
+        finally:
+            for handle in handles:
+                handle.remove()
+            seen.moved = math.sqrt(sum(float((sharding.local(p.detach()) - start[name]).double().square().sum()) for name, p in model.named_parameters()))
+            seen.unused = [name for name, never in self._never_used.items() if bool(never)]
+
+    # ---- around a step
+
+    def _before(self, job: Job, micros: list[Micro]) -> None:
+        run, step = job.run, job.run.step
+        self.seen.samples.append((step, micros[0].epoch, tuple(index for micro in micros if not micro.filler for index in micro.indices)))
+        if self.what.batches:
+            self.seen.batches[step] = [digest_of_batch(micro.batch) for micro in micros]
+        if not run.forward.training:
+            self.seen.modes.append(step)
+        if step in self.what.updates:
+            self._reference = plain_gradient(job, self.task)
+
+    def _after(self, job: Job, micros: list[Micro]) -> None:
+        run = job.run
+        self._reference = None  # where the update was skipped, nobody has asked for it
+        if self.what.digests and (run.step % self.what.digests == 0 or run.step == job.stop):
+            self.seen.digests[run.step] = self._state(job)
+        if run.step in self.what.probes:
+            self.seen.probes[run.step] = self._probe(job, micros[0].batch)
+
+    def _before_update(self, job: Job, optimizer: Any, *_: Any) -> None:
+        """What the optimizer is about to use."""
+        if self._operations is not None:  # what it takes to look at it is not the step's
+            return
+        run, model = job.run, job.made.model
+        step = run.step - 1
+        self.seen.norms.append((step, float(sharding.grad_norm(run.parameters))))
+        group = optimizer.param_groups[-1]
+        self.seen.rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
+        self._updates += 1
+        if self.what.used:
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad:
+                    grad = None if parameter.grad is None else sharding.local(parameter.grad)
+                    zero = torch.tensor(grad is None or not bool(grad.any()))
+                    self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
+        if self._reference is not None:
+            whole = {name: sharding.gather_on_first(p.grad, run.world) for name, p in model.named_parameters() if p.grad is not None}
+            self.seen.updates[step] = self._reference.compare(whole, run.clip_norm) if run.world.rank == 0 else self._reference
+            self._reference = None
+
+    # ---- what is looked at
+
+    def _state(self, job: Job) -> State:
+        run, model = job.run, job.made.model
+        tensors, _ = states.capture(model, run.optimizer, run.averages.tensors if run.averages else None)
+        # What no checkpoint holds is state all the same.
+        tensors |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in tensors}
+        strategy.sync_buffers(run.forward, run.world)  # as the next step, an evaluation and a checkpoint begin
+        found: State = {}
+        for name, tensor in tensors.items():
+            rows = sharding.rows_of(tensor)
+            found[name] = (rows.start, len(rows.local) if rows.local.ndim else 1, digest(rows.local))
+            self.seen.shapes[name] = rows.shape
+        return found
+
+    def _probe(self, job: Job, batch: Any) -> list[dict[str, str]]:
+        """Losses of rank 0's batch on every rank, as exact numbers; the same list on all ranks."""
+        run, world = job.run, job.run.world
+        batch = world.broadcast(batch)
+        strategy.sync_buffers(run.forward, world)
+        forward = strategy.bare(run.forward)
+        forward.eval()
+        with torch.no_grad(), run.precision.autocast():
+            losses = forward(batch)
+        forward.train()
+        sharding.reshard(forward)
+        mine = {head: float(loss).hex() for head, loss in losses.items()}
+        found: list[dict[str, str]] = world.broadcast(world.gather(mine))
+        return found
+
+    @contextlib.contextmanager
+    def _listening(self, job: Job) -> Iterator[None]:
+        """Look at the operations of the step that follows, where that is wanted."""
+        step = job.run.step
+        if step not in self.what.talk and step != self.what.operations:
+            yield
+            return
+        self._operations = operations = Operations(job.run.optimizer, digests=step == self.what.operations)
+        try:
+            with operations:
+                yield
+        finally:
+            self._operations = None
+        if operations.digests:
+            self.seen.operations = operations.seen
+        else:
+            self.seen.talk[step] = operations.talk
