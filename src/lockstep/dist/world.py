@@ -217,6 +217,11 @@ def _watched(world: World, store: Store | None, timeout_s: float, folder: Path |
         watchdog.close()
 
 
+def forget_stores() -> None:
+    """Let go of the stores of earlier worlds, when all their ranks have left: a port may come again, and mean another store."""
+    _store.cache_clear()
+
+
 @functools.cache
 def _store(host: str | None, port: str | None, rank: int, size: int, timeout: datetime.timedelta) -> tuple[Store, Iterator[int]]:
     """The store of all ranks, and a counter of stays that is equal on all of them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
-from lockstep.data.loader import map_tensors
+from lockstep.data.loader import Chunks, map_tensors
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Adjusted(Task):
     def _settle(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
         """Give BatchNorm the statistics of some samples: with those of a new model, activations of deep networks explode."""
         data = self.train_data()
-        batch = self.collate([self.prepare(data[index], 0, True) for index in range(min(8, len(data)))])  # type: ignore[arg-type]
+        batch = self.collate(readable(Chunks(data, self, 0, True, "skip"), range(min(8, len(data))), 0))  # type: ignore[arg-type]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment] # the mean over what is seen
@@ -118,6 +118,18 @@ class Adjusted(Task):
         return self.task.truth(sample)
 
 
+def readable(chunks: Chunks, indices: Iterable[int], epoch: int) -> list[Any]:
+    """Samples, without those that cannot be read where the config skips them."""
+    samples = []
+    for index in indices:
+        try:
+            samples.append(chunks.sample(int(index), epoch))
+        except Exception:
+            if chunks.on_error == "raise":
+                raise
+    return samples
+
+
 def in_double(batch: Any) -> Any:
     """`batch` with its floating-point tensors in float64."""
     return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -156,6 +168,9 @@ class Silenced(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             args = [*args[:4], 0.0, *args[5:]] if len(args) > 4 else args
             options |= {} if len(args) > 4 else {"dropout_p": 0.0}
+        if func is functional.multi_head_attention_forward:  # inside of which this mode is off
+            args = [*args[:10], 0.0, *args[11:]] if len(args) > 10 else args
+            options |= {} if len(args) > 10 else {"dropout_p": 0.0}
         return func(*args, **options)
 
 
@@ -189,4 +204,8 @@ def _part(data: Any, count: int | None) -> Dataset[Any]:
 
 def total(losses: Any) -> Tensor:
     """The sum over heads, where there are several."""
-    return sum(losses.values(), torch.zeros(())) if isinstance(losses, Mapping) else losses
+    heads = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+    added: Tensor = heads[0]  # in its own number format
+    for loss in heads[1:]:
+        added = added + loss
+    return added

@@ -149,6 +149,11 @@ class Bench:
         return set(self._answers)
 
     @property
+    def last_factor(self) -> int:
+        """Of `learned`, as far as it was asked for."""
+        return self.patience if f"learned-{self.patience}" in self.done else 1
+
+    @property
     def nature(self) -> Nature:
         """Of the config's task."""
         found: Nature = self.ask("nature", 1, look, self.natural(), self.part)
@@ -184,7 +189,7 @@ class Bench:
 
     def overheard(self) -> list[Seen]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""
-        config = self.natural(batch__micro=self.small_micro, log__every_steps=self.steps)
+        config = self.natural(batch__micro=self.small_micro, log__every_steps=self.steps, train__unfreeze=[])
         return self.train("overheard", self.nproc, config, Adjustment(part=self.part), Watch(talk=tuple(range(2, self.steps - 1))), keep=False)
 
     @property

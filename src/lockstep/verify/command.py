@@ -74,13 +74,20 @@ def verify(
             result.verdicts.append(verdict)
             tell(report.line(verdict))
         result.seconds = round(time.perf_counter() - begun, 1)
-        (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
-        (run_dir / "verify.html").write_text(report.to_html(result))
+        _write(result, run_dir)
     finally:
         if ranks is None:
             own.close()
         shutil.rmtree(folder, ignore_errors=True)
     return result
+
+
+def _write(result: Result, run_dir: Path) -> None:
+    try:
+        (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
+        (run_dir / "verify.html").write_text(report.to_html(result))
+    except OSError as error:
+        raise LockstepError(f"cannot write: {error.strerror}", where=str(error.filename or run_dir), remedy="free disk space, or give --run-dir") from error
 
 
 def _look(bench: Bench, run_dir: Path) -> None:

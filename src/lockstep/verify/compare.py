@@ -70,7 +70,7 @@ def curve_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 def first_apart(one: Sequence[float], other: Sequence[float], bound: float) -> int | None:
     """The first place at which two curves differ by more than `bound`, relative to their largest value."""
-    scale = max((abs(value) for value in (*one, *other)), default=1.0) or 1.0
+    scale = max((abs(value) for value in (*one, *other) if math.isfinite(value)), default=1.0) or 1.0
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if not abs(a - b) <= bound * scale), None)
 
 

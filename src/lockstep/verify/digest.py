@@ -17,10 +17,11 @@ _BLOCK = 1 << 20
 def digest(tensor: Tensor) -> int:
     """A 64-bit digest of a tensor's bits and their places; not its shape.
 
-    A sum of the elements' bits, each multiplied by an odd number that its place gives, modulo 2**64: two tensors that
-    differ in one element never have the same. (`torch.hash_tensor` XORs: [a, -a] collides.)
+    The sum, modulo 2**64, of what SplitMix64's finaliser makes of each element's bits and its place: two tensors that differ in
+    one element never have the same. (`torch.hash_tensor` XORs: [a, -a] collides. So does any sum of bits times places: two
+    flipped signs of float64 add up to 2**64.)
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
@@ -28,7 +29,10 @@ def digest(tensor: Tensor) -> int:
     for start in range(0, len(bits), _BLOCK):
         part = bits[start : start + _BLOCK].to(torch.int64)
         places = torch.arange(start, start + len(part), dtype=torch.int64, device=bits.device)
-        found += ((part + 1) * (2 * places + 1) * -7046029254386353131).sum()  # 2**64 / golden ratio, odd
+        mixed = part + (places + 1) * -7046029254386353131  # 2**64 / golden ratio, odd
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * factor  # shifted as if it had no sign
+        found += (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))).sum()
     return int(found)
 
 

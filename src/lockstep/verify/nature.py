@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from lockstep.assembly import assemble, optimizer, seed
-from lockstep.data.loader import Chunks, map_tensors
+from lockstep.data.loader import Chunks, OnError, map_tensors
 from lockstep.dist.world import join_world
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
-from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, silence, total
+from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, readable, silence, total
 from lockstep.verify.operations import Drawing
 
 
@@ -87,14 +87,14 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         model = task.model().to(world.device).train()
         nature.norms = len(batch_norms(model))
         nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
-        nature.random = _drawn(task, model, _halves(task, world.device, part, trainer.config.seed)[0])
+        nature.random = _drawn(task, model, _halves(task, world.device, part, trainer.config.seed, trainer.config.data.on_error)[0])
         nature.dropouts = silence(model)
         for double in (True, False):
             exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
             try:
                 seed(trainer.config)
                 model = exact.model().to(world.device).train()
-                whole, *halves = _halves(exact, world.device, part, trainer.config.seed)
+                whole, *halves = _halves(exact, world.device, part, trainer.config.seed, trainer.config.data.on_error)
                 nature.still_random = _drawn(exact, model, whole)
                 _measure(nature, exact, model, whole, halves)
                 break
@@ -105,12 +105,12 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
     return nature
 
 
-def _halves(task: Task, device: torch.device, part: int, seed: int) -> list[Any]:
+def _halves(task: Task, device: torch.device, part: int, seed: int, on_error: OnError) -> list[Any]:
     """A batch of up to eight samples, and its two halves."""
     data = task.train_data()
     count = min(8, part, len(data))  # type: ignore[arg-type]
-    chunks = Chunks(data, task, seed, training=True)
-    samples = [chunks.sample(index, 0) for index in range(count)]
+    samples = readable(Chunks(data, task, seed, True, on_error), range(count), 0)
+    count = len(samples)
     cuts = [samples, samples[: count // 2], samples[count // 2 :]]
     return [map_tensors(task.collate(cut), lambda tensor: tensor.to(device)) for cut in cuts if cut]
 

@@ -15,6 +15,7 @@ from lockstep.data.order import StepPlan
 from lockstep.dist import sharding
 from lockstep.run import Job
 from lockstep.tasks.task import Task
+from lockstep.verify.adjusted import readable
 
 _AT_ONCE = 64
 
@@ -110,7 +111,7 @@ def _global_batch(job: Job, task: Task) -> list[tuple[Any, int]]:
     plan = job.plan
     whole = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
     indices, epoch = whole.indices(job.run.step)
-    chunks = Chunks(task.train_data(), task, plan.seed, training=True)
-    samples = [chunks.sample(int(index), epoch) for index in indices]
+    chunks = Chunks(task.train_data(), task, plan.seed, True, job.batches.loader.chunks.on_error)
+    samples = readable(chunks, indices, epoch)
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(job.run.world.device)), len(cut)) for cut in cuts]

@@ -14,7 +14,7 @@ from lockstep.dist.world import join_world
 from lockstep.errors import UsageError
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
-from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.adjusted import Adjusted, Adjustment, readable
 
 _AT_ONCE = 64
 
@@ -86,9 +86,10 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> float:
                 total = total + (task.coefficients().get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total
 
-    if not objective().requires_grad:
+    value, parameters = objective(), list(outputs.outputs)
+    if not parameters or not value.requires_grad or not any(one is not None for one in torch.autograd.grad(value, parameters, allow_unused=True)):
         raise UsageError("the loss does not come from tensors that the model returns")
-    optimizer = torch.optim.LBFGS(outputs.outputs.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -103,8 +104,7 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> float:
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
     """Training data in batches, each with its number of samples."""
     data = task.train_data()
-    chunks = Chunks(data, task, 0, training=False)
-    samples = [chunks.sample(index, 0) for index in range(len(data))]  # type: ignore[arg-type]
+    samples = readable(Chunks(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(device)), len(cut)) for cut in cuts]
 

@@ -104,7 +104,7 @@ def determinism(bench: Bench) -> Verdict:
     if found is None:
         return passed(f"{bench.steps} steps on {bench.nproc} ranks, twice: every batch, loss and tensor the same", **more)
     step, text = found
-    if "batch" not in text:
+    if " gets another batch " not in text:
         text += _first_operation(bench, step)
     return fault(text, **more)
 
@@ -162,11 +162,14 @@ def resume(bench: Bench) -> Verdict:
     assert mine is not None
     assert reference is not None
     begun = seen[0].samples[0][0] if seen[0].samples else bench.steps
+    lacking = [one for one in bench.undisturbed()[0].shapes if not one.startswith("buffer.") and one not in reference.index]
     different = compare.differing(reference, mine)
     more = {"value": float(len(different)), "bound": 0.0, "what": "tensors that differ"}
     words += f", resumed from step {begun}"
     if begun != (before.step if before else 0) or mine.step != bench.steps:
         return fault(f"{words}, though the newest checkpoint was of step {before.step if before else 0}; it ended at step {mine.step} of {bench.steps}", **more)
+    if lacking:
+        return fault(f"a checkpoint does not hold {lacking[0]} and {len(lacking) - 1} others, which are part of the training's state", **more)
     if not different:
         lag = f" ({step - begun} steps done again)" if step > begun else ""
         return passed(f"{words}{lag}: weights and optimizer state bit-identical", **more)

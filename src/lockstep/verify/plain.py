@@ -1,8 +1,9 @@
-"""Evaluation by a plain loop, without the engine."""
+"""Evaluation and prediction by a plain loop, without the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lockstep.data.loader import Chunks, map_tensors
 from lockstep.data.order import evaluation_chunks
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import join_world
+from lockstep.engine.evaluate import split
 from lockstep.engine.metrics import flatten
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
@@ -63,6 +65,26 @@ def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_b
 
 def evaluate_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustment, micro_batch: int) -> dict[str, float]:
     """A trial's newest checkpoint, evaluated without the engine."""
+    with _loaded(config, folder, adjustment) as (task, model, precision, on_error):
+        return evaluate_plainly(task, model, precision, micro_batch, on_error)
+
+
+def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> list[dict[str, Any]]:
+    """Predictions of a trial's newest checkpoint without the engine, one sample at a time, each with its truth under `truth`."""
+    with _loaded(config, folder, adjustment) as (task, model, precision, _), torch.no_grad(), precision.autocast():
+        data: Any = task.eval_data()
+        chunks = Chunks(data, task, 0, training=False)
+        found = []
+        for index in range(len(data)):
+            batch = map_tensors(task.collate([chunks.sample(index, 0)]), lambda tensor: tensor.to(precision.device))
+            (output,) = split(task.predict(model.eval(), batch), 1)
+            found.append({"truth": task.truth(data[index])} | task.describe(output))
+        return found
+
+
+@contextlib.contextmanager
+def _loaded(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> Iterator[tuple[Adjusted, nn.Module, Precision, str]]:
+    """The task, its model with the weights of a trial's newest checkpoint, the precision, and what an unreadable sample does."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = Adjusted(trainer.task(), adjustment)
     with join_world(trainer.config.device) as world:
@@ -71,4 +93,4 @@ def evaluate_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustm
         found = last_checkpoint(folder)
         assert found is not None
         load(found, model)
-        return evaluate_plainly(task, model, Precision(trainer.config.precision, world.device), micro_batch, trainer.config.data.on_error)
+        yield task, model, Precision(trainer.config.precision, world.device), trainer.config.data.on_error

@@ -30,6 +30,7 @@ class Ranks:
     def __init__(self, log: Path) -> None:
         self.log = log
         self._workers: list[tuple[Any, Connection]] = []
+        self._ports: set[int] = set()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 1800.0) -> list[Any]:
         """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
@@ -38,9 +39,7 @@ class Ranks:
             in rank order what it returned; an `Ended` for a rank whose process ended or that did not answer in time.
         """
         self._start(world)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = self._new_port()
         for rank in range(world):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             self._workers[rank][1].send(({name: str(value) for name, value in variables.items()}, function, arguments))
@@ -59,6 +58,16 @@ class Ranks:
                     self._workers[rank][0].join()
                     answers[rank] = Ended(rank, self._workers[rank][0].exitcode)
         return [answers[rank] for rank in range(world)]
+
+    def _new_port(self) -> int:
+        """A free one that no world had before: a rank might still know what it meant then."""
+        while True:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = int(probe.getsockname()[1])
+            if port not in self._ports:
+                self._ports.add(port)
+                return port
 
     def _start(self, count: int) -> None:
         """As many living processes as `count`; those that ended are replaced."""
@@ -98,6 +107,8 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         os.dup2(file.fileno(), 2)
     import torch
 
+    from lockstep.dist import world
+
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # ranks that each take all cores slow each other down
     while True:
@@ -106,6 +117,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(environment)
+        world.forget_stores()
         try:
             answer = function(*arguments)
         except BaseException:

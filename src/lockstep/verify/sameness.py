@@ -63,10 +63,13 @@ def _differing(seen: list[Seen], step: int) -> list[tuple[str, tuple[int, int]]]
 
 def _lacking(seen: list[Seen], step: int) -> str | None:
     """A tensor some rows of which no rank holds, or that some rank knows nothing of."""
-    for name, shape in seen[0].shapes.items():
-        held = {one.digests.get(step, {}).get(name, (0, 0, 0))[:2] for one in seen}
+    shapes = {name: shape for one in seen for name, shape in one.shapes.items()}
+    for name in dict.fromkeys(name for one in seen for name in one.digests.get(step, {})):  # state may appear later
+        shape, held = shapes[name], [one.digests.get(step, {}).get(name) for one in seen]
+        if None in held:
+            return name
         covered = 0
-        for start, rows in sorted(held):
+        for start, rows, _ in sorted(one for one in held if one is not None):
             covered = max(covered, start + rows) if start <= covered else covered
         if covered < (shape[0] if shape else 1):
             return name
@@ -166,7 +169,7 @@ def collectives(bench: Bench) -> Verdict:
     words = f"{len(quiet[0].reductions)} reductions of {reduced:,} elements in a step of {micros} micro-batches, for {elements:,} parameters"
     more = {"value": reduced / elements if bench.nproc > 1 else 0.0, "bound": 1.0, "what": "times that each gradient travels", "notes": notes}
     if bench.config["precision"] == "fp16" and waits:  # GradScaler must know whether a step overflowed, and waits for that alone
-        waits = waits[3:]
+        waits = [place for place in waits if place not in [one for one in waits if one.startswith("step.py:")][:3]]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
     if bench.hybrid:
         return not_shown("within groups and between them, gradients travel twice; only one of both is counted", **more)

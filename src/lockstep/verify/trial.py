@@ -96,10 +96,11 @@ def evaluate(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> 
     return trainer.evaluate(Adjusted(trainer.task(), adjustment))
 
 
-def describe(config: Mapping[str, Any], folder: str, samples: int) -> list[dict[str, Any]]:
-    """Predictions beside the truth, by a trial's newest checkpoint, for samples that are spread over the evaluation data."""
+def predict(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> list[dict[str, Any]]:
+    """The engine's predictions by a trial's newest checkpoint, as the task describes them, for all evaluation data; on rank 0."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    return trainer.describe(samples=samples, task=Adjusted(trainer.task(), Adjustment(eval_part=samples)))
+    task = Adjusted(trainer.task(), adjustment)
+    return [task.describe(output) for output in trainer.predict(task) or []]
 
 
 def sizes(config: Mapping[str, Any]) -> tuple[int, int]:

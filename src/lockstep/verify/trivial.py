@@ -49,7 +49,7 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return Trivial(obstacle="there is no evaluation data", no_data=True)
-        found, precision = Trivial(), Precision(trainer.config.precision, world.device)
+        found, precision = Trivial(no_predict=type(task.task).predict is Task.predict), Precision(trainer.config.precision, world.device)
         found.before = evaluate_plainly(task, model, precision, on_error=trainer.config.data.on_error)
         try:
             constant = Outputs(model, constant=True)
@@ -57,10 +57,10 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
             found.values = evaluate_plainly(task, constant, precision, on_error=trainer.config.data.on_error)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Trivial(before=found.before, obstacle=f"no constant output could be fitted in the place of the model's: {reason}")
+            found.obstacle, found.values = f"no constant output could be fitted in the place of the model's: {reason}", {}
+            return found
         metrics = task.metrics()
         for name, one in metrics.items() if metrics is not None else ():
             if one.higher_is_better is not None:
                 found.higher_is_better[str(name)] = bool(one.higher_is_better)
-        found.no_predict = type(task.task).predict is Task.predict
     return found

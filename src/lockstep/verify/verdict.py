@@ -61,4 +61,4 @@ def fault(reason: str, **more: Any) -> Verdict:
 
 def not_shown(reason: str, **more: Any) -> Verdict:
     """Nothing can be said, and why."""
-    return Verdict("not shown", f"cannot be shown: {reason}", **more)
+    return Verdict("not shown", f"cannot be shown because {reason}", **more)

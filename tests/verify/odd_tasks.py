@@ -1,0 +1,293 @@
+"""Small tasks that are odd or wrong in one way each, for the tests of single parts of `lockstep verify`."""
+
+import random
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from lockstep import Task
+
+
+class Small(Task):
+    """Regression on 40 samples of three numbers, in float32."""
+
+    length = 40
+
+    def model(self):
+        return nn.Linear(3, 2)
+
+    def train_data(self):
+        generator = torch.Generator().manual_seed(0)
+        return TensorDataset(torch.randn(self.length, 3, generator=generator), torch.randn(self.length, 2, generator=generator))
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().sum()
+
+
+class Noisy(Small):
+    """Noise on the weights' outputs, in another way than by dropout."""
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return (outputs + 0.1 * torch.randn_like(outputs) - batch[1]).square().sum() + 0.0 * torch.bernoulli(torch.full((1,), 0.5)).sum()
+
+
+class PythonsRandom(Small):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1 + random.random())
+
+
+class NumpysRandom(Small):
+    def loss(self, model, batch):
+        return super().loss(model, batch) * float(1 + np.random.rand())
+
+
+class Attention(Small):
+    """Attention without dropout, which draws nothing."""
+
+    def model(self):
+        return nn.Sequential(nn.Unflatten(1, (3, 1)), nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(3, 2))
+
+
+class Mean(Small):
+    """A mean where a sum is asked for."""
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean()
+
+
+class MeanOfHeads(Small):
+    """The same, in one of two heads that weigh alike."""
+
+    def loss(self, model, batch):
+        outputs = model(batch[0]) - batch[1]
+        return {"a": outputs.square().mean(), "b": outputs.abs().mean()}
+
+    def weight(self, batch):
+        return {"a": len(batch[0]), "b": len(batch[0])}
+
+
+class Odd(Mean):
+    """A mean over batches of seven, which have no halves of one size."""
+
+    length = 7
+
+
+class Coupled(Small):
+    """Samples of a batch see each other."""
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.mean(0) - batch[1]).square().sum()
+
+
+class Single(Small):
+    """One sample, which has no halves."""
+
+    length = 1
+
+
+class Normed(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Unfixable(Small):
+    def model(self):
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2))
+
+
+class OnlySingle(Small):
+    """Insists on float32."""
+
+    def loss(self, model, batch):
+        inputs = batch[0]
+        if inputs.dtype != torch.float32:
+            raise TypeError("inputs must be float32\nand nothing else")
+        return super().loss(model, batch)
+
+
+class CastsInside(Small):
+    """Casts inside, so that a model in float64 does not fit."""
+
+    def loss(self, model, batch):
+        return (model(batch[0].float()) - batch[1].float()).square().sum()
+
+
+class Bf16(Small):
+    """A model and a loss in bfloat16 that cannot be had in float64."""
+
+    def model(self):
+        return super().model().bfloat16()
+
+    def loss(self, model, batch):
+        return (model(batch[0].bfloat16()) - batch[1].bfloat16()).square().sum()
+
+
+class Bf16Heads(Bf16):
+    """Two of them."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return {"a": loss, "b": 2 * loss}
+
+
+class Unreadable(Small):
+    """Samples of which the first cannot be read."""
+
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            if index == 0:
+                raise OSError("truncated file")
+            return torch.full((3,), float(index) / 40), torch.ones(2)
+
+    def train_data(self):
+        return self.Data()
+
+
+class Raises(Small):
+    """A model that cannot run."""
+
+    def loss(self, model, batch):
+        raise ValueError("the sheep are asleep")
+
+
+class Waits(Small):
+    """Reads a value of a tensor in its loss."""
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if loss.item() < 0:
+            raise AssertionError
+        return loss
+
+
+class Classes(Task):
+    """Three classes in uneven numbers: 20, 12 and 8 of 40; the evaluation data has others."""
+
+    counts = (20, 12, 8)
+    smoothing = 0.0
+
+    def model(self):
+        return nn.Linear(3, 3)
+
+    def train_data(self):
+        return self.data(self.counts)
+
+    def eval_data(self):
+        return self.data((3, 3, 9))
+
+    def data(self, counts):
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.arange(3).repeat_interleave(torch.tensor(counts))
+        return TensorDataset(torch.randn(len(labels), 3, generator=generator), labels)
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1], reduction="sum", label_smoothing=self.smoothing)
+
+    def predict(self, model, batch):
+        return model(batch[0]).softmax(dim=1)
+
+    def metrics(self):
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return MetricCollection({"accuracy": MulticlassAccuracy(3, average="micro")})
+
+
+class Smoothed(Classes):
+    smoothing = 0.1
+
+
+class LargeTargets(Small):
+    """Targets around a million, which vary by a thousand."""
+
+    def train_data(self):
+        inputs, targets = super().train_data().tensors
+        return TensorDataset(inputs, 1e6 + 1e3 * targets)
+
+
+class MaskedHeads(Small):
+    """Two heads, of which labels are missing unevenly; none at all of a third, and the last counts twice."""
+
+    def model(self):
+        return nn.Linear(3, 3)
+
+    def train_data(self):
+        inputs, targets = super().train_data().tensors
+        valid = torch.stack([torch.arange(40) % 3 == 0, torch.arange(40) % 5 < 4, torch.zeros(40, dtype=torch.bool)], 1)
+        return TensorDataset(inputs, torch.cat([targets, targets[:, :1]], 1), valid.float())
+
+    def weight(self, batch):
+        return {"a": batch[2][:, 0].sum(), "b": batch[2][:, 1].sum(), "c": batch[2][:, 2].sum()}
+
+    def coefficients(self):
+        return {"b": 2.0}
+
+    def loss(self, model, batch):
+        squares = (model(batch[0]) - batch[1]).square() * batch[2]
+        return {"a": squares[:, 0].sum(), "b": squares[:, 1].sum(), "c": squares[:, 2].sum()}
+
+
+class OtherShapes(Classes):
+    """An output with a column less for the first 64 samples, which are all of the first class."""
+
+    counts = (64, 12, 8)
+
+    def collate(self, samples):
+        inputs, labels = super().collate(samples)
+        return inputs[:, : 2 + int(labels.max() > 0)], labels
+
+    def model(self):
+        return nn.Identity()
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum()
+
+    def metrics(self):
+        return None
+
+
+class AroundTheOutput(Classes):
+    """A loss that does not come from what the model returns."""
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(functional.linear(batch[0], model.weight, model.bias), batch[1], reduction="sum")
+
+
+class OutputIgnored(AroundTheOutput):
+    """A loss that throws away what the model returns, and does its work again."""
+
+    def loss(self, model, batch):
+        model(batch[0])
+        return super().loss(model, batch)
+
+
+class NoPredictions(AroundTheOutput):
+    """The same, and nothing to predict."""
+
+    predict = Task.predict
+
+    def metrics(self):
+        return None
+
+
+class LearnsNothing(Classes):
+    """A loss on which the weights have no influence but by a rounding."""
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        return (outputs - outputs.detach()).sum() + functional.cross_entropy(outputs.detach(), batch[1], reduction="sum")
+
+
+class NotBuilt(Classes):
+    """A model that cannot be made."""
+
+    def model(self):
+        raise RuntimeError("no model today")

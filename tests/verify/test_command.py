@@ -1,0 +1,211 @@
+"""`lockstep verify` as a command: what it refuses, its exit code, and what it leaves behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep import config_file
+from lockstep.cli import app
+from lockstep.errors import LockstepError, UsageError
+from lockstep.verify import command
+from lockstep.verify.checks import CHECKS
+from lockstep.verify.verdict import Result, fault, not_shown, passed
+from tests import runs
+
+ODD = Path(__file__).resolve().parent / "odd_tasks.py"
+
+
+class Here:
+    """Ranks that are this process."""
+
+    def __init__(self, log=None):
+        self.log, self.asked, self.closed = log, [], False
+
+    def run(self, world, wrap, function, *arguments):
+        assert world == 1
+        self.asked.append(function.__name__)
+        return [wrap(function, *arguments)]
+
+    def close(self):
+        self.closed = True
+
+
+def settings(name="Classes", **sections):
+    return config_file.parse(runs.config(task={"kind": f"{ODD}:{name}"}, **sections)).model_dump(by_alias=True)
+
+
+def verify(folder, name="Classes", checks=("loss",), **more):
+    told = []
+    result = command.verify(settings(name), 1, folder, checks, quick=True, tell=told.append, **{"ranks": Here()} | more)
+    return result, told
+
+
+@pytest.fixture
+def call(monkeypatch, tmp_path):
+    """The command line, with ranks in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "Ranks", Here)
+    options = ["batch.global=24", "optim.lr=0.05", "log.tensorboard=false", "device=cpu", "--nproc", "1", "--quick", "--run-dir", "out"]
+    return lambda name, *more, file=ODD: CliRunner().invoke(app, ["verify", f"{file}:{name}", *options, *more])
+
+
+def test_an_unknown_check_is_refused_with_the_nearest_one(tmp_path):
+    with pytest.raises(UsageError, match="there is no check 'gradient'") as caught:
+        verify(tmp_path / "out", checks=["loss", "gradient"])
+    assert caught.value.remedy.startswith("did you mean gradients? There are: loss, metric, ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_steps_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="3 steps are too few"):
+        verify(tmp_path / "out", steps=3)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("inner", ["", "/deeper"])
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, inner):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write: ") as caught:
+        verify(Path(f"{tmp_path}/file{inner}"))
+    assert str(tmp_path / "file") in caught.value.where
+    assert "--run-dir" in caught.value.remedy
+
+
+def test_as_a_rank_of_a_launcher_it_is_refused(call, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    done = call("Classes")
+    assert done.exit_code == 2
+    assert "verify starts its own ranks" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "words"), [("--checks=lss", "did you mean loss?"), ("--steps=1", "too few"), ("--nproc=none", "not a number of ranks")])
+def test_wrong_options_end_with_code_2(call, option, words):
+    done = call("Classes", option)
+    assert done.exit_code == 2
+    assert words in done.stderr
+
+
+def test_a_training_that_is_right_ends_with_code_0(call, tmp_path):
+    done = call("Base", "--checks", "loss, predictions", file=ODD.parent / "clean_tasks.py")
+    assert done.exit_code == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert written["passed"] is True
+    assert [one["name"] for one in written["checks"]] == ["loss", "predictions"]
+    assert all(one["seconds"] > 0 for one in written["checks"])
+    assert (written["nproc"], written["quick"], written["device"]) == (1, True, "cpu")
+    assert written["config"]["batch"]["global"] == 24
+    assert "written: out/verify.json, out/verify.html" in done.stdout
+
+
+def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
+    done = call("LearnsNothing", "--checks", "loss")
+    assert done.exit_code == 3
+    assert "loss" in done.stdout
+    written = json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert written["passed"] is False
+    assert (written["checks"][0]["name"], written["checks"][0]["status"]) == ("loss", "fault")
+    assert written["checks"][0]["curves"]["loss"]
+    page = (tmp_path / "out" / "verify.html").read_text()
+    assert page.startswith("<!")
+    assert "does not fall" in page
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["verify.html", "verify.json"]  # the log is the ranks'
+
+
+def test_what_is_not_shown_is_no_fault(monkeypatch, call):
+    monkeypatch.setitem(CHECKS, "loss", lambda bench: not_shown("it is dark"))
+    done = call("Classes", "--checks", "loss")
+    assert done.exit_code == 0
+    assert "it is dark" in done.stdout
+
+
+def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):
+    given = {}
+
+    def stub(config, nproc, run_dir, checks, quick, steps):
+        given.update(config=config, nproc=nproc, run_dir=run_dir, checks=checks, quick=quick, steps=steps)
+        return Result(config["name"], nproc, "cpu", quick, config, {}, [passed("good", name="loss")])
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "verify", stub)
+    done = CliRunner().invoke(app, ["verify", "toy", "batch.per_rank=5", "batch.accumulate=2", "--checks", "loss,,ranks ", "--steps", "6"])
+    assert done.exit_code == 0, done.stderr
+    assert given["config"]["batch"] == {"global": 20, "micro": 5, "per_rank": None, "accumulate": None}
+    assert (given["nproc"], given["checks"], given["quick"], given["steps"]) == (2, ["loss", "ranks"], False, 6)
+    assert given["run_dir"] == Path("runs/toy")
+
+
+def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
+    made = []
+    for name in CHECKS:
+        monkeypatch.setitem(CHECKS, name, lambda bench, name=name: made.append((name, bench.steps, bench.learning_steps)) or passed("good"))
+    result, told = verify(tmp_path, checks=())
+    assert made == [(name, 8, 40) for name in CHECKS]
+    assert [verdict.name for verdict in result.verdicts] == list(CHECKS)
+    assert len(told) == len(CHECKS) == 16
+    made.clear()
+    command.verify(settings(), 1, tmp_path, ["elastic"], steps=5, tell=told.append, ranks=Here())
+    assert made == [("elastic", 5, 60)]
+
+
+@pytest.mark.parametrize("name", ["Raises", "NotBuilt"])
+def test_a_task_that_does_not_run_is_said_before_anything_is_judged(tmp_path, name):
+    with pytest.raises(LockstepError, match="the task does not run") as caught:
+        verify(tmp_path, name)
+    assert not isinstance(caught.value, UsageError)
+    assert caught.value.where == str(tmp_path / "verify.log")
+    assert {"Raises": "ValueError: the sheep are asleep", "NotBuilt": "RuntimeError: no model today"}[name] in caught.value.what
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_that_cannot_be_had_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="no Task class 'Nobody'"):
+        verify(tmp_path, "Nobody")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trials_leave_nothing_behind(tmp_path):
+    seen = []
+
+    def wrap(function, *arguments):
+        answer = command.trial.answering(function, *arguments)
+        seen.extend(path.name for path in tmp_path.glob("verify-*/*"))
+        return answer
+
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    verify(tmp_path, wrap=wrap)
+    assert "learned-1" in seen
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "verify.json", "verify.html"}
+
+
+def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(command, "Ranks", lambda log: made.append(Here(log)) or made[0])
+
+    def broken(bench):
+        (bench.folder / "trial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(CHECKS, "loss", broken)
+    with pytest.raises(KeyboardInterrupt):
+        command.verify(settings(), 1, tmp_path, ["loss"])
+    assert made[0].closed
+    assert made[0].log == tmp_path / "verify.log"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, monkeypatch):
+    def fail(_):
+        raise ValueError("the cat sat on the cable")
+
+    def wrap(function, *arguments):
+        return command.trial.answering(fail if function is command.trial.fit else function, *arguments)
+
+    monkeypatch.setitem(CHECKS, "metric", lambda bench: fault("another"))
+    result, told = verify(tmp_path, checks=("loss", "metric"), wrap=wrap)
+    assert [verdict.status for verdict in result.verdicts] == ["fault", "fault"]
+    assert "learned-1" in result.verdicts[0].reason
+    assert "the cat sat on the cable" in result.verdicts[0].reason
+    assert len(told) == 2
+    assert result.seconds > 0

@@ -1,0 +1,236 @@
+"""The gradient by plain torch beside the one that the optimizer gets."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.data.loader import Chunks
+from lockstep.dist import sharding
+from lockstep.engine import step
+from lockstep.errors import TrainingError, UsageError
+from lockstep.verify import trial, witness
+from lockstep.verify.adjusted import Adjustment
+from lockstep.verify.oracle import Update
+from lockstep.verify.trial import Trial
+from lockstep.verify.witness import Watch
+from tests import runs
+
+HERE = Path(__file__).resolve().parent
+OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
+ROUNDING = 1e-13
+
+
+def update(condition=3.0, epsilon=1e-7, **gradient):
+    return Update({name: torch.tensor(values) for name, values in gradient.items()}, condition=condition, epsilon=epsilon)
+
+
+def actual(**gradient):
+    return {name: torch.tensor(values) for name, values in gradient.items()}
+
+
+def test_the_same_gradient_has_no_difference():
+    found = update(a=[3.0, 0.0], b=[4.0]).compare(actual(a=[3.0, 0.0], b=[4.0]), None)
+    assert (found.difference, found.ratio) == (0.0, 1.0)
+    assert (found.condition, found.epsilon) == (3.0, 1e-7)
+    assert found.gradient == {}
+
+
+def test_a_difference_is_relative_to_the_plain_gradient_and_its_worst_parameter_is_named():
+    found = update(a=[3.0, 0.0], b=[4.0]).compare(actual(a=[3.0, 1.0], b=[6.0]), None)
+    assert found.difference == pytest.approx(math.sqrt(5) / 5)
+    assert found.ratio == pytest.approx(math.sqrt(46) / 5)
+    assert found.worst == "b"
+
+
+def test_what_was_clipped_is_compared_with_the_clipped_gradient():
+    clipped = actual(a=[0.3, 0.0], b=[0.4])
+    found = update(a=[3.0, 0.0], b=[4.0]).compare(clipped, 0.5)
+    assert found.difference < 1e-6
+    assert found.ratio == pytest.approx(1.0, abs=1e-6)
+    assert update(a=[3.0, 0.0], b=[4.0]).compare(clipped, None).difference == pytest.approx(0.9)
+    unclipped = update(a=[3.0, 0.0], b=[4.0]).compare(actual(a=[3.0, 0.0], b=[4.0]), 0.5)
+    assert unclipped.ratio == pytest.approx(10.0, rel=1e-6)
+    assert update(a=[0.3], b=[0.4]).compare(actual(a=[0.3], b=[0.4]), 0.6).difference == 0.0
+
+
+def test_a_missing_gradient_and_a_superfluous_one_count_in_full():
+    found = update(a=[3.0], b=[4.0]).compare(actual(b=[4.0]), None)
+    assert (found.difference, found.worst) == (pytest.approx(0.6), "a")
+    found = update(b=[4.0]).compare(actual(b=[4.0], a=[[3.0, 0.0], [0.0, 0.0]]), None)
+    assert (found.difference, found.worst) == (pytest.approx(0.75), "a")
+    assert update(a=[0.0], b=[4.0]).compare(actual(b=[4.0]), None).difference == 0.0
+
+
+def test_no_gradient_at_all_and_nan_are_no_success():
+    assert update().compare({}, 1.0).difference == 0.0
+    assert update(a=[0.0]).compare(actual(a=[2.0]), None).difference == 2.0
+    assert math.isnan(update(a=[1.0]).compare(actual(a=[math.nan]), None).difference)
+
+
+EXACT, TWO = Adjustment(exact=True), Watch(updates=(0, 2))
+
+
+def train(tmp_path, name, file=OWN, adjustment=EXACT, watch=TWO, **sections):
+    """What one process saw of three steps."""
+    settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 3}, log={"every_steps": 1}, **sections)
+    return trial.fit(Trial("alone", 1, settings, str(tmp_path), adjustment, watch))
+
+
+CASES = {
+    "samples": ("Plain", {}),
+    "masked labels": ("Masked", {}),
+    "masked labels in micro-batches": ("Masked", {"batch": {"global": 20, "micro": 3}}),
+    "several heads with coefficients": ("TwoHeads", {}),
+    "several heads in micro-batches, clipped": ("TwoHeads", {"batch": {"global": 20, "micro": 3}, "optim": {"clip_norm": 0.05}}),
+    "clipped": ("Masked", {"optim": {"clip_norm": 0.01}}),
+    "not clipped, for it is short": ("Masked", {"optim": {"clip_norm": 1e6}}),
+    "more than are taken at once": ("Masked", {"batch": {"global": 100, "micro": 30}}),
+    "dropout switched off": ("Dropout", {"batch": {"global": 20, "micro": 6}}),
+    "buffers that no checkpoint holds": ("Deep", {"batch": {"global": 20, "micro": 6}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
+    task, sections = CASES[name]
+    found = train(tmp_path, task, **sections).updates
+    assert list(found) == [0, 2]
+    for one in found.values():
+        assert one.difference < 1e-5 if name == "clipped" else one.difference < 1e-6  # clipping knows its norm in its own format
+        assert one.ratio == pytest.approx(1.0, abs=1e-5)
+        assert one.epsilon == torch.finfo(torch.float64).eps
+        assert one.condition >= 1.0
+        if "clip" not in name or "not" in name:
+            assert one.difference < ROUNDING
+
+
+def test_frozen_parameters_and_batch_norm_are_as_in_training(tmp_path):
+    for name in ("Blocks", "BatchNorm"):
+        found = train(tmp_path / name, name, HERE / "clean_tasks.py", Adjustment(exact=True, double=True)).updates
+        assert all(one.difference < ROUNDING for one in found.values())
+
+
+def test_a_gradient_of_many_parts_says_how_far_rounding_is_amplified(tmp_path):
+    few = train(tmp_path / "few", "Plain", batch={"global": 60}).updates[0]
+    many = train(tmp_path / "many", "Plain", batch={"global": 200}).updates[0]
+    assert few.condition == pytest.approx(1.0)
+    assert many.condition > 1.001
+
+
+def test_a_skipped_update_is_not_compared(tmp_path):
+    settings = {"task": {"kind": f"{OWN}:Masked", "mask_all": True}, "train": {"steps": 3}, "log": {"every_steps": 1}}
+    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), Watch(updates=(0, 2))))
+    assert found.updates == {}
+    assert found.norms == []
+
+
+def broken(monkeypatch, change):
+    """The engine's factors, changed."""
+    factors = step._factors
+    monkeypatch.setattr(step, "_factors", lambda *arguments: change(arguments, factors(*arguments)))
+
+
+def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
+    broken(monkeypatch, lambda _, factors: [1.01 * factor for factor in factors])
+    found = train(tmp_path, "Masked").updates
+    for one in found.values():
+        assert one.difference == pytest.approx(0.01, rel=1e-6)
+        assert one.ratio == pytest.approx(1.01, rel=1e-9)
+
+
+def test_a_forgotten_coefficient_is_seen(monkeypatch, tmp_path):
+    broken(monkeypatch, lambda arguments, factors: [factor / arguments[2].get(head, 1.0) for head, factor in zip(arguments[0], factors, strict=True)])
+    assert train(tmp_path, "TwoHeads").updates[0].difference > 0.01
+
+
+def test_samples_counted_instead_of_labels_are_seen(monkeypatch, tmp_path):
+    broken(monkeypatch, lambda _, factors: [torch.full_like(factor, 1 / 24) for factor in factors])
+    assert train(tmp_path, "Masked").updates[2].difference > 0.01
+
+
+def test_a_mean_of_means_is_seen(monkeypatch, tmp_path):
+    count = step._count
+    monkeypatch.setattr(step, "_count", lambda run, micros, samples: {"loss": 7 * count(run, micros[:1], samples)["loss"]})
+    assert train(tmp_path, "Masked", batch={"global": 20, "micro": 3}).updates[0].difference > 0.01
+
+
+def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(sharding, "clip_grads", lambda *_: None)
+    found = train(tmp_path, "Masked", optim={"clip_norm": 0.01}).updates[0]
+    assert found.ratio > 2
+    assert found.difference > 1
+
+
+def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path):
+    sample = Chunks.sample
+    wrong = {"by": 1}
+    monkeypatch.setattr(Chunks, "sample", lambda self, index, epoch: sample(self, (index + wrong["by"]) % len(self.data), epoch))
+    plain = witness.plain_gradient
+
+    def of_the_plan(*arguments):
+        wrong["by"] = 0
+        try:
+            return plain(*arguments)
+        finally:
+            wrong["by"] = 1
+
+    monkeypatch.setattr(witness, "plain_gradient", of_the_plan)
+    assert train(tmp_path, "Masked").updates[0].difference > 0.01
+
+
+def test_the_same_unreadable_samples_are_left_out(tmp_path):
+    found = train(tmp_path, "Unreadable", ODD, Adjustment(), batch={"global": 40}, data={"on_error": "skip"}).updates
+    assert all(one.difference < 1e-5 for one in found.values())
+
+
+def test_looking_leaves_no_trace_in_the_training(tmp_path):
+    watch = Watch(digests=1, batches=True, probes=(1, 3), updates=(0, 1, 2), used=True, talk=(1,))
+    for task in ("Masked", "Dropout"):
+        bare, watched = (train(tmp_path / f"{task}-{number}", task, adjustment=Adjustment(), watch=one) for number, one in enumerate((Watch(), watch)))
+        assert watched.losses == bare.losses
+        assert watched.moved == bare.moved
+        assert len(watched.digests) == len(watched.batches) == 3
+        assert bare.digests == bare.batches == bare.updates == {}
+
+
+def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
+    found = train(tmp_path, "Unused", adjustment=Adjustment(), watch=Watch(used=True), parallel={"find_unused_parameters": True}, optim={"clip_norm": 0.5})
+    assert set(found.unused) == {"forgotten.weight", "forgotten.bias"}
+    assert [updates for updates, _, _ in found.rates] == [0, 1, 2]
+    assert [at for at, _ in found.norms] == [0, 1, 2]
+    assert all(0 < norm <= 0.5 * (1 + 1e-6) for _, norm in found.norms)
+    assert found.modes == []
+    assert found.base_lr == 0.01
+    assert (found.stop, found.length, found.steps_per_epoch) == (3, 240, 10)
+    assert sorted(found.trainable) == sorted(found.parameters)
+    assert [len(indices) for _, _, indices in found.samples] == [24] * 3
+
+
+def test_a_trial_ends_where_it_is_to_end(tmp_path):
+    settings = runs.config(task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0})
+    stopped = trial.fit(Trial("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
+    assert len(stopped.losses) == 3
+    resumed = trial.fit(Trial("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))
+    assert [at for at, _, _ in resumed.samples][:2] == [3, 4]
+    whole = trial.fit(Trial("whole", 1, settings, str(tmp_path / "b")))
+    share = (whole.losses[6] - 0.1) / (whole.losses[0] - 0.1)
+    until = trial.fit(Trial("until", 1, settings, str(tmp_path / "c"), until=(share, 0.1)))
+    assert until.losses[-1] <= whole.losses[6]
+    assert all(loss > whole.losses[6] for loss in until.losses[:-1])
+
+
+def test_answers_tell_a_wrong_config_from_a_failure(capfd):
+    def fail(error):
+        raise error
+
+    assert trial.answering(lambda value: value + 1, 1).value == 2
+    refused = trial.answering(fail, UsageError("no", where="there"))
+    assert (refused.error, refused.refused) == ("there: no", True)
+    failed = trial.answering(fail, TrainingError("the loss is nan"))
+    assert (failed.error, failed.known, failed.refused) == ("the loss is nan", True, False)
+    crashed = trial.answering(fail, ValueError("the sheep are asleep"))
+    assert (crashed.known, crashed.refused) == (False, False)
+    assert crashed.error.startswith("ValueError: the sheep are asleep (test_oracle.py:")
+    assert "in fail" in capfd.readouterr().err

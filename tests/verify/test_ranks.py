@@ -1,0 +1,140 @@
+"""Warm ranks: worlds of changing size, and what becomes of ranks that die. One pool of two for the whole file."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lockstep import config_file
+from lockstep.errors import LockstepError
+from lockstep.verify import command
+from lockstep.verify.ranks import Ended, Ranks
+from tests import runs
+
+
+class Named(Dataset):
+    """Every sample is the process that reads it, how that one was started, and the one that started it."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.tensor([os.getpid(), os.getppid()])
+
+
+def whoami():
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    return os.getpid(), {name: os.environ[name] for name in names}
+
+
+def together(value):
+    """The sum of `value` times the rank over a real group."""
+    from lockstep.dist.world import join_world
+
+    with join_world("cpu") as world:
+        return world.all_sum([value * world.rank])[0], torch.get_num_threads()
+
+
+def loaded():
+    processes = [sample.tolist() for batch in DataLoader(Named(), num_workers=1) for sample in batch]
+    return os.getpid(), processes, multiprocessing.get_start_method()
+
+
+def die(how):
+    """As `how` says for this rank."""
+    if how[int(os.environ["RANK"])] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("the sheep are asleep")
+
+
+def sleep(rank):
+    if os.environ["RANK"] == str(rank):
+        time.sleep(60)
+    return os.getpid()
+
+
+def say(text):
+    print(text, flush=True)
+    os.write(2, f"{text} as a fault\n".encode())
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory):
+    ranks = Ranks(tmp_path_factory.mktemp("ranks") / "verify.log")
+    yield ranks
+    ranks.close()
+
+
+def test_a_world_is_as_large_as_is_asked_for_and_processes_stay(pool):
+    small, large, again = (pool.run(world, whoami) for world in (1, 2, 1))
+    assert small[0][0] == large[0][0] == again[0][0] != large[1][0]
+    assert [len(world) for world in (small, large, again)] == [1, 2, 1]
+    for world in (small, large, again):
+        for rank, (_, variables) in enumerate(world):
+            expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(world)), "LOCAL_WORLD_SIZE": str(len(world))}
+            assert variables == expected | {"MASTER_ADDR": "127.0.0.1"}
+    assert "RANK" not in os.environ
+
+
+def test_ranks_of_a_world_talk_to_each_other_again_and_again(pool):
+    assert [answer[0] for answer in pool.run(2, together, 2.0)] == [2.0, 2.0]
+    assert pool.run(1, together, 2.0) == [(0.0, 1)]
+    assert [answer[0] for answer in pool.run(2, together, 3.0)] == [3.0, 3.0]
+
+
+def test_loader_workers_start_as_in_a_process_of_the_users(pool):
+    ((rank, processes, method),) = pool.run(1, loaded)
+    assert method == multiprocessing.get_start_method()
+    assert all(parent == rank != process for process, parent in processes)
+
+
+def test_what_ranks_print_goes_into_the_log(pool, capfd):
+    pool.run(2, say, "the cat sat")
+    text = pool.log.read_text()
+    assert text.count("the cat sat\n") == 2
+    assert text.count("the cat sat as a fault\n") == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_log_that_a_broken_task_is_told_of_has_its_traceback(pool):
+    odd_tasks = Path(__file__).resolve().parent / "odd_tasks.py"
+    settings = config_file.parse(runs.config(task={"kind": f"{odd_tasks}:Raises"})).model_dump(by_alias=True)
+    with pytest.raises(LockstepError, match="the sheep are asleep") as caught:
+        command.verify(settings, 2, pool.log.parent, ranks=pool)
+    assert caught.value.where == str(pool.log)
+    log = pool.log.read_text()
+    assert "Traceback" in log
+    assert "odd_tasks.py" in log
+    assert list(pool.log.parent.iterdir()) == [pool.log]
+
+
+def test_ranks_are_in_a_session_of_their_own(pool):
+    ((pid, _),) = pool.run(1, whoami)
+    assert os.getsid(pid) == pid != os.getsid(0)
+
+
+def test_a_rank_that_dies_is_an_ended_one_with_its_exit_code_and_is_replaced(pool):
+    before = {pid for pid, _ in pool.run(2, whoami)}
+    answers = pool.run(2, die, ("raised", "killed"))
+    assert all(isinstance(answer, Ended) for answer in answers)
+    assert [(answer.rank, answer.exit_code) for answer in answers] == [(0, 1), (1, -signal.SIGKILL)]
+    assert "the sheep are asleep" in pool.log.read_text()
+    assert [answer[0] for answer in pool.run(2, together, 2.0)] == [2.0, 2.0]
+    assert not before & {pid for pid, _ in pool.run(2, whoami)}
+
+
+def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_others(pool):
+    begun = time.monotonic()
+    answers = pool.run(2, sleep, 1, timeout_s=1.0)
+    assert time.monotonic() - begun < 30
+    assert (answers[1].rank, answers[1].exit_code) == (1, -signal.SIGKILL)
+    assert pool.run(1, whoami)[0][0] == answers[0]  # the other one goes on
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(answers[0], 0)
+    pool.close()  # once more does no harm
