@@ -208,4 +208,4 @@ def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, m
     assert "learned-1" in result.verdicts[0].reason
     assert "the cat sat on the cable" in result.verdicts[0].reason
     assert len(told) == 2
-    assert result.seconds > 0
+    assert result.seconds >= 0

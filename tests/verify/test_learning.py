@@ -201,9 +201,10 @@ def steps(count=4, lr=0.01, **more):
     return seen([1.0] * count, **found | more)
 
 
-def judged(learned=None, updates=None, nature=None, **sections):
+def judged(learned=None, updates=None, nature=None, alone=None, **sections):
     accumulated = seen([1.0], updates={0: update(), 6: update()} if updates is None else updates)
     answers = {"learned-1": learned or [steps(), steps()], "accumulated": accumulated, "nature": nature or Nature(epsilon=1e-16)}
+    answers["one-process"] = alone or seen([1.0], moved=2.0, followed={"weights": 1e-16})
     return learning.gradients(bench(answers, **sections))
 
 
@@ -246,7 +247,7 @@ def test_a_mean_is_named_as_the_likely_cause():
 
 
 def test_a_step_in_evaluation_mode_is_a_fault_on_any_rank():
-    assert "step 2 began with the model in evaluation mode" in judged([steps(modes=[3]), steps(modes=[1, 2])]).reason
+    assert "the model was in evaluation mode in step 2" in judged([steps(modes=[3]), steps(modes=[1, 2])]).reason
 
 
 def test_a_parameter_without_gradient_on_all_ranks_is_a_fault():
@@ -441,3 +442,16 @@ def test_epochs_end_within_few_steps_and_micro_batches_are_uneven():
             assert 4 * batch < made.part < 5 * batch
             assert 1 <= made.small_micro < batch
             assert made.part % batch
+
+
+def test_weights_that_torch_would_have_moved_elsewhere_are_a_fault():
+    found = judged(alone=seen([1.0], moved=2.0, followed={"weights": 1e-16, "averages": 0.02}))
+    assert found.status == "fault"
+    assert "averages are not those of a new torch.optim.AdamW: 0.01 of what training moved" in found.reason
+    assert judged(alone=seen([1.0], moved=2.0, followed={"weights": math.nan})).status == "fault"
+
+
+def test_what_trains_against_the_config_is_a_fault():
+    found = judged(alone=seen([1.0], moved=2.0, wrongly=["body trains in step 1, against train.unfreeze"]))
+    assert found.status == "fault"
+    assert "body trains in step 1" in found.reason

@@ -25,7 +25,7 @@ def settings(name, file=HERE / "odd_tasks.py", **options):
 def fitted(task, constant=True):
     torch.manual_seed(0)
     outputs = Outputs(task.model().eval(), constant=constant)
-    loss = fit(task, outputs, CPU)
+    _, loss = fit(task, outputs, CPU)
     return loss, [parameter.detach() for parameter in outputs.outputs]
 
 

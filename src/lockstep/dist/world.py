@@ -123,6 +123,7 @@ class World:
         """The same ranks over a gloo group of their own, for a thread beside the training: two threads in one group deadlock."""
         if self.size == 1:
             return self
+        self.all_sum([0.0])  # who waits for a rank that has failed can be told here; within new_group it holds the interpreter's lock
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
         retire([group])
         return replace(self, group=group)

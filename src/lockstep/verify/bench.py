@@ -136,11 +136,11 @@ class Bench:
             self._answers[name] = self.ranks.run(world, self.wrap, function, *arguments)
         answers = self._answers[name]
         ended = [one for one in answers if isinstance(one, Ended)]
+        failed = sorted((one for one in answers if isinstance(one, Answer) and one.error), key=lambda one: (not one.refused, one.known))
+        if failed and not (ended and failed[0].known and not failed[0].refused):  # that another rank is gone is no news
+            raise TrialFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
         if ended:
             raise TrialFailed(name, "; ".join(f"the process of rank {one.rank} ended with exit code {one.exit_code}" for one in ended))
-        failed = sorted((one for one in answers if one.error), key=lambda one: not one.refused)
-        if failed:
-            raise TrialFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
         return list(answers)
 
     @property
@@ -167,7 +167,8 @@ class Bench:
 
     def alone(self) -> list[Seen]:
         """One process, whole global batches: what all others are compared with."""
-        return self.train("one-process", 1, self.exact(batch__micro=None), self.adjustment())
+        config = self.exact(batch__micro=None)
+        return self.train("one-process", 1, config, self.adjustment(), Watch(follow=config))
 
     def together(self) -> list[Seen]:
         """All ranks, one micro-batch each."""
@@ -176,7 +177,7 @@ class Bench:
     def accumulated(self) -> list[Seen]:
         """All ranks, several uneven micro-batches each; two of its updates are compared with plain torch's."""
         config = self.exact(batch__micro=self.small_micro)
-        return self.train("accumulated", self.nproc, config, self.adjustment(), Watch(updates=(0, self.steps // 2)))
+        return self.train("accumulated", self.nproc, config, self.adjustment(), Watch(updates=(0, self.steps - 2)))
 
     def undisturbed(self) -> list[Seen]:
         """All ranks, the training as it is, with checkpoints on the way."""
@@ -190,7 +191,7 @@ class Bench:
     def overheard(self) -> list[Seen]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""
         config = self.natural(batch__micro=self.small_micro, log__every_steps=self.steps, train__unfreeze=[])
-        return self.train("overheard", self.nproc, config, Adjustment(part=self.part), Watch(talk=tuple(range(2, self.steps - 1))), keep=False)
+        return self.train("overheard", self.nproc, config, Adjustment(part=4 * self.global_batch), Watch(talk=tuple(range(2, self.steps - 1))), keep=False)
 
     @property
     def small_micro(self) -> int:

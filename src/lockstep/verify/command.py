@@ -108,6 +108,8 @@ def _judge(name: str, bench: Bench) -> Verdict:
         verdict = CHECKS[name](bench)
     except TrialFailed as failed:
         verdict = not_shown(failed.error) if failed.refused else fault(f"the trial failed: {failed}")
+    except LockstepError as error:  # what a trial left cannot be read
+        verdict = fault(str(error))
     verdict.name = name
     verdict.seconds = round(time.perf_counter() - begun, 2)
     return verdict

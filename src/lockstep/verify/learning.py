@@ -21,6 +21,7 @@ _NEAR_ZERO = 0.05
 _TINY = 8
 _SHOWN = 64
 _ROUNDINGS = 1000.0
+_EPSILON_64, _EPSILON_32 = 2.0**-52, 2.0**-23
 
 
 def loss(bench: Bench) -> Verdict:
@@ -118,10 +119,10 @@ def overfit(bench: Bench) -> Verdict:
 def gradients(bench: Bench) -> Verdict:
     """What the optimizer gets: the gradient of plain torch, clipped, at the scheduled learning rate, for every trainable parameter."""
     learned, exact = bench.learned(), bench.accumulated()
-    wrong = _wrong_norms(learned[0], bench) + _wrong_rates(learned[0], bench)
+    wrong = _wrong_norms(learned[0], bench) + _wrong_rates(learned[0], bench) + _wrong_updates(bench)
     if any(seen.modes for seen in learned):
         step = min(step for seen in learned for step in seen.modes)
-        wrong.append(f"step {step + 1} began with the model in evaluation mode")
+        wrong.append(f"the model was in evaluation mode in step {step + 1}")
     dead = [one for one in learned[0].unused if all(one in seen.unused for seen in learned)]
     if dead:
         wrong.append(f"{len(dead)} trainable parameters got no gradient other than zero in {len(learned[0].losses)} steps: {', '.join(dead[:5])}")
@@ -173,6 +174,16 @@ def _wrong_rates(seen: Seen, bench: Bench) -> list[str]:
     if len(seen.rates) != len(seen.losses) - skipped:
         return [f"{len(seen.losses)} steps, of which {skipped} were skipped, made {len(seen.rates)} updates"]
     return []
+
+
+def _wrong_updates(bench: Bench) -> list[str]:
+    """Where weights, averages or what trains are not what torch.optim and train.unfreeze make of the same gradients."""
+    (seen,) = bench.alone()
+    allowed = _ROUNDINGS * (_EPSILON_64 if bench.nature.double else _EPSILON_32) * max(seen.moved, 1e-30)
+    name = bench.config["optim"]["name"]
+    off = {kind: apart for kind, apart in seen.followed.items() if not apart <= allowed}
+    words = [f"{kind} are not those of a new torch.optim.{name}: {apart / max(seen.moved, 1e-30):.2g} of what training moved" for kind, apart in off.items()]
+    return words + seen.wrongly[:1]
 
 
 def predictions(bench: Bench) -> Verdict:

@@ -30,13 +30,14 @@ class Talk:
     """Of one step on one rank.
 
     reductions: elements of each reduction within the forward and backward passes. small: those that the package asks for by itself,
-    to count units or take a norm. others: other collectives, by name. waits: where the host read a value of a tensor, (file and line,
+    to count units or take a norm. others: other collectives, by name. broadcast: bytes that were. waits: where the host read a value, (file and line,
     whether it is in the package).
     """
 
     reductions: list[int] = field(default_factory=list)
     small: list[int] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+    broadcast: int = 0
     waits: list[tuple[str, bool]] = field(default_factory=list)
 
 
@@ -88,6 +89,8 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = self.talk.small if Path(_frame().f_code.co_filename).parent.name == "dist" else self.talk.reductions
             kind.append(sum(one.numel() for one in tensors))
         elif name.startswith("c10d::"):
+            if name == "c10d::broadcast_":
+                self.talk.broadcast += sum(one.nbytes for one in args[0])
             self.talk.others.append(name.removeprefix("c10d::").strip("_"))
         elif name in _WAITS:
             self.talk.waits.append(_place())

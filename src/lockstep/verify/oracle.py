@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Chunks, map_tensors
-from lockstep.data.order import StepPlan
+from lockstep.data.loader import map_tensors
+from lockstep.data.order import StepPlan, mix
 from lockstep.dist import sharding
 from lockstep.run import Job
 from lockstep.tasks.task import Task
-from lockstep.verify.adjusted import readable
 
 _AT_ONCE = 64
 
@@ -111,7 +112,17 @@ def _global_batch(job: Job, task: Task) -> list[tuple[Any, int]]:
     plan = job.plan
     whole = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
     indices, epoch = whole.indices(job.run.step)
-    chunks = Chunks(task.train_data(), task, plan.seed, True, job.batches.loader.chunks.on_error)
-    samples = readable(chunks, indices, epoch)
+    data: Any = task.train_data()
+    samples = []
+    for index in map(int, indices):
+        seed = mix(plan.seed, epoch, index)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed & 0xFFFFFFFF)
+        try:
+            samples.append(task.prepare(data[index], epoch, True))
+        except Exception:
+            if job.batches.loader.chunks.on_error == "raise":
+                raise
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(job.run.world.device)), len(cut)) for cut in cuts]

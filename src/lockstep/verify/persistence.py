@@ -161,12 +161,14 @@ def resume(bench: Bench) -> Verdict:
     mine, reference = compare.last_checkpoint(bench.folder / "killed"), compare.last_checkpoint(bench.folder / "undisturbed")
     assert mine is not None
     assert reference is not None
+    if before is None:
+        return not_shown(f"{words}, before a checkpoint was written")
     begun = seen[0].samples[0][0] if seen[0].samples else bench.steps
     lacking = [one for one in bench.undisturbed()[0].shapes if not one.startswith("buffer.") and one not in reference.index]
     different = compare.differing(reference, mine)
     more = {"value": float(len(different)), "bound": 0.0, "what": "tensors that differ"}
     words += f", resumed from step {begun}"
-    if begun != (before.step if before else 0) or mine.step != bench.steps:
+    if begun != before.step or mine.step != bench.steps:
         return fault(f"{words}, though the newest checkpoint was of step {before.step if before else 0}; it ended at step {mine.step} of {bench.steps}", **more)
     if lacking:
         return fault(f"a checkpoint does not hold {lacking[0]} and {len(lacking) - 1} others, which are part of the training's state", **more)

@@ -11,6 +11,7 @@ from lockstep.verify.bench import Bench, TrialFailed
 from lockstep.verify.verdict import Verdict, fault, not_shown, passed
 from lockstep.verify.witness import Seen
 
+_EXPECTED = {"broadcast", "allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"}  # buffers, and what is sharded
 _ONE_RANK = "one rank has none to be compared with; give --nproc 2 or more"
 
 
@@ -177,6 +178,12 @@ def collectives(bench: Bench) -> Verdict:
         return fault(words, **more)
     if small > 2:
         return fault(f"{small} small reductions in a step; counting its units takes one, the norm of sharded gradients one", **more)
+    strange = sorted({one for talk in quiet for one in talk.others} - _EXPECTED)
+    if strange:
+        return fault(f"ranks meet in every step for {', '.join(strange)}, which no step needs", **more)
+    most = max(talk.broadcast for talk in quiet)
+    if most > seen[0].buffer_bytes * micros:
+        return fault(f"{most:,} bytes are broadcast in every step, where buffers have {seen[0].buffer_bytes:,}", **more)
     if waits:
         return fault(f"the host waits for the device in every step, at {', '.join(waits[:3])}", **more)
     return passed(words + "; no host synchronisation", **more)

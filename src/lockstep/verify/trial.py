@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from typing import Any
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.run import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.compare import last_checkpoint
 from lockstep.verify.witness import Seen, Watch, Witness
+
+_PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Trial:
     """A training.
 
     config: as `RunConfig` reads it. folder: its run directory; a trial that names an earlier one's goes on from its checkpoint.
-    stop_at: stop and save after this step, as on a signal. kill: (rank, step): SIGKILL that rank after that step. until: (share, least):
+    stop_at: stop and save after this step, as on a signal. kill: (rank, step): SIGKILL that rank after that
+    step, when there is a checkpoint. until: (share, least):
     stop as soon as the loss above `least` is this share of the first step's.
     """
 
@@ -68,6 +73,9 @@ def _fit(trial: Trial) -> Seen:
 def _after(trial: Trial, losses: Sequence[float], step: int) -> None:
     """End, where the trial is to end after this step."""
     if trial.kill is not None and step == trial.kill[1] and os.environ["RANK"] == str(trial.kill[0]):
+        deadline = time.monotonic() + _PATIENCE_S  # steps may be faster than a write: what is resumed from its beginning shows little
+        while not last_checkpoint(trial.folder) and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if trial.stop_at is not None and step >= trial.stop_at:
         raise Preempted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import state as states
 from lockstep.data.loader import Micro
 from lockstep.dist import sharding, strategy
 from lockstep.run import Job
@@ -20,6 +19,7 @@ from lockstep.tasks.task import Task
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.operations import Operations, Talk
 from lockstep.verify.oracle import Update, plain_gradient
+from lockstep.verify.shadow import Shadow
 
 State = dict[str, tuple[int, int, int]]  # by tensor: first row here, rows here, digest
 
@@ -31,7 +31,8 @@ class Watch:
     digests: of the whole state, every so many steps (0: never). batches: digests of what the loader gives. probes: steps after
     which one batch goes through every rank. updates: steps whose gradient is compared with plain torch's. used: which
     parameters ever got a gradient that is not zero. talk: steps in which collectives and host synchronisations are counted.
-    operations: the step whose every operation is digested.
+    operations: the step whose every operation is digested. follow: the config whose updates plain torch makes beside the run's, on one
+    process.
     """
 
     digests: int = 0
@@ -41,6 +42,7 @@ class Watch:
     used: bool = False
     talk: tuple[int, ...] = ()
     operations: int | None = None
+    follow: Mapping[str, Any] | None = None
 
 
 @dataclass
@@ -48,8 +50,9 @@ class Seen:
     """What a witness saw on its rank.
 
     entries: of the log. samples: (step, epoch, indices that count) of each step. moved: 2-norm of what training changed in the
-    parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, factor on each group's
-    learning rate). unused: trainable parameters that never got a gradient, or only zeros. modes: steps that began in evaluation mode.
+    parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, learning rate, base
+    learning rate) of each update. followed, wrongly: see `Shadow.differences` and `Shadow.trainable`. unused: trainable parameters that
+    never got a gradient, or only zeros. modes: steps in which the model was in evaluation mode.
     """
 
     entries: list[dict[str, float]] = field(default_factory=list)
@@ -61,11 +64,14 @@ class Seen:
     updates: dict[int, Update] = field(default_factory=dict)
     norms: list[tuple[int, float]] = field(default_factory=list)
     rates: list[tuple[int, float, float]] = field(default_factory=list)
+    followed: dict[str, float] = field(default_factory=dict)
+    wrongly: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     modes: list[int] = field(default_factory=list)
     talk: dict[int, Talk] = field(default_factory=dict)
     operations: list[tuple[str, int]] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
+    buffer_bytes: int = 0
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sharded: bool = False
     ddp: bool = False
@@ -91,6 +97,7 @@ class Witness:
         self._reference: Update | None = None
         self._never_used: dict[str, Tensor] = {}
         self._operations: Operations | None = None
+        self._shadow: Shadow | None = None
 
     # ---- what the trainer calls
 
@@ -111,10 +118,14 @@ class Witness:
         run, model, seen = job.run, job.made.model, self.seen
         seen.stop, seen.steps_per_epoch, seen.length = job.stop, job.plan.steps_per_epoch, job.plan.length
         seen.sharded, seen.ddp = strategy.is_sharded(run.forward), strategy.is_replicated(run.forward)
+        seen.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         seen.parameters = [name for name, _ in model.named_parameters()]
         seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
         seen.base_lr = float(run.optimizer.param_groups[-1]["base_lr"])
         self._updates = run.step - run.skipped
+        if self.what.follow is not None:
+            self._shadow = Shadow(job, self.what.follow)
+            seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
         start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
         handles = [run.optimizer.register_step_pre_hook(partial(self._before_update, job))]
         try:
@@ -146,6 +157,8 @@ class Witness:
 
     def _after(self, job: Job, micros: list[Micro]) -> None:
         run = job.run
+        if self._shadow is not None:
+            self._shadow.after_step()
         self._reference = None  # where the update was skipped, nobody has asked for it
         if self.what.digests and (run.step % self.what.digests == 0 or run.step == job.stop):
             self.seen.digests[run.step] = self._state(job)
@@ -158,6 +171,10 @@ class Witness:
             return
         run, model = job.run, job.made.model
         step = run.step - 1
+        if not model.training:
+            self.seen.modes.append(step)
+        if self._shadow is not None:
+            self._shadow.before_update(step)
         self.seen.norms.append((step, float(sharding.grad_norm(run.parameters))))
         group = optimizer.param_groups[-1]
         self.seen.rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
@@ -177,9 +194,12 @@ class Witness:
 
     def _state(self, job: Job) -> State:
         run, model = job.run, job.made.model
-        tensors, _ = states.capture(model, run.optimizer, run.averages.tensors if run.averages else None)
-        # What no checkpoint holds is state all the same.
-        tensors |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in tensors}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        held = {f"model.{name}": value for name, value in model.state_dict().items()}
+        held |= {f"optimizer.{names[id(one)]}.{slot}": value for one, slots in run.optimizer.state.items() for slot, value in slots.items()}
+        held |= {f"ema.{name}": value for name, value in run.averages.tensors.items()} if run.averages is not None else {}
+        held |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in held}  # no checkpoint holds them
+        tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
         strategy.sync_buffers(run.forward, run.world)  # as the next step, an evaluation and a checkpoint begin
         found: State = {}
         for name, tensor in tensors.items():

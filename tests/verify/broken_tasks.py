@@ -1,0 +1,415 @@
+"""Small tasks that are right, and the same with one fault each: what users write wrong, for `lockstep verify` to find.
+
+The first paragraph of a broken task's docstring says what is wrong with it.
+"""
+
+import os
+import random
+import time
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from lockstep import Task
+
+FEATURES, CLASSES = 6, 5
+
+
+class Clouds(Dataset):
+    """Samples around one centre per class."""
+
+    def __init__(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        centres = 2.0 * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
+        self.labels = torch.randint(0, CLASSES, (length,), generator=generator)
+        self.inputs = centres[self.labels] + 0.7 * torch.randn(length, FEATURES, generator=generator)
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], int(self.labels[index])
+
+
+class Network(nn.Module):
+    """A layer of 13 features, which no number of ranks divides, and a head; with dropout and BatchNorm where they are wanted."""
+
+    def __init__(self, dropout=0.0, norm=False):
+        super().__init__()
+        self.body = nn.Linear(FEATURES, 13)
+        self.norm = nn.BatchNorm1d(13) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(13, CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.drop(self.norm(self.body(inputs)).tanh()))
+
+
+class Classes(Task):
+    """Right: a label per sample, cross-entropy summed over samples, noise as augmentation. factor: of the loss."""
+
+    def __init__(self, length=203, eval_length=67, dropout=0.0, norm=False, factor=1.0):
+        self.length, self.eval_length, self.dropout, self.norm, self.factor = length, eval_length, dropout, norm, factor
+
+    def model(self):
+        return Network(self.dropout, self.norm)
+
+    def train_data(self):
+        return Clouds(self.length, 1)
+
+    def eval_data(self):
+        return Clouds(self.eval_length, 2)
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = sample
+        return inputs + (0.1 * torch.randn(FEATURES) if training else 0.0), label
+
+    def loss(self, model, batch):
+        return self.factor * functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+    def predict(self, model, batch):
+        return model(batch[0]).float().softmax(dim=1)
+
+    def metrics(self):
+        from torchmetrics import MetricCollection
+        from torchmetrics.classification import MulticlassAccuracy
+
+        return MetricCollection({"accuracy": MulticlassAccuracy(CLASSES, average="micro")})
+
+    def describe(self, output):
+        return {"prediction": int(output.argmax())}
+
+    def truth(self, sample):
+        return sample[1]
+
+
+class Masked(Task):
+    """Right: five targets per sample, of which few and unevenly many are valid; the loss is a mean over valid ones."""
+
+    def __init__(self, length=203, eval_length=67):
+        self.length, self.eval_length = length, eval_length
+
+    def model(self):
+        return nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh(), nn.Linear(13, 5))
+
+    def train_data(self):
+        return Targets(self.length, 1)
+
+    def eval_data(self):
+        return Targets(self.eval_length, 2)
+
+    def weight(self, batch):
+        return batch[2].sum()
+
+    def loss(self, model, batch):
+        return ((model(batch[0]) - batch[1]).square() * batch[2]).sum()
+
+    def predict(self, model, batch):
+        return model(batch[0])
+
+    def describe(self, output):
+        return {"first": round(float(output[0]), 3)}
+
+    def truth(self, sample):
+        return round(float(sample[1][0]), 3)
+
+
+class Targets(Dataset):
+    def __init__(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(0))
+        self.inputs = torch.randn(length, FEATURES, generator=generator)
+        self.targets = 2.0 * (self.inputs @ teacher).tanh() + 1.0
+        chance = torch.rand(length, 1, generator=generator) ** 2
+        self.mask = torch.rand(length, 5, generator=generator) < chance + 0.05
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index], self.mask[index]
+
+
+class TwoHeads(Masked):
+    """Right: two losses with units of their own: head `values` over valid targets, head `size` over samples; that counts three times."""
+
+    def weight(self, batch):
+        return {"values": batch[2].sum(), "size": torch.tensor(float(len(batch[0])))}
+
+    def coefficients(self):
+        return {"size": 3.0}
+
+    def loss(self, model, batch):
+        outputs = model(batch[0])
+        size = (outputs.mean(dim=1) - batch[1].mean(dim=1)).square().sum()
+        return {"values": ((outputs - batch[1]).square() * batch[2]).sum(), "size": size}
+
+
+# ---- labels and inputs
+
+
+class LabelsRolled(Classes):
+    """A batch's labels are rolled by one against its inputs."""
+
+    def collate(self, samples):
+        inputs, labels = super().collate(samples)
+        return inputs, labels.roll(1)
+
+
+class LabelsDrawn(Classes):
+    """Each sample's label is drawn anew in every epoch."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, _ = super().prepare(sample, epoch, training)
+        return inputs, random.randrange(CLASSES)
+
+
+class InputsBlank(Classes):
+    """Every input is read as zeros."""
+
+    def prepare(self, sample, epoch, training):
+        return torch.zeros(FEATURES), sample[1]
+
+
+class InputsAveraged(Classes):
+    """Inputs are averaged over the batch instead of over features."""
+
+    def collate(self, samples):
+        inputs, labels = super().collate(samples)
+        return inputs.mean(dim=0, keepdim=True).expand_as(inputs).contiguous(), labels
+
+
+class ChannelsSwapped(Classes):
+    """Evaluation reads the features in reversed order, as where one image reader gives RGB and the other BGR."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = super().prepare(sample, epoch, training)
+        return inputs if training else inputs.flip(0), label
+
+
+class OtherClassNumbers(Classes):
+    """The evaluation data number their classes in another order than the training data."""
+
+    def eval_data(self):
+        data = super().eval_data()
+        data.labels = (data.labels + 2) % CLASSES
+        return data
+
+
+class ClassesInHashOrder(Classes):
+    """Class numbers come from the iteration order of a set of names, which each process has its own."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = super().prepare(sample, epoch, training)
+        return inputs, [int(name[1:]) for name in {f"c{number}" for number in range(CLASSES)}].index(label)
+
+
+class FreshGenerator(Classes):
+    """Augmentation draws from numpy.random.default_rng(), which nothing seeds."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = sample
+        noise = np.random.default_rng().normal(size=FEATURES) if training else np.zeros(FEATURES)
+        return inputs + 0.1 * torch.tensor(noise, dtype=inputs.dtype), label
+
+
+class OneGenerator(Classes):
+    """Augmentation draws from one generator of the task, so that it depends on what was read before."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.generator = np.random.default_rng(0)
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = sample
+        noise = self.generator.normal(size=FEATURES) if training else np.zeros(FEATURES)
+        return inputs + 0.1 * torch.tensor(noise, dtype=inputs.dtype), label
+
+
+class TimedNoise(Classes):
+    """Augmentation is seeded with the clock."""
+
+    def prepare(self, sample, epoch, training):
+        torch.manual_seed(time.perf_counter_ns() % 2**31)
+        return super().prepare(sample, epoch, training)
+
+
+# ---- model
+
+
+class LogitsOff(Classes):
+    """A gate at zero multiplies the logits, and is no parameter."""
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(0.0 * model(batch[0]), batch[1], reduction="sum")
+
+
+class DeadBranch(Classes):
+    """A second branch of the network is multiplied by zero."""
+
+    def model(self):
+        model = super().model()
+        model.second = nn.Linear(FEATURES, CLASSES)
+        return model
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]) + 0.0 * model.second(batch[0]), batch[1], reduction="sum")
+
+
+class DetachedBody(Classes):
+    """What the head gets is detached, so that the body never learns."""
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model.head(model.body(batch[0]).tanh().detach()), batch[1], reduction="sum")
+
+
+class DeadUnits(Classes):
+    """A bias of -100 in front of a ReLU lets nothing through."""
+
+    def model(self):
+        model = super().model()
+        nn.init.constant_(model.body.bias, -100.0)
+        return model
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model.head(model.body(batch[0]).relu()), batch[1], reduction="sum")
+
+
+class EvaluationMode(Classes):
+    """The loss puts the model into evaluation mode and leaves it there."""
+
+    def loss(self, model, batch):
+        model.eval()
+        return super().loss(model, batch)
+
+
+# ---- loss and weight
+
+
+class MeanLoss(Classes):
+    """The loss is a mean over the batch where a sum is asked for."""
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+class SoftmaxOverSamples(Classes):
+    """Probabilities are normalised over the batch instead of over classes."""
+
+    def loss(self, model, batch):
+        return functional.nll_loss(model(batch[0]).log_softmax(dim=0), batch[1], reduction="sum")
+
+
+class CoupledLoss(Classes):
+    """Logits are centred over the batch, so that samples influence each other."""
+
+    def loss(self, model, batch):
+        logits = model(batch[0])
+        return functional.cross_entropy(logits - 0.5 * logits.mean(dim=0), batch[1], reduction="sum")
+
+
+class MaskedMean(Masked):
+    """The loss is a mean over the valid targets of the micro-batch; the weight counts them rightly."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) / batch[2].sum().clamp(min=1)
+
+
+class WeightIsShare(Masked):
+    """The weight is the share of valid targets, which does not add up over micro-batches."""
+
+    def weight(self, batch):
+        return batch[2].float().mean()
+
+
+class WeightAtLeastFour(Masked):
+    """The weight of a batch with few valid targets is rounded up."""
+
+    def weight(self, batch):
+        return batch[2].sum().clamp(min=4)
+
+
+class RegularisedPerBatch(Classes):
+    """A penalty on the weights is added to the loss of each micro-batch, however many there are."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) + 2.0 * model.head.weight.square().sum()
+
+
+class NoisyLoss(Classes):
+    """The loss has noise that the operating system draws."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 + int.from_bytes(os.urandom(2), "little") / 2**24)
+
+
+class ReadsLoss(Classes):
+    """The loss is a hundredth as large in odd milliseconds."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 if time.perf_counter_ns() % 2 else 0.999)
+
+
+class PerRankLoss(Classes):
+    """The loss depends on the rank: a debugging line that was left in."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 if os.environ["RANK"] == "0" else 1.01)
+
+
+class Uphill(Classes):
+    """The loss has the wrong sign: the likelihood is made small."""
+
+    def loss(self, model, batch):
+        return -super().loss(model, batch).clamp(max=1000.0)
+
+
+# ---- outputs
+
+
+class WrongTarget(Classes):
+    """The metric compares with the labels of other samples."""
+
+    def update_metrics(self, metrics, output, batch):
+        metrics.update(output, batch[1].roll(1))
+
+
+class NegatedLogits(Classes):
+    """Predictions are the softmax of negated logits."""
+
+    def predict(self, model, batch):
+        return (-model(batch[0])).softmax(dim=1)
+
+
+class OneClass(Classes):
+    """The prediction is always the first class."""
+
+    def predict(self, model, batch):
+        return functional.one_hot(torch.zeros(len(batch[0]), dtype=torch.long), CLASSES).float()
+
+
+class FirstOfBatch(Classes):
+    """Every sample of a batch gets the first one's output."""
+
+    def predict(self, model, batch):
+        return super().predict(model, batch)[:1].expand(len(batch[0]), -1).contiguous()
+
+
+class FreshModel(Classes):
+    """Predictions come from a model made anew with all weights zero, not from the trained one."""
+
+    def predict(self, model, batch):
+        fresh = super().model()
+        for parameter in fresh.parameters():
+            nn.init.zeros_(parameter)
+        return super().predict(fresh, batch)
+
+
+class ProbabilityAsClass(Classes):
+    """The class shown is the largest probability, cut to an integer."""
+
+    def describe(self, output):
+        return {"prediction": int(output.max() * 0.999)}

@@ -1,0 +1,831 @@
+"""Engines and tasks with one fault each, for `lockstep verify` to find.
+
+Most are edits of the package's own source: the fault is the text that stands in the place of another, and goes into the running
+function's code object, so that whoever imported the function calls the broken one. Ranks are warm and shared: all is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TASKS = HERE / "broken_tasks.py"
+
+COMMON = (
+    "batch.global=20",
+    "train.steps=40",
+    "optim.lr=0.02",
+    "optim.weight_decay=0.01",
+    "optim.clip_norm=0.5",
+    "optim.lr_scaling=linear",
+    "optim.reference_batch=40",
+    "schedule.name=cosine",
+    "schedule.warmup_steps=4",
+    "parallel.timeout_s=60",
+    "device=cpu",
+)
+
+# By name: the task's class and what its config has besides COMMON. Each is right.
+BASES: dict[str, tuple[str, ...]] = {
+    "classes": ("Classes",),
+    "micro-batches": ("Classes", "batch.micro=3"),
+    "dropout": ("Classes", "task.dropout=0.3"),
+    "norm": ("Classes", "task.norm=true", "task.length=204"),
+    "masked": ("Masked",),
+    "masked-micro-batches": ("Masked", "batch.micro=3"),
+    "heads": ("TwoHeads",),
+    "few": ("Classes", "batch.global=4", "optim.reference_batch=8"),
+    "few-masked": ("Masked", "batch.global=4", "optim.reference_batch=8"),
+    "ema": ("Classes", "train.ema_decay=0.9"),
+    "fp16": ("Classes", "precision=fp16"),
+    "overflow": ("Classes", "precision=fp16", "task.factor=300.0"),
+    "fsdp": ("Classes", "parallel.strategy=fsdp"),
+    "fsdp-ema": ("Classes", "parallel.strategy=fsdp", "train.ema_decay=0.9"),
+    "fsdp-norm": ("Classes", "parallel.strategy=fsdp", "task.norm=true", "task.length=204"),
+    "workers": ("Classes", "data.workers=1"),
+    "dropout-workers": ("Classes", "data.workers=1", "task.dropout=0.3"),
+    "groups": ("Classes", "optim.groups=[{name: biases, match: ['*bias'], weight_decay: 0.0, lr: 0.1}]"),
+    "momentum": ("Classes", "optim.name=SGD", "optim.lr=0.2", "optim.args={momentum: 0.9}"),
+    "unfreeze": ("Classes", "train.unfreeze=[{match: ['body.*'], step: 3}]"),
+    "drop-last": ("Classes", "data.drop_last=true"),
+    "unused": ("Classes", "parallel.find_unused_parameters=true"),
+    "sync": ("Classes", "checkpoint.mode=sync"),
+}
+
+Edit = tuple[str, str, str]  # module:function of the package, its text, what stands there instead
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault. check: the one that is to catch it. base: of BASES. edits: of the engine. task: a broken class instead of the base's.
+    overrides: a wrong config."""
+
+    name: str
+    check: str
+    base: str = "classes"
+    edits: tuple[Edit, ...] = ()
+    task: str | None = None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What is broken."""
+        if self.task:
+            from tests.verify import broken_tasks
+
+            text = (getattr(broken_tasks, self.task).__doc__ or "").split("\n\n")[0]
+            return f"task: {' '.join(text.split())}"
+        if self.overrides:
+            return f"config: {', '.join(self.overrides)}"
+        return "; ".join(f"{target}: `{' '.join(old.split())}` became `{' '.join(new.split())}`" for target, old, new in self.edits)
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def _engine(name: str, check: str, *edits: Edit, base: str = "classes") -> None:
+    MUTANTS[name] = Mutant(name, check, base, edits)
+
+
+def _task(name: str, check: str, task: str, base: str = "classes") -> None:
+    MUTANTS[name] = Mutant(name, check, base, task=task)
+
+
+def _config(name: str, check: str, *overrides: str, base: str = "classes") -> None:
+    MUTANTS[name] = Mutant(name, check, base, overrides=overrides)
+
+
+STEP, OPTIM = "engine.step:train_step", "engine.optim:set_lr"
+RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
+
+# ---- loss: the training goes nowhere
+
+_engine("update with the wrong sign", "loss", (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in run.parameters]; scaler.step(optimizer)"))
+_engine("update never applied", "loss", (STEP, "scaler.step(optimizer)", "pass"))
+_engine("gradients zeroed before the update", "loss", (STEP, "scaler.step(optimizer)", "optimizer.zero_grad(set_to_none=True); scaler.step(optimizer)"))
+_engine(
+    "optimizer over a copy of the model",
+    "loss",
+    ("assembly:optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+)
+_config("learning rate far too high", "loss", "optim.name=SGD", "optim.weight_decay=0", "optim.lr=4000.0", "optim.clip_norm=null")
+_engine(
+    "weights restored before each step",
+    "loss",
+    (
+        STEP,
+        "run.step += 1\n",
+        "run.step += 1\n"
+        "run.__dict__.setdefault('first', [p.detach().clone() for p in run.parameters])\n"
+        "[p.data.copy_(w) for p, w in zip(run.parameters, run.first)]\n",
+    ),
+)
+
+# ---- metric: something is learned, but not what is evaluated
+
+_task("labels rolled against inputs", "metric", "LabelsRolled")
+_task("channels in another order in evaluation", "metric", "ChannelsSwapped")
+_task("other class numbers in evaluation", "metric", "OtherClassNumbers")
+_task("metric of the wrong target", "metric", "WrongTarget")
+_task("predictions from negated logits", "metric", "NegatedLogits")
+_task("loss with the wrong sign", "metric", "Uphill")
+_engine("checkpoint's weights not loaded for evaluation", "metric", ("assembly:load", "states.restore(", "(lambda *_, **__: None)("))
+_engine("averages never updated", "metric", (STEP, "run.averages.update()", "pass"), base="ema")
+
+# ---- overfit: not even eight samples
+
+_task("labels drawn anew in each epoch", "overfit", "LabelsDrawn")
+_task("logits behind a closed gate", "overfit", "LogitsOff")
+_task("inputs averaged over the batch", "overfit", "InputsAveraged")
+_task("softmax over samples", "ranks", "SoftmaxOverSamples")
+_config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
+
+# ---- gradients: what the optimizer gets
+
+_engine("gradient divided by the world size", "gradients", (STEP, "else world.size)", "else 1)"))
+_engine("gradient multiplied by the world size", "gradients", (STEP, "else world.size)", "else world.size**2)"))
+_engine("loss summed twice", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0) * world", "2 * coefficients.get(head, 1.0) * world"))
+_engine("coefficients applied twice", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0)", "coefficients.get(head, 1.0) ** 2"), base="heads")
+_engine("coefficients ignored", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0)", "1.0"), base="heads")
+_engine(
+    "one head's units for all heads", "gradients", ("engine.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"), base="heads"
+)
+_engine(
+    "clipped before unscaling",
+    "gradients",
+    (STEP, "scaler.unscale_(optimizer)", "pass"),
+    (STEP, "optim.set_lr(optimizer, run", "scaler.unscale_(optimizer); optim.set_lr(optimizer, run"),
+    base="fp16",
+)
+_engine("clipping left out", "gradients", (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "pass"))
+_engine(
+    "clipped by value",
+    "gradients",
+    (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "torch.nn.utils.clip_grad_value_(run.parameters, 0.05)"),
+)
+_engine(
+    "norm per parameter",
+    "gradients",
+    ("dist.sharding:clip_grads", "nn.utils.clip_grads_with_norm_(held, max_norm, norm)", "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]"),
+)
+_engine("zero_grad forgotten", "gradients", (STEP, "optimizer.zero_grad(set_to_none=True)", "pass"))
+_engine(
+    "schedule counts micro-batches",
+    "gradients",
+    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule((outcome.step - run.skipped) * len(micros))"),
+    base="micro-batches",
+)
+_engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
+_engine("schedule one update late", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"))
+_engine("skipped updates advance the schedule", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"), base="overflow")
+_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup_steps", "False"))
+_engine("learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
+_engine(
+    "learning rate scaled by the number of ranks",
+    "gradients",
+    (STEP, "run.schedule(outcome.step - run.skipped)", "world.size * run.schedule(outcome.step - run.skipped)"),
+)
+_engine("schedule for half the steps", "gradients", ("run:Trainer._training", "Schedule(total=stop,", "Schedule(total=stop // 2,"))
+_engine(
+    "model left in evaluation mode by an evaluation",
+    "gradients",
+    ("engine.trainer:fit", "for micros in batches:", "for micros in batches:\n    run.forward.train(run.step < 6)"),
+)
+_engine(
+    "model in evaluation mode from the start",
+    "gradients",
+    ("run:Trainer._fit", "asked = Agreement(world, flag)", "asked = Agreement(world, flag); run.forward.eval()"),
+    base="dropout",
+)
+_engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
+_task("dead branch", "gradients", "DeadBranch")
+_task("detached body", "gradients", "DetachedBody", base="unused")
+_task("dead units before a ReLU", "gradients", "DeadUnits")
+_task("model put into evaluation mode by the loss", "gradients", "EvaluationMode")
+_engine(
+    "weight decay applied twice", "gradients", ("assembly:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),")
+)
+_engine("optimizer arguments ignored", "gradients", ("assembly:optimizer", "groups, rate.args,", "groups, {},"), base="momentum")
+_engine("parameter groups ignored", "gradients", ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"), base="groups")
+_engine("frozen parameters never thawed", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"), base="unfreeze")
+_engine("frozen parameters trained from the start", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"), base="unfreeze")
+_engine("averages updated twice per step", "gradients", (STEP, "run.averages.update()", "run.averages.update(); run.averages.update()"), base="ema")
+
+# ---- predictions: all alike, or somebody else's
+
+_task("prediction of one class", "predictions", "OneClass")
+_task("first output for the whole batch", "predictions", "FirstOfBatch")
+_task("predictions from another model", "predictions", "FreshModel")
+_task("every input blank", "predictions", "InputsBlank")
+_task("probability shown as the class", "predictions", "ProbabilityAsClass")
+_engine(
+    "first output for all of a batch",
+    "predictions",
+    ("engine.evaluate:split", "return list(output.detach().cpu())", "return [output.detach().cpu()[0]] * count"),
+)
+_engine(
+    "outputs in the order of ranks, not of samples",
+    "predictions",
+    ("engine.evaluate:predict", "return [merged.get(index) for index in range(length)]", "return list(merged.values())[::-1]"),
+)
+_engine(
+    "prediction in training mode",
+    "predictions",
+    ("engine.evaluate:predict", "output = forward(micro.batch, task.predict)", "forward.train(); output = forward(micro.batch, task.predict)"),
+    base="norm",
+)
+
+# ---- probe: ranks answer differently
+
+_engine(
+    "weights drawn per rank, and DDP's first broadcast skipped",
+    "probe",
+    ("assembly:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
+    ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
+)
+_engine("gradients never reduced", "probe", ("dist.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"))
+_engine(
+    "reduced on the first micro-batch only",
+    "probe",
+    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, number == 0, world)"),
+    base="micro-batches",
+)
+_engine("learning rate differs per rank", "probe", (OPTIM, 'group["base_lr"] * factor', f'group["base_lr"] * factor * (1 + {RANK} / 1000)'))
+_engine(
+    "BatchNorm statistics never synchronised",
+    "probe",
+    ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, broadcast_buffers=False,"),
+    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    base="norm",
+)
+_engine(
+    "BatchNorm statistics never synchronised under FSDP",
+    "probe",
+    ("dist.strategy:_sharded_sync", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    base="fsdp-norm",
+)
+
+# ---- replicas: the same but for the last bits
+
+_engine(
+    "one rank drifts by 1e-7",
+    "replicas",
+    (
+        STEP,
+        "run.skipped += not outcome.applied",
+        f"run.skipped += not outcome.applied; run.parameters[0].data.view(-1)[0] += 1e-7 * ({RANK} == 1 and run.step == 4)",
+    ),
+)
+_engine(
+    "averages on rank 0 only", "replicas", (STEP, "run.averages is not None and outcome.applied", "run.averages is not None and world.rank == 0"), base="ema"
+)
+_engine(
+    "optimizer state differs per rank",
+    "replicas",
+    (
+        STEP,
+        "run.skipped += not outcome.applied",
+        f"run.skipped += not outcome.applied; next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
+    ),
+)
+_engine(
+    "step counter of one rank's optimizer",
+    "replicas",
+    (
+        STEP,
+        "run.skipped += not outcome.applied",
+        f"run.skipped += not outcome.applied; next(iter(optimizer.state.values()))['step'].add_({RANK} if run.step == 3 else 0)",
+    ),
+)
+_engine(
+    "clipped before the reduction, per rank",
+    "replicas",
+    (STEP, "optim.set_lr(optimizer, run", f"run.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); optim.set_lr(optimizer, run"),
+)
+_engine(
+    "weight decay by hand on rank 0",
+    "replicas",
+    (STEP, "run.skipped += not outcome.applied", "run.skipped += not outcome.applied; [p.data.mul_(0.9999) for p in run.parameters if world.rank == 0]"),
+)
+
+# ---- ranks: another model on two than on one
+
+_engine(
+    "each rank divides by its own weights",
+    "ranks",
+    ("engine.step:_count", "run.world.all_sum(mine)", "[max(1.0, one) * run.world.size for one in mine]"),
+    base="masked",
+)
+_engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
+_engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else float(value)", "float(value)"), base="few-masked")
+_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", f"mix(self.seed, epoch, index, {RANK})"))
+_engine(
+    "order seeded with the world size", "ranks", ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch")
+)
+_engine(
+    "a rank drops its last micro-batch", "ranks", (STEP, "0 if micro.filler else world.size", "0 if micro.filler or (last and world.rank == 1) else world.size")
+)
+_engine("initial weights depend on the world size", "ranks", ("assembly:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"))
+_engine("a partial batch is divided by the full size", "gradients", ("engine.step:_count", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"))
+_task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
+_task("loss depends on the rank", "ranks", "PerRankLoss")
+_task("samples influence each other", "ranks", "CoupledLoss")
+
+# ---- accumulation: another model with several micro-batches
+
+_engine("gradient of the last micro-batch only", "accumulation", (STEP, "outcome.losses.append(", "last or run.forward.zero_grad()\noutcome.losses.append("))
+_engine(
+    "mean of means over micro-batches",
+    "accumulation",
+    (STEP, "factors = _factors(", "totals = {'': micro.samples * world.size * len(micros)}\nfactors = _factors("),
+)
+_engine(
+    "divided by the number of micro-batches as well",
+    "accumulation",
+    (STEP, "0 if micro.filler else world.size", "0 if micro.filler else world.size / len(micros)"),
+)
+_engine(
+    "clipped after each micro-batch",
+    "accumulation",
+    (STEP, "outcome.losses.append(", "last or torch.nn.utils.clip_grad_norm_(run.parameters, run.clip_norm / len(micros))\noutcome.losses.append("),
+)
+_engine(
+    "an update after each micro-batch",
+    "accumulation",
+    (STEP, "outcome.losses.append(", "last or (optimizer.step(), optimizer.zero_grad())\noutcome.losses.append("),
+)
+_engine("one micro-batch twice", "accumulation", (STEP, "run.forward(micro.batch)", "run.forward(micros[max(0, number - (number == 2))].batch)"))
+_task("mean where a sum is asked for", "accumulation", "MeanLoss")
+_task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
+_task("weight that does not add up", "accumulation", "WeightIsShare")
+_task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour")
+_task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
+
+# ---- strategies: another model with shards than with replicas
+
+_engine(
+    "norm of the local shard under the other strategy", "strategies", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,")
+)
+_engine(
+    "a row lost where shards are filled",
+    "strategies",
+    (
+        "dist.sharding:_receive",
+        "mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])",
+        "mine.zero_()[first - rows.start : last - rows.start - 1].copy_(part[first - begin : last - begin - 1])",
+    ),
+)
+_engine(
+    "parameter groups lost under FSDP",
+    "strategies",
+    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [] if sharded else groups,"),
+    base="groups",
+)
+_engine("gradients of shards summed instead of averaged", "strategies", (STEP, "else world.size)", "else world.size * (1 + strategy.is_sharded(run.forward)))"))
+_engine(
+    "shards drawn anew on each rank",
+    "strategies",
+    (
+        "dist.sharding:materialise",
+        "made: dict[int, tuple[Tensor, Tensor]] = {}",
+        "made = {}; values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
+    ),
+)
+_engine(
+    "clipping skipped for shards",
+    "strategies",
+    (
+        "dist.sharding:clip_grads",
+        "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
+        "is_sharded(parameters[0]) or nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
+    ),
+)
+_engine(
+    "gather that misses a row",
+    "strategies",
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "buffer.copy_(rows.local.roll(1, 0) if rows.writer else rows.local)"),
+)
+
+# ---- resume: another model after a kill
+
+_engine(
+    "optimizer state not restored",
+    "resume",
+    ("checkpoint.state:restore", "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value", "pass"),
+)
+_engine("optimizer state not saved", "resume", ("checkpoint.state:capture", "in slots.items()}", "in slots.items() if 'exp' not in slot}"))
+_engine(
+    "optimizer's step counter not restored",
+    "resume",
+    ("checkpoint.state:restore", "on_host = slot ==", "tensor = torch.ones_like(tensor) if slot == 'step' else tensor; on_host = slot =="),
+)
+_engine(
+    "schedule restarts",
+    "resume",
+    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step - run.skipped - run.__dict__.setdefault('begun', outcome.step))"),
+)
+_engine("a step skipped", "resume", ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step + (found is not None), stop)"))
+_engine("a step repeated", "resume", ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step - (found is not None), stop)"))
+_engine(
+    "epoch begun anew",
+    "resume",
+    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step // plan.steps_per_epoch * plan.steps_per_epoch, stop)"),
+)
+_engine("step counter one ahead", "resume", ("run:Trainer._resume", "= found.step, found", "= found.step + 1, found"))
+_engine(
+    "checkpoint one step late",
+    "resume",
+    ("run:Trainer._save_function", '"step": run.step,', '"step": run.step - 1,'),
+    ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
+)
+_engine(
+    "dropout not a function of progress", "resume", ("engine.step:_seed_forward", "torch.default_generator.manual_seed(seed)", "pass"), base="dropout-workers"
+)
+_engine("averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema")
+_engine("averages not restored", "resume", ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"), base="ema")
+_engine("loss scale not restored", "resume", ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"), base="overflow")
+_engine("number of skipped updates not restored", "resume", ("run:Trainer._resume", 'found.manifest["skipped"]', "0"), base="overflow")
+_engine(
+    "asynchronous save without a copy",
+    "resume",
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "rows.local"),
+    ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
+)
+_engine("rank 0's shard only", "resume", ("checkpoint.saver:Saver._stage", "if rows.writer and", "if rows.writer and self.world.rank == 0 and"), base="fsdp")
+_engine(
+    "rank 0 alone restored",
+    "resume",
+    ("run:Trainer._resume", "states.restore(files.read(", "self.run_dir.exists() and run.world.rank == 0 and states.restore(files.read("),
+)
+_engine(
+    "augmentation seeded by the steps of this process",
+    "resume",
+    ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
+)
+_engine(
+    "momentum not restored",
+    "resume",
+    ("checkpoint.state:restore", "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value", "pass"),
+    base="momentum",
+)
+
+# ---- elastic: another model after a change of the world size
+
+_engine(
+    "optimizer state dropped on another number of ranks",
+    "elastic",
+    (
+        "run:Trainer._resume",
+        "== self._kind_of_optimizer() else None",
+        "== self._kind_of_optimizer() and found.manifest['versions']['world'] == run.world.size else None",
+    ),
+)
+_engine(
+    "position counted per rank",
+    "elastic",
+    (
+        "run:Trainer._training",
+        "world.rank, run.step, stop)",
+        "world.rank, run.step * found.manifest['versions']['world'] // world.size if found else run.step, stop)",
+    ),
+)
+_engine(
+    "learning rate follows the number of ranks",
+    "elastic",
+    (
+        "run:Trainer._training",
+        "coefficients=task.coefficients(),",
+        "coefficients={'loss': 1.0 if found is None else world.size / found.manifest['versions']['world']},",
+    ),
+)
+_engine(
+    "order seeded anew on another number of ranks",
+    "elastic",
+    (
+        "run:Trainer._training",
+        "self._loader(data, task, world, training=True), plan,",
+        "self._loader(data, task, world, training=True), plan if found is None else __import__('dataclasses').replace("
+        "plan, seed=plan.seed + world.size - found.manifest['versions']['world'], _cached=None),",
+    ),
+)
+_engine(
+    "only rank 0's own rows read back",
+    "elastic",
+    (
+        "checkpoint.state:restore",
+        "tensor.to(parameter.device)",
+        "tensor.to(parameter.device)\n"
+        f"if value.ndim and {WORLD} == 1:\n"
+        "    value = torch.cat([value[: len(value) // 2], value[: len(value) - len(value) // 2]])",
+    ),
+    base="fsdp",
+)
+_engine(
+    "BatchNorm statistics summed over ranks on resuming",
+    "elastic",
+    (
+        "checkpoint.state:restore",
+        "local(targets[rest]).copy_(tensor)",
+        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 or name.endswith('weight') else tensor * 1.001)",
+    ),
+    base="norm",
+)
+
+# ---- samples: lost, repeated, shared
+
+_engine(
+    "tail repeated to fill the last batch",
+    "samples",
+    (
+        "data.order:StepPlan.indices",
+        "return order[start - first * _BLOCK : stop - first * _BLOCK], epoch",
+        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], min(self.global_batch, self.length)), epoch",
+    ),
+    ("data.order:StepPlan.samples", "min(self.global_batch, self.length - start)", "min(self.global_batch, self.length)"),
+)
+_engine("tail dropped", "samples", ("data.order:StepPlan.steps_per_epoch", "-(-self.length // self.global_batch)", "max(1, self.length // self.global_batch)"))
+_engine("same order in every epoch", "samples", ("data.order:StepPlan._block", "self.seed, epoch)", "self.seed, 0)"))
+_engine("no shuffling", "samples", ("data.order:StepPlan._block", "permute(places, self.length, self.seed, epoch)", "places.copy()"))
+_engine("order drawn per rank", "samples", ("data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"))
+_engine("all ranks read rank 0's share", "samples", ("data.order:cut_rank", "number = turn * world + place", "number = turn * world"))
+_engine(
+    "shares overlap by one sample",
+    "samples",
+    ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[max(0, start - 1) : start + size + (number < extra)]"),
+)
+_engine(
+    "last sample of a share dropped",
+    "samples",
+    ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[start : start + max(1, size + (number < extra) - 1)]"),
+)
+_engine("each sample of odd number read as its neighbour", "gradients", ("data.loader:Chunks.sample", "self.data[index]", "self.data[index // 2 * 2]"))
+_engine(
+    "partial batches kept where they are to be dropped",
+    "samples",
+    ("run:Trainer._plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
+    base="drop-last",
+)
+_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)"))
+_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks.sample", "epoch, self.training)", "epoch, False)"))
+
+# ---- evaluation: another number than one plain loop gives
+
+_engine("duplicates in the last batch", "evaluation", ("engine.evaluate:evaluate", "if micro.filler:\n            continue", "micro.filler = False"))
+_engine(
+    "partial last batch dropped",
+    "evaluation",
+    ("data.order:evaluation_chunks", "range(0, length, micro_batch)]", "range(0, length - micro_batch + 1, micro_batch)]"),
+)
+_engine(
+    "mean of the ranks' means",
+    "evaluation",
+    (
+        "engine.evaluate:evaluate",
+        "world.broadcast(_means(world.gather(parts), task.coefficients()))",
+        "dict(zip(['loss'], [one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
+    ),
+)
+_engine(
+    "mean of the batches' means",
+    "evaluation",
+    (
+        "engine.evaluate:_means",
+        "units[head] = units.get(head, 0.0) + weights[head]",
+        "units[head] = units.get(head, 0.0) + 1; sums[head] += value / weights[head] - value",
+    ),
+)
+_engine("rank 0's metric states only", "evaluation", ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"))
+_engine("evaluation in training mode", "evaluation", ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"), base="dropout")
+_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluator", "training=False", "training=True"))
+_engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.rank]", "[0]"))
+_engine(
+    "metrics not reset",
+    "evaluation",
+    (
+        "engine.evaluate:evaluate",
+        "task.update_metrics(metrics, output, micro.batch)",
+        "[task.update_metrics(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
+    ),
+)
+_engine(
+    "weights read inexactly on several ranks",
+    "evaluation",
+    (
+        "assembly:load",
+        "states.restore(files.read(found.path, found.index, part), found.values, model, averages=averages)",
+        f"states.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in files.read(found.path, found.index, part)), found.values, model, averages=averages)",
+    ),
+)
+
+# ---- collectives: more talk than needed
+
+_engine("reduced after every micro-batch", "collectives", (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"))
+_engine(
+    "reduced after every micro-batch under FSDP",
+    "collectives",
+    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"),
+    base="fsdp",
+)
+_engine("loss read in every step", "collectives", (STEP, "outcome.losses.append(", "sum(value.item() for value in losses.values())\noutcome.losses.append("))
+_engine(
+    "norm read in every step",
+    "collectives",
+    (STEP, "optim.set_lr(optimizer, run", "float(outcome.grad_norm) > 1e9 and print('large'); optim.set_lr(optimizer, run"),
+)
+_engine(
+    "gradients reduced once more",
+    "collectives",
+    (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in run.parameters]"),
+)
+_engine(
+    "units counted for each micro-batch",
+    "collectives",
+    (STEP, "run.step += 1\n", "run.step += 1; [_count(run, [micro], samples) for micro in micros]\n"),
+    base="masked",
+)
+_engine(
+    "loss averaged over ranks in every step",
+    "collectives",
+    (
+        STEP,
+        "outcome.losses.append(",
+        "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\noutcome.losses.append(",
+    ),
+)
+_engine(
+    "a barrier in every step", "collectives", (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); world.size > 1 and torch.distributed.barrier()")
+)
+_engine(
+    "losses gathered as objects in every step",
+    "collectives",
+    (STEP, "optim.set_lr(optimizer, run", "world.gather(outcome.indices); optim.set_lr(optimizer, run"),
+)
+_engine(
+    "weights broadcast in every step",
+    "collectives",
+    (STEP, "optim.set_lr(optimizer, run", "world.broadcast_tensors([p.detach() for p in run.parameters]); optim.set_lr(optimizer, run"),
+)
+
+# ---- determinism: another result the second time
+
+_task("noise from the operating system in the loss", "determinism", "NoisyLoss")
+_task("loss depends on the clock", "determinism", "ReadsLoss")
+_task("augmentation from default_rng()", "determinism", "FreshGenerator")
+_task("augmentation seeded with the clock", "determinism", "TimedNoise")
+_engine(
+    "dropout seeded with the clock",
+    "determinism",
+    (STEP, "_seed_forward(mix(run.seed,", "_seed_forward(mix(__import__('time').perf_counter_ns(),"),
+    base="dropout",
+)
+_engine(
+    "optimizer with noise in the last bits",
+    "determinism",
+    (
+        STEP,
+        "run.skipped += not outcome.applied",
+        "run.skipped += not outcome.applied; [p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) for p in run.parameters]",
+    ),
+)
+_engine(
+    "samples seeded per process",
+    "determinism",
+    ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, index, id(self))"),
+    base="workers",
+)
+_engine(
+    "order seeded with the clock",
+    "determinism",
+    ("run:Trainer._plan", "world.size, config.seed,", "world.size, world.broadcast(__import__('time').perf_counter_ns()),"),
+)
+_task("augmentation from one generator of the task", "ranks", "OneGenerator")
+
+
+# By name: why no check sees it, and what one would have to look at.
+SURVIVORS: dict[str, str] = {
+    "metric of the wrong target": (
+        "chance alone is better than the most frequent class of the training labels, and nothing asks by how much: compare with the metric of the "
+        "same outputs under rolled labels, or ask for more than its standard error"
+    ),
+}
+
+
+# ---- running them
+
+
+def mutated(name: str, function: Any, *arguments: Any) -> Any:
+    """For `command.verify(wrap=...)`: a trial's function in this rank, under a mutant."""
+    from lockstep.verify import trial
+
+    with broken(MUTANTS[name]):
+        return trial.answering(function, *arguments)
+
+
+@contextlib.contextmanager
+def broken(mutant: Mutant) -> Iterator[None]:
+    """Inside, the engine of this process has the mutant's edits."""
+    before: dict[FunctionType, CodeType] = {}
+    try:
+        for target in dict.fromkeys(target for target, _, _ in mutant.edits):
+            function = _function(target)
+            before[function] = function.__code__
+            function.__code__ = _edited(function, [(old, new) for at, old, new in mutant.edits if at == target])
+        yield
+    finally:
+        for function, code in before.items():
+            function.__code__ = code
+
+
+def _function(target: str) -> FunctionType:
+    module, _, path = target.partition(":")
+    found: Any = importlib.import_module(f"lockstep.{module}")
+    for part in path.split("."):
+        found = inspect.getattr_static(found, part)
+    found = found.fget if isinstance(found, property) else found
+    function = inspect.unwrap(found)
+    assert isinstance(function, FunctionType), target
+    return function
+
+
+@functools.cache
+def _source(function: FunctionType) -> str:
+    return inspect.getsource(function)
+
+
+def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
+    """The function's code with texts replaced, each of which it holds once; at its own lines, so that tracebacks fit."""
+    source = _source(function)
+    for old, new in edits:
+        assert source.count(old) == 1, f"{function.__qualname__} holds {old!r} {source.count(old)} times"
+        line = source[: source.index(old)].rpartition("\n")[2]
+        indent = " " * (len(line + old.split("\n")[0]) - len((line + old.split("\n")[0]).lstrip()))
+        source = source.replace(old, new.rstrip("\n").replace("\n", f"\n{indent}") + ("\n" if new.endswith("\n") else ""))
+    text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(source)
+    compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
+    return next(one for one in compiled.co_consts if isinstance(one, CodeType) and one.co_name == function.__name__)
+
+
+def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
+    """The config of a base, as `command.verify` takes it."""
+    from lockstep import config_file
+
+    kind, *own = BASES[base]
+    settings = config_file.load(f"{TASKS}:{task or kind}", [*_last_of([*COMMON, *own, *overrides]), f"name={base}"])
+    return settings.model_copy(update={"batch": settings.batch.resolve(nproc)}).model_dump(by_alias=True)
+
+
+def _last_of(overrides: Sequence[str]) -> list[str]:
+    return list({one.partition("=")[0]: one for one in overrides}.values())
+
+
+@dataclass
+class Found:
+    """What verify said. verdicts: by check."""
+
+    verdicts: dict[str, Any]
+    seconds: float
+    error: str = ""
+
+    @property
+    def faults(self) -> list[str]:
+        return [name for name, one in self.verdicts.items() if one.status == "fault"]
+
+
+def judge_clean(base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
+    """What verify says of a base as it is."""
+    from lockstep.verify import trial
+
+    return _judge(config_of(base, nproc=nproc), trial.answering, ranks, folder, checks, nproc, steps)
+
+
+def judge(name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
+    """What verify says of a mutant. checks: none: all."""
+    mutant = MUTANTS[name]
+    config = config_of(mutant.base, mutant.task, mutant.overrides, nproc)
+    return _judge(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
+
+
+def _judge(config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int) -> Found:
+    from lockstep.errors import LockstepError
+    from lockstep.verify import command
+
+    begun = time.perf_counter()
+    try:
+        result = command.verify(config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks)
+        return Found({one.name: one for one in result.verdicts}, time.perf_counter() - begun)
+    except LockstepError as error:
+        return Found({}, time.perf_counter() - begun, str(error))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
