@@ -235,6 +235,7 @@ def optimized():
     return run_ranks(2, sharding_cases.train_each, [("Deep", {"lr": 0.01, **section}) for section in OPTIMIZERS])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", range(len(OPTIMIZERS)), ids=[section["name"] for section in OPTIMIZERS])
 def test_optimizer_of_shards_is_that_of_the_whole(optimized, number):
     section = OPTIMIZERS[number]

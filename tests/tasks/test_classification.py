@@ -52,7 +52,10 @@ def test_label_out_of_range_is_an_error(label):
         task.prepare((torch.zeros(1, 8, 8), label), 0, training=True)
 
 
-@pytest.mark.parametrize(("name", "evaluation", "channels", "steps", "reference"), [("fashion_mnist", "test", 1, 100, 0.7), ("bccd_cells", "val", 3, 60, 0.85)])
+@pytest.mark.parametrize(
+    ("name", "evaluation", "channels", "steps", "reference"),
+    [pytest.param("fashion_mnist", "test", 1, 100, 0.7, marks=pytest.mark.exhaustive), ("bccd_cells", "val", 3, 60, 0.85)],
+)
 def test_real_image_folders_train_and_predict_from_files(shared_data, tmp_path, name, evaluation, channels, steps, reference):
     folder = shared_data / "classification" / name
     settings = runs.config(

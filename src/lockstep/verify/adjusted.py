@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
 from lockstep.data.loader import Chunks, map_tensors
+from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -209,3 +210,13 @@ def total(losses: Any) -> Tensor:
     for loss in heads[1:]:
         added = added + loss
     return added
+
+
+def units_of(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]:
+    """W by head of batches with their sizes, or under `SAMPLES` for all heads where the unit is the sample or there is one head."""
+    units: dict[str, float] = {}
+    for batch, size in batches:
+        weight = task.weight(batch)
+        for head, value in (weight if isinstance(weight, Mapping) else {SAMPLES: size if weight is None else weight}).items():
+            units[head] = units.get(head, 0.0) + float(value)
+    return units

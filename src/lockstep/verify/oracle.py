@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, mix
 from lockstep.dist import sharding
+from lockstep.engine.step import SAMPLES
 from lockstep.run import Job
 from lockstep.tasks.task import Task
+from lockstep.verify.adjusted import units_of
 
 _AT_ONCE = 64
 
@@ -65,11 +67,7 @@ def plain_gradient(job: Job, task: Task) -> Update:
     if model is None:
         return Update()
     batches = _global_batch(job, task)
-    units: dict[str, float] = {}
-    for batch, size in batches:
-        weight = task.weight(batch)
-        for head, value in (weight if isinstance(weight, Mapping) else {"": size if weight is None else weight}).items():
-            units[head] = units.get(head, 0.0) + float(value)
+    units = units_of(task, batches)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     norms = epsilon = 0.0
@@ -79,7 +77,7 @@ def plain_gradient(job: Job, task: Task) -> Update:
         epsilon = max(torch.finfo(loss.dtype).eps for loss in heads.values())
         objective: Any = 0.0
         for head, loss in heads.items():
-            count = units.get(head, units.get("", 0.0))
+            count = units.get(head, units.get(SAMPLES, 0.0))
             objective = objective + (task.coefficients().get(head, 1.0) * loss / count if count else 0.0 * loss)
         parts = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
         added = {name: part for name, part in zip(parameters, parts, strict=True) if part is not None}

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from lockstep.assembly import seed
 from lockstep.data.loader import Chunks, map_tensors
 from lockstep.dist.world import join_world
+from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
-from lockstep.verify.adjusted import Adjusted, Adjustment, readable
+from lockstep.verify.adjusted import Adjusted, Adjustment, readable, units_of
 
 _AT_ONCE = 64
 
@@ -71,18 +72,14 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
         UsageError: the loss does not come from tensors that the model returns.
     """
     batches = _batches(task, device)
-    units: dict[str, float] = {}
-    for batch, size in batches:
-        weight = task.weight(batch)
-        for head, value in (weight if isinstance(weight, Mapping) else {"": size if weight is None else weight}).items():
-            units[head] = units.get(head, 0.0) + float(value)
+    units = units_of(task, batches)
 
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch, _ in batches:
             losses = task.loss(outputs, batch)
             for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
-                count = units.get(head, units.get("", 0.0))
+                count = units.get(head, units.get(SAMPLES, 0.0))
                 total = total + (task.coefficients().get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total
 
