@@ -161,7 +161,7 @@ class Loader:
     """
 
     def __init__(self, chunks: Chunks, workers: int, device: torch.device, channels_last: bool = False) -> None:
-        self.device, self.channels_last, self.chunks = device, channels_last, chunks
+        self.device, self.channels_last = device, channels_last
         self.order = _Order()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.batches: DataLoader[Micro] = DataLoader(

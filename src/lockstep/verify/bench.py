@@ -172,7 +172,7 @@ class Bench:
 
     def together(self) -> list[Seen]:
         """All ranks, one micro-batch each."""
-        return self.train(f"{self.nproc}-ranks", self.nproc, self.exact(batch__micro=None), self.adjustment(), Watch(used=True))
+        return self.train(f"{self.nproc}-ranks", self.nproc, self.exact(batch__micro=None), self.adjustment())
 
     def accumulated(self) -> list[Seen]:
         """All ranks, several uneven micro-batches each; some updates, that of an epoch's partial last batch

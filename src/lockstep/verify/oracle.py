@@ -120,7 +120,7 @@ def _global_batch(job: Job, task: Task) -> list[tuple[Any, int]]:
         try:
             samples.append(task.prepare(data[index], epoch, True))
         except Exception:
-            if job.batches.loader.chunks.on_error == "raise":
+            if not job.run.must_agree_on_weights:  # samples may not be skipped
                 raise
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(job.run.world.device)), len(cut)) for cut in cuts]

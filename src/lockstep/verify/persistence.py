@@ -48,22 +48,16 @@ def samples(bench: Bench) -> Verdict:
         more["value"] = float(abs(whole - len(counts)) + sum(counts.values()) - len(counts))
         if (len(counts) != min(whole, length) and config["data"]["on_error"] == "raise") or max(counts.values()) > 1:
             return fault(f"epoch {epoch} uses {len(counts)} of {length} samples, some {max(counts.values())} times", **more)
-    complete = bench.steps // plan.steps_per_epoch
-    return passed(f"{complete} whole epochs of {length} samples on {bench.nproc} ranks, each sample once{_planned(bench)}", **more)
-
-
-def _planned(bench: Bench) -> str:
-    """The same for an epoch of all the data, from the plan alone."""
-    length, _ = bench.ask("sizes", 1, trial.sizes, bench.natural())
-    config = bench.config
-    if length > _PLANNED:
-        return ""
-    plan = StepPlan(length, bench.global_batch, bench.small_micro, bench.nproc, config["seed"], config["data"]["drop_last"])
-    counts = Counter(
-        index for step in range(plan.steps_per_epoch) for rank in plan.chunks(step) for chunk in rank if not chunk.filler for index in chunk.indices
-    )
-    assert max(counts.values()) == 1
-    return f"; and one of all {length}, as planned"
+    complete, planned = bench.steps // plan.steps_per_epoch, ""
+    total, _ = bench.ask("sizes", 1, trial.sizes, bench.natural())
+    if total <= _PLANNED:
+        planned = f"; and one of all {total}, as planned"
+        epoch_plan = StepPlan(total, bench.global_batch, bench.small_micro, bench.nproc, config["seed"], drop)
+        chunks = (chunk for step in range(epoch_plan.steps_per_epoch) for rank in epoch_plan.chunks(step) for chunk in rank if not chunk.filler)
+        counts = Counter(index for chunk in chunks for index in chunk.indices)
+        if max(counts.values()) > 1 or len(counts) != sum(map(epoch_plan.samples, range(epoch_plan.steps_per_epoch))):
+            return fault(f"the plan of an epoch of all {total} samples has {len(counts)} of them, some {max(counts.values())} times", **more)
+    return passed(f"{complete} whole epochs of {length} samples on {bench.nproc} ranks, each sample once{planned}", **more)
 
 
 def evaluation(bench: Bench) -> Verdict:
@@ -157,19 +151,19 @@ def resume(bench: Bench) -> Verdict:
     if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL:
         return fault(f"the run failed before it could be killed: {killed.exit_code if isinstance(killed, Ended) else killed.error}")
     before = compare.last_checkpoint(bench.folder / "killed")
-    seen = bench.train("resumed", bench.nproc, bench.saving(), Adjustment(part=bench.part), folder="killed")
-    mine, reference = compare.last_checkpoint(bench.folder / "killed"), compare.last_checkpoint(bench.folder / "undisturbed")
-    assert mine is not None
-    assert reference is not None
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
+    seen = bench.train("resumed", bench.nproc, bench.saving(), Adjustment(part=bench.part), folder="killed")
+    mine, reference = compare.last_checkpoint(bench.folder / "killed"), compare.last_checkpoint(bench.folder / "undisturbed")
+    if mine is None or reference is None:
+        return fault(f"{words}: the {'resumed' if reference else 'undisturbed'} run left no checkpoint")
     begun = seen[0].samples[0][0] if seen[0].samples else bench.steps
     lacking = [one for one in bench.undisturbed()[0].shapes if not one.startswith("buffer.") and one not in reference.index]
     different = compare.differing(reference, mine)
     more = {"value": float(len(different)), "bound": 0.0, "what": "tensors that differ"}
     words += f", resumed from step {begun}"
     if begun != before.step or mine.step != bench.steps:
-        return fault(f"{words}, though the newest checkpoint was of step {before.step if before else 0}; it ended at step {mine.step} of {bench.steps}", **more)
+        return fault(f"{words}, though the newest checkpoint was of step {before.step}; it ended at step {mine.step} of {bench.steps}", **more)
     if lacking:
         return fault(f"a checkpoint does not hold {lacking[0]} and {len(lacking) - 1} others, which are part of the training's state", **more)
     if not different:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -105,6 +106,8 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # under PYTHONUNBUFFERED lines of two ranks would mix
     import torch
 
     from lockstep.dist import world

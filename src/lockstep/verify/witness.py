@@ -74,7 +74,6 @@ class Seen:
     buffer_bytes: int = 0
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sharded: bool = False
-    ddp: bool = False
     moved: float = 0.0
     stop: int = 0
     steps_per_epoch: int = 0
@@ -117,7 +116,7 @@ class Witness:
         """Pass the batches on, and look at what happens between them."""
         run, model, seen = job.run, job.made.model, self.seen
         seen.stop, seen.steps_per_epoch, seen.length = job.stop, job.plan.steps_per_epoch, job.plan.length
-        seen.sharded, seen.ddp = strategy.is_sharded(run.forward), strategy.is_replicated(run.forward)
+        seen.sharded = strategy.is_sharded(run.forward)
         seen.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         seen.parameters = [name for name, _ in model.named_parameters()]
         seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
