@@ -118,7 +118,7 @@ class Ours:
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
         job = self.trainer._training(self.task, self.world)
-        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, job.run, job.stop, job.made, quiet=False)
+        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, job.run, job.stop, job.made, (), quiet=False)
         asked = Agreement(self.world, StopFlag())
         begun = time.perf_counter()
         trainer.fit(job.run, job.batches, job.plan, job.stop, trainer.Cadence(log=50), watchers, dict, lambda latest: None, asked)

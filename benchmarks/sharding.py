@@ -211,7 +211,7 @@ def steps_rank(folder, options):
                     yield from timed(name, phases[name])
 
         lockstep.run_dir.mkdir(exist_ok=True)
-        watchers = [] if world.rank else rundir.watchers(lockstep.run_dir, lockstep.config, job.run, job.stop, job.made, quiet=False)
+        watchers = [] if world.rank else rundir.watchers(lockstep.run_dir, lockstep.config, job.run, job.stop, job.made, (), quiet=False)
         nothing, asked = (lambda *_: {}), Agreement(world, StopFlag())
         engine.fit(job.run, alternating(), job.plan, job.stop, engine.Cadence(log=LOG), watchers, nothing, nothing, asked)
         both = zip(job.made.model.parameters(), plain.model.parameters(), strict=True)

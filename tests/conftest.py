@@ -14,7 +14,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _warm_ranks():
+def _processes():
+    beside.start()
     yield
     ranks.close()
     beside.close()
@@ -27,10 +28,6 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     beside.plan(session.items)
-
-
-def pytest_runtest_setup():
-    beside.go_on()
 
 
 @pytest.fixture

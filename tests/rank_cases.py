@@ -1,12 +1,13 @@
 """What tests run on ranks, beyond plain training: importable functions that return plain values."""
 
+import contextlib
 import os
 from pathlib import Path
 
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.dist import strategy
+from lockstep.dist import failure, strategy
 from tests import own_tasks, runs
 
 
@@ -50,6 +51,17 @@ def digest_of_everything(kind, options, settings):
     return [tensor.numpy().tobytes() for tensor in [*weights.values(), *slots]]
 
 
+@contextlib.contextmanager
+def impatient():
+    """Ranks hear of each other's errors sooner than once a second, and wait less long for those who do not listen any more."""
+    usual, failure._POLL_S = failure._POLL_S, 0.4
+    try:
+        yield
+    finally:
+        failure._POLL_S = usual
+
+
+@impatient()
 def error_of(kind, options, settings):
     """The error that training ends with on this rank."""
     try:
@@ -135,6 +147,7 @@ def fit_saved(kind, settings, run_dir):
     runs.fit_kind("Masked" if kind == "Single" else kind, options, settings, run_dir)
 
 
+@impatient()
 def fit_in_a_folder_of_its_own(settings, folder):
     """What a user does whose nodes share no file system: the error that this rank ends with."""
     from lockstep import rundir
@@ -233,6 +246,7 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
     return weights, failures
 
 
+@impatient()
 def error_out_of_memory(*arguments):
     try:
         fit_out_of_memory(*arguments)

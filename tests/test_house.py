@@ -26,7 +26,8 @@ ALLOWED = {
     "config": set(),
     "config_file": {"errors", "config"},
     "verify": {"errors", "run", "assembly", "checkpoint", "data", "dist", "engine", "tasks", "verify"},
-    "cli": {"errors", "config_file", "dist", "checkpoint", "run", "rundir", "verify"},
+    "observe.rows": {"errors"},
+    "cli": {"errors", "config_file", "dist", "checkpoint", "observe.rows", "run", "rundir", "verify"},
 }
 
 

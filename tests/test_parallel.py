@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from tests import own_tasks, rank_cases, runs
-from tests.engine.test_strategies import STRATEGIES, settings_for
+from tests.engine.test_strategies import STEPS, STRATEGIES, settings_for
 from tests.ranks import run_ranks
 
 
@@ -18,7 +18,7 @@ def without_calls(weights):
 
 @pytest.fixture(scope="module")
 def by_hand():
-    return without_calls(runs.by_hand(own_tasks.Deep())[0])
+    return without_calls(runs.by_hand(own_tasks.Deep(), STEPS)[0])
 
 
 SWITCHES = {
@@ -51,7 +51,8 @@ OTHERS_COVER = ("static graph 3", "recompute ddp", "recompute compile fsdp", "co
 def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
     name, sections = SWITCHES[switch]
     world, parallel = STRATEGIES.get(name) or (3, {"strategy": "ddp"})
-    settings = settings_for(world, parallel | sections.get("parallel", {}), 2, **{key: value for key, value in sections.items() if key != "parallel"})
+    others = {key: value for key, value in sections.items() if key != "parallel"}
+    settings = settings_for(world, parallel | sections.get("parallel", {}), 2, train={"steps": STEPS}, **others)
     for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, timeout_s=280):
         assert runs.difference(without_calls(weights), by_hand) < 1e-10
 
@@ -139,7 +140,7 @@ def unfrozen_by_hand():
             since = 5 if name.startswith("blocks.2.") or name == "scale" else 12 if name.startswith("blocks.") else 0
             parameter.requires_grad_(step >= since)
 
-    return without_calls(runs.by_hand(task, before_step=trainable)[0])
+    return without_calls(runs.by_hand(task, 14, before_step=trainable)[0])
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 3") else ()) for name in STRATEGIES])
@@ -147,7 +148,7 @@ def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name
     world, parallel = STRATEGIES[name]
     settings = settings_for(world, parallel, 2, train={"unfreeze": STAGES, "steps": 8}, checkpoint={"mode": "sync"})
     run_ranks(world, runs.fit_kind, "Deep", {}, settings, tmp_path)
-    settings["train"] = settings["train"] | {"steps": 20}
+    settings["train"] = settings["train"] | {"steps": 14}
     expected = unfrozen_by_hand()
     for weights, _ in run_ranks(world, runs.fit_kind, "Deep", {}, settings, tmp_path):
         assert runs.difference(without_calls(weights), expected) < 1e-10

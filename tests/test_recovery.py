@@ -1,16 +1,19 @@
-"""Runs that are killed, crash, hang or are asked to stop: in processes of their own."""
+"""Runs that are killed, crash, hang or are asked to stop: in processes of their own, beside other tests."""
 
+import functools
 import os
 import re
+import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.checkpoint import files, store
 from tests import processes, rank_cases
-from tests.processes import children, has_logged, is_running, launched, start, wait_for
+from tests.processes import children, handles, has_logged, is_running, launched, start, wait_for
 from tests.ranks import run_ranks
 
 SETTINGS = ["log.tensorboard=false", "optim.clip_norm=0.5", "train.steps=60", "train.eval_every_steps=20", "checkpoint.every_steps=10", "log.every_steps=10"]
@@ -22,7 +25,7 @@ from tests.own_tasks import Plain
 
 class SlowEvaluation(Plain):
     def loss(self, model, batch):
-        if not model.training:
+        if not model.training and "SLOW" in os.environ:
             time.sleep(0.2)
         return super().loss(model, batch)
 
@@ -49,13 +52,6 @@ class HangsThenCrashes(Plain):
             raise RuntimeError("always here")
         return super().loss(model, batch)
 """
-
-
-@pytest.fixture
-def tasks(tmp_path):
-    path = tmp_path / "tasks.py"
-    path.write_text(TASKS)
-    return path
 
 
 def state(run):
@@ -92,85 +88,131 @@ def test_killed_ranks_are_started_again_and_end_with_the_weights_of_an_undisturb
     assert not list((launch.folder / "run" / "checkpoints").glob(".staging*"))
 
 
-def test_ranks_end_when_their_launcher_is_killed_and_another_start_goes_on(tmp_path, undisturbed):
-    run = tmp_path / "run"
-    first = start("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{tmp_path / 'once'}")
-    wait_for((tmp_path / "once").exists)
+def kill_the_launcher(folder):
+    first = start("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", folder / "run", LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{folder / 'once'}")
+    wait_for((folder / "once").exists)
     ranks = children(first.pid)
-    assert len(ranks) == 2
     first.kill()
     first.communicate()
     wait_for(lambda: not any(map(is_running, ranks)), timeout=10)
+    return ranks
+
+
+@launched(kill_the_launcher)
+def test_ranks_end_when_their_launcher_is_killed_and_another_start_goes_on(launch, undisturbed):
+    (ranks,) = launch.done
+    assert len(ranks) == 2
+    run = launch.folder / "run"
     again = run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
     assert re.search("resuming .* at step 30", again[0])
     assert same(state(run), undisturbed)
 
 
-@pytest.mark.parametrize(
-    ("number", "nproc"),
-    [(signal.SIGTERM, 2), pytest.param(signal.SIGTERM, 1, marks=pytest.mark.exhaustive), pytest.param(signal.SIGINT, 2, marks=pytest.mark.exhaustive)],
-)
-def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(tmp_path, tasks, number, nproc):
-    run = tmp_path / "run"
-    command = ["train", f"{tasks}:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", run]
-    process = start(*command)
-    wait_for(lambda: has_logged(run))
+def ask_to_stop(folder, number, nproc):
+    process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", folder / "run")
+    wait_for(lambda: has_logged(folder / "run"))
     os.killpg(process.pid, number)  # as a terminal does: to the launcher, and on one rank also to the loader's workers
     asked = time.monotonic()
     out, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
-    assert time.monotonic() - asked < 20
+    took = time.monotonic() - asked
+    try:
+        os.killpg(process.pid, 0)
+        left = True
+    except ProcessLookupError:
+        left = False
+    return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors, took=took, left=left)
+
+
+def ask_twice(folder):
+    """Goes on from where the request before has stopped, in a copy."""
+    run = shutil.copytree(folder / "run", folder / "twice")
+    logged = (run / "metrics.jsonl").read_text().count("\n")
+    stuck = "0:*:before-rename:hang 1:*:before-share:hang"
+    process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
+    wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > logged)
+    ranks = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    time.sleep(2)
+    waited = process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    wait_for(lambda: not any(map(is_running, ranks)), timeout=5)
+    return SimpleNamespace(returncode=process.returncode, stderr=errors, waited=waited, ranks=len(ranks))
+
+
+stopped = launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=2), ask_twice)
+
+
+@pytest.mark.parametrize(
+    ("number", "nproc"),
+    [
+        pytest.param(signal.SIGTERM, 2, marks=stopped),
+        pytest.param(signal.SIGTERM, 1, marks=[launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=1)), pytest.mark.exhaustive]),
+        pytest.param(signal.SIGINT, 2, marks=[launched(functools.partial(ask_to_stop, number=signal.SIGINT, nproc=2)), pytest.mark.exhaustive]),
+    ],
+)
+def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(launch, number, nproc):
+    done, run = launch.done[0], launch.folder / "run"
+    assert done.returncode == 75, done.stderr
+    assert done.took < 20
     step, _ = state(run)
-    assert f"stopped by {number.name} at step {step} of 1000000, saved" in out
-    assert errors.strip() == "the same command goes on from there"
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)  # nobody is left
-    again = run_ranks(nproc, rank_cases.command, *command[:2], *ENDLESS, f"train.steps={step + 5}", "--run-dir", run)
+    assert f"stopped by {number.name} at step {step} of 1000000, saved" in done.stdout
+    assert done.stderr.strip() == "the same command goes on from there"
+    assert not done.left  # nobody
+    task = f"{launch.folder}/tasks.py:SlowSteps"
+    again = run_ranks(nproc, rank_cases.command, "train", task, *ENDLESS, f"train.steps={step + 5}", "--run-dir", run)
     assert f"at step {step}\n" in again[0]
     assert state(run)[0] == step + 5
 
 
-def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_is_made_up_for(tmp_path, tasks):
-    run = tmp_path / "run"
-    options = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=160"]
-    process = start("train", f"{tasks}:SlowEvaluation", *options, "--nproc", 2, "--run-dir", run)
-    wait_for(lambda: has_logged(run))
+@stopped
+def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(launch):
+    before, done = launch.done
+    assert done.waited
+    assert done.returncode == 130
+    assert "stopped at once, without saving" in done.stderr
+    assert done.ranks == 2
+    assert f" at step {state(launch.folder / 'twice')[0]} of 1000000, saved" in before.stdout
+
+
+STOPPED_IN_EVALUATION = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=240"]
+
+
+def ask_one_rank(folder):
+    task = f"{folder}/tasks.py:SlowEvaluation"
+    process = start("train", task, *STOPPED_IN_EVALUATION, "--nproc", 2, "--run-dir", folder / "run", SLOW="1")
+    wait_for(lambda: has_logged(folder / "run"))
     os.kill(children(process.pid)[1], signal.SIGUSR1)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors
+    return SimpleNamespace(returncode=process.returncode, stderr=errors)
+
+
+@launched(ask_one_rank)
+def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_is_made_up_for(launch):
+    (done,) = launch.done
+    run = launch.folder / "run"
+    assert done.returncode == 75, done.stderr
     assert state(run)[0] == 10
     assert '"eval/loss"' not in (run / "metrics.jsonl").read_text()
-    run_ranks(1, rank_cases.command, "train", f"{tasks}:SlowEvaluation", *options, "--run-dir", run)
+    run_ranks(1, rank_cases.command, "train", f"{launch.folder}/tasks.py:SlowEvaluation", *STOPPED_IN_EVALUATION, "--run-dir", run)
     assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
 
 
-def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(tmp_path):
-    run = tmp_path / "run"
-    stuck = "0:*:before-rename:hang 1:*:before-share:hang"
-    run_ranks(1, rank_cases.command, "train", "toy", *ENDLESS, "train.steps=10", "--run-dir", run)
-    process = start("train", "toy", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
-    wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > 1)
-    ranks = children(process.pid)
-    process.send_signal(signal.SIGINT)
-    time.sleep(2)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    assert process.returncode == 130
-    assert "stopped at once, without saving" in errors
-    assert not any(map(is_running, ranks))
-    assert state(run)[0] == 10
-
-
-def test_request_before_training_ends_with_75(tmp_path):
-    begun = [start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", tmp_path / str(nproc)) for nproc in (1, 2)]
-    time.sleep(1.0)
+def ask_before_training(folder):
+    begun = [start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", folder / str(nproc)) for nproc in (1, 2)]
+    wait_for(lambda: handles(begun[0].pid, signal.SIGTERM))
     begun[0].terminate()
     wait_for(lambda: len(children(begun[1].pid)) == 2)
     begun[1].terminate()
-    for process in begun:
-        _, errors = process.communicate(timeout=40)
-        assert process.returncode == 75, errors
+    return [(process.communicate(timeout=60)[1], process.returncode) for process in begun]
+
+
+@launched(ask_before_training)
+def test_request_before_training_ends_with_75(launch):
+    (done,) = launch.done
+    assert len(done) == 2
+    for errors, code in done:
+        assert code == 75, errors
         assert "the same command goes on from there" in errors
 
 
@@ -209,7 +251,7 @@ def test_crash_at_the_same_step_twice_is_not_tried_for_ever(launch):
 SLOW = ["log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", "train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"]
 
 
-@launched(("train", "{folder}/tasks.py:SlowStart", *SLOW, "--run-dir", "{folder}/run"))
+@launched(("train", "{folder}/tasks.py:SlowStart", *SLOW, "--run-dir", "{folder}/run"), SLOW="1")
 def test_slow_but_alive_is_no_hang(launch):
     (done,) = launch.done
     assert done.returncode == 0, done.stderr
@@ -230,17 +272,22 @@ def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(launch):
     assert state(run)[0] == 60
 
 
-def test_sigterm_to_torchrun_saves_what_other_ranks_reach_undisturbed(tmp_path, tasks):
-    run = tmp_path / "run"
-    process = start("train", f"{tasks}:SlowSteps", *ENDLESS, "--run-dir", run, torchrun=2)
-    wait_for(lambda: has_logged(run))
+def ask_torchrun(folder):
+    process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--run-dir", folder / "run", torchrun=2)
+    wait_for(lambda: has_logged(folder / "run"))
     process.terminate()
-    out, _ = process.communicate(timeout=60)
+    return process.communicate(timeout=60)[0]
+
+
+@launched(ask_torchrun)
+def test_sigterm_to_torchrun_saves_what_other_ranks_reach_undisturbed(launch):
+    (out,) = launch.done
     assert "saved" in out
-    found = state(run)
+    found = state(launch.folder / "run")
     assert found[0] > 0
-    run_ranks(2, rank_cases.command, "train", f"{tasks}:SlowSteps", *ENDLESS, f"train.steps={found[0]}", "--run-dir", tmp_path / "other")
-    assert same(found, state(tmp_path / "other"))
+    other = launch.folder / "other"
+    run_ranks(2, rank_cases.command, "train", f"{launch.folder}/tasks.py:SlowSteps", *ENDLESS, f"train.steps={found[0]}", "--run-dir", other)
+    assert same(found, state(other))
 
 
 def test_environment_of_ranks_does_not_reach_these_tests():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def _sharding(parallel: ParallelConfig) -> Sharding:
     )
 
 
-def optimizer(config: RunConfig, model: nn.Module, sharded: bool = False) -> torch.optim.Optimizer:
+def optimizer(config: RunConfig, model: nn.Module, blocks: Sequence[str] = (), sharded: bool = False) -> torch.optim.Optimizer:
     """As the config says, with learning rates scaled by the global batch.
 
     Raises:
@@ -135,7 +136,7 @@ def optimizer(config: RunConfig, model: nn.Module, sharded: bool = False) -> tor
         raise UsageError(what, where="optim.name", remedy=remedy)
     scale = scaled_lr(1.0, rate.lr_scaling, config.batch.global_ or 1, rate.reference_batch)
     groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
-    return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args, rate.fused)
+    return build_optimizer(model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args, rate.fused, rate.layer_decay, blocks)
 
 
 def load(found: Checkpoint, model: nn.Module) -> None:

@@ -93,19 +93,30 @@ def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
 @app.command()
 def predict(
     run_dir: RunDir,
-    inputs: Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="Files; none: samples of the evaluation data.")] = None,
+    inputs: Annotated[
+        list[str] | None, typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data.")
+    ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
+    out: Annotated[Path | None, typer.Option(help="Write a .csv or .jsonl file instead of printing.")] = None,
     debug: Debug = False,
 ) -> None:
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
     with _reporting(debug):
         from lockstep import config_file
+        from lockstep.observe import rows
 
         settings = config_file.read_run(run_dir)
+        if out is not None:
+            rows.check(out)  # before anything is computed
         from lockstep.run import Trainer
 
-        for row in Trainer(settings, run_dir=run_dir).describe(inputs or [], samples):
-            print(json.dumps(row))
+        found = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
+        if out is None:
+            for row in found:
+                print(json.dumps(row, ensure_ascii=False))
+        else:
+            rows.write(out, found)
+            print(f"{len(found)} predictions: {out}", file=sys.stderr)
 
 
 @app.command()

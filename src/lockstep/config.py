@@ -39,6 +39,43 @@ class ClassificationTask(Section):
     shift: Annotated[int, Field(ge=0)] = 0
 
 
+class ColumnsConfig(Section):
+    """Columns of a table by name or place; None: those with a usual name. text: several are joined with a space."""
+
+    text: str | int | list[str | int] | None = None
+    pair: str | int | None = None
+    label: str | int | None = None
+
+
+class ScratchConfig(Section):
+    """A new Hugging Face model, and the tokenizer that is trained for it. sizes: keys of the architecture's config."""
+
+    architecture: str = "bert"
+    sizes: dict[str, Any] = {}
+    vocab_size: Annotated[int, Field(ge=100)] = 8000
+    lowercase: bool = True
+
+
+class TextTask(Section):
+    """Text classification; see `lockstep.tasks.text.Text`."""
+
+    kind: Literal["text"]
+    model: str | None = None
+    scratch: ScratchConfig = ScratchConfig()
+    max_length: Annotated[int, Field(ge=4)] = 128
+    columns: ColumnsConfig = ColumnsConfig()
+    multi_label: bool = False
+    label_separator: Annotated[str, Field(min_length=1)] = ","
+    class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
+    new_head: bool = False
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    split_seed: Annotated[int, Field(ge=0)] = 0
+    empty: Literal["raise", "drop"] = "raise"
+    subset: str | None = None
+    header: bool = True
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+
+
 class UserTask(Section):
     """A class in a user's file; further keys go to its constructor."""
 
@@ -46,7 +83,7 @@ class UserTask(Section):
     kind: str
 
 
-BUILT_IN: dict[str, type[Section]] = {"toy": ToyTask, "classification": ClassificationTask}
+BUILT_IN: dict[str, type[Section]] = {"toy": ToyTask, "classification": ClassificationTask, "text": TextTask}
 
 
 class DataConfig(Section):
@@ -138,7 +175,10 @@ class GroupConfig(Section):
 
 
 class OptimConfig(Section):
-    """Any class of torch.optim; `args` are its further arguments (momentum, betas, ...). fused: one kernel for the whole update."""
+    """Any class of torch.optim; `args` are its further arguments (momentum, betas, ...). fused: one kernel for the whole update.
+
+    layer_decay: each of the model's repeated blocks learns at so many times the rate of the one above it.
+    """
 
     name: str = "AdamW"
     lr: PositiveFloat = 1e-3
@@ -147,6 +187,7 @@ class OptimConfig(Section):
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: PositiveInt = 32
     fused: bool = False
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     groups: list[GroupConfig] = []
     args: dict[str, Any] = {}
 

@@ -27,7 +27,7 @@ from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Chunks, Feed, Loader, Micro
-from lockstep.data.order import StepPlan
+from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.dist import sharding, signals, strategy
 from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
@@ -90,7 +90,7 @@ class Trainer:
             self.config = config
             task = task or self.task()
             job = self._training(task, world)
-            watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, quiet=self.quiet)
+            watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, task.notes(), self.quiet)
             batches: Iterator[list[Micro]] = job.batches
             if witness is not None:
                 watchers.append(witness)
@@ -105,7 +105,7 @@ class Trainer:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         asked = Agreement(world, flag)
         cadence = self._cadence(job.plan)
-        evaluate = self._evaluator(task, lambda: run.forward, run.precision, world, run, asked) if cadence.evaluate else dict
+        evaluate = self._evaluator(task, lambda: run.forward, run.precision, world, tell, run, asked) if cadence.evaluate else dict
         background = self.config.checkpoint.mode == "async"
         saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background)
         flag.saves = True
@@ -143,7 +143,8 @@ class Trainer:
         with self._join() as world:
             task = task or self.task()
             _, forward = self._trained(task, world)
-            return self._evaluator(task, lambda: forward, Precision(self.config.precision, world.device), world)()
+            tell: Callable[[str], None] = _silently if self.quiet else partial(print, file=sys.stderr)
+            return self._evaluator(task, lambda: forward, Precision(self.config.precision, world.device), world, tell)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
@@ -153,16 +154,18 @@ class Trainer:
             data = data if data is not None else _required(task)
             loader = self._loader(data, task, world, training=False)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, forward, loader, _length(data), self._eval_micro(), world, precision)
+            return evaluation.predict(task, forward, loader, self._eval_plan(data), world, precision)
 
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
-        """Predictions for people: of the files `inputs`, or of the first `samples` evaluation samples beside their truth."""
+        """Predictions for people: of what `Task.input_data` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
         task = task or self.task()
+        task.attach(self._kept, trained=True)
         data = task.input_data(inputs) if inputs else _required(task)
-        count = len(inputs) or min(samples, _length(data))
-        outputs = self.predict(task, Subset(data, range(count)))
-        heads: list[dict[str, Any]] = [{"input": name} for name in inputs] or [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
-        return [head | task.describe(output) for head, output in zip(heads, outputs or [], strict=True)]
+        count = _length(data) if inputs else min(samples, _length(data))
+        where = getattr(data, "where", lambda number: inputs[number])
+        outputs = self.predict(task, data if inputs else Subset(data, range(count)))
+        heads = [{"input": where(number)} if inputs else {"sample": number, "truth": task.truth(data[number])} for number in range(count)]
+        return [head | task.show(data[number]) | task.describe(output) for number, (head, output) in enumerate(zip(heads, outputs or [], strict=True))]
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
         """Write the newest checkpoint's weights into `folder` as `model.safetensors`, under the names of the task's model,
@@ -189,17 +192,18 @@ class Trainer:
     def _training(self, task: Task, world: World) -> Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
         config = self.config
+        found, complaints = store.newest(self._checkpoints, world)
+        self._attach(task, world, trained=found is not None)
         assembly.seed(config)
         data = task.train_data()
         plan = self._plan(data, world)
         stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
-        found, complaints = store.newest(self._checkpoints, world)
         made, forward = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
         model = made.model
         run = Training(
             forward=forward,
-            optimizer=assembly.optimizer(config, model, strategy.is_sharded(forward)),
+            optimizer=assembly.optimizer(config, model, made.blocks, strategy.is_sharded(forward)),
             precision=Precision(config.precision, world.device, world.size),
             schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
             world=world,
@@ -271,6 +275,7 @@ class Trainer:
         found, complaints = store.newest(self._checkpoints, world)
         if found is None:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
+        self._attach(task, world, trained=True)
         made, forward = assembly.assemble(self.config, task, world)
         if world.rank == 0 and (complaints or made.told) and not self.quiet:
             print("\n".join([*complaints, *made.told]), file=sys.stderr)
@@ -297,11 +302,24 @@ class Trainer:
         return save
 
     def _evaluator(
-        self, task: Task, forward: Callable[[], nn.Module], precision: Precision, world: World, run: Training | None = None, asked: Agreement | None = None
+        self,
+        task: Task,
+        forward: Callable[[], nn.Module],
+        precision: Precision,
+        world: World,
+        tell: Callable[[str], None],
+        run: Training | None = None,
+        asked: Agreement | None = None,
     ) -> Callable[[], dict[str, float]]:
-        """A function that evaluates what `forward` gives; within a training its averaged weights, until somebody asks to stop."""
+        """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
-        loader = self._loader(data, task, world, training=False)
+        loader, plan = self._loader(data, task, world, training=False), self._eval_plan(data)
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            if run is not None:
+                rundir.keep_tables(self.run_dir, run.step, values)
+            if text := task.report(values, [(data[index], output) for index, output in outputs]):
+                tell(text)
 
         def tick() -> None:
             if asked is not None and asked():
@@ -318,7 +336,7 @@ class Trainer:
                         sharding.reshard(run.forward)
                         stack.enter_context(run.averages.applied())
                 bare = strategy.bare(forward())
-                return evaluation.evaluate(task, bare, loader, _length(data), self._eval_micro(), world, precision, tick)
+                return evaluation.evaluate(task, bare, loader, plan, world, precision, tick, show)
 
         return evaluate
 
@@ -334,13 +352,23 @@ class Trainer:
         chunks = Chunks(data, task, self.config.seed, training, self.config.data.on_error)
         return Loader(chunks, self.config.data.workers, world.device, self.config.compute.channels_last)
 
-    def _eval_micro(self) -> int:
+    def _eval_plan(self, data: Dataset[Any]) -> EvaluationPlan:
         """The same for every world size, so that evaluation is."""
-        return self.config.batch.micro or min(self.config.batch.global_ or 32, 256)
+        return EvaluationPlan(_length(data), self.config.batch.micro or min(self.config.batch.global_ or 32, 256), _lengths(data))
+
+    def _attach(self, task: Task, world: World, trained: bool) -> None:
+        """Rank 0 writes what the task keeps with the run, the others read it."""
+        world.on_first(lambda: task.attach(self._kept, trained))
+        if world.rank:
+            task.attach(self._kept, trained)
 
     @property
     def _checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
+
+    @property
+    def _kept(self) -> Path:
+        return self.run_dir / "task"
 
 
 @dataclass
@@ -366,6 +394,10 @@ class Witness(trainer.Watcher, Protocol):
     def watch(self, job: Job) -> Iterator[list[Micro]]:
         """The batches of `job`, passed on: when one is asked for, the step before it is done."""
         ...
+
+
+def _silently(_: str) -> None:
+    pass
 
 
 def _tell_all(watchers: Sequence[trainer.Watcher], text: str) -> None:

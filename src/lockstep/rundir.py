@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
 from lockstep.errors import UsageError, did_you_mean
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task")
 _MICRO = "micro.json"
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
@@ -200,8 +200,8 @@ def _environment(world: World) -> dict[str, Any]:
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
 
 
-def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, quiet: bool) -> list[Watcher]:
-    """Everything that receives the log, after it was told what is about to be trained."""
+def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, notes: Sequence[str], quiet: bool) -> list[Watcher]:
+    """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
     from lockstep.observe.console import ConsoleWatcher
     from lockstep.observe.jsonl import JsonLines
     from lockstep.observe.steady import Steady
@@ -210,7 +210,7 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
 
     log = Steady(TextLog(folder / "train.log", stop))
     log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
-    summary = model_summary(made, run)
+    summary = [*notes, *model_summary(made, run)]
     for text in summary:
         log.message(text)
     found: list[Watcher] = [log, Steady(JsonLines(folder / "metrics.jsonl", run.step))]
@@ -224,6 +224,17 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
             console.message(text)
         found.append(console)
     return found
+
+
+def keep_tables(folder: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Append what an evaluation's metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
+    from lockstep.observe.jsonl import JsonLines
+
+    tables = {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
+    if tables:
+        lines = JsonLines(folder / "tables.jsonl", step - 1)
+        lines.record({"step": step, **tables})
+        lines.close()
 
 
 def model_summary(made: Assembled, run: Training) -> list[str]:

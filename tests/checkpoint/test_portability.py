@@ -23,22 +23,22 @@ def settings(name, steps):
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return runs.by_hand(own_tasks.Deep())[0]
+    return runs.by_hand(own_tasks.Deep(), 12)[0]
 
 
 @pytest.fixture(scope="module")
-def runs_of_10_steps():
+def runs_of_6_steps():
     return {}
 
 
 @pytest.fixture
-def saved(request, runs_of_10_steps, tmp_path_factory):
-    """A run of 10 steps with a strategy."""
+def saved(request, runs_of_6_steps, tmp_path_factory):
+    """A run of 6 steps with a strategy; an epoch has 10."""
     name = request.param
-    if name not in runs_of_10_steps:
-        folder = runs_of_10_steps[name] = tmp_path_factory.mktemp("saved")
-        run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 10), folder)
-    return runs_of_10_steps[name]
+    if name not in runs_of_6_steps:
+        folder = runs_of_6_steps[name] = tmp_path_factory.mktemp("saved")
+        run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 6), folder)
+    return runs_of_6_steps[name]
 
 
 def pairs(always):
@@ -51,11 +51,11 @@ def pairs(always):
 @pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 == 2), indirect=["saved"])
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
-    for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 20), folder):
-        assert results["step"] == 20
-        assert weights.pop("calls") == 20
+    for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 12), folder):
+        assert results["step"] == 12
+        assert weights.pop("calls") == 12
         assert runs.difference(weights, {key: tensor for key, tensor in undisturbed.items() if key != "calls"}) < 1e-10
-    assert "from step 10" in (folder / "train.log").read_text()
+    assert "from step 6" in (folder / "train.log").read_text()
 
 
 @pytest.mark.parametrize("saved", ["ddp 2", "hybrid 2x2"], indirect=True)
@@ -72,9 +72,9 @@ def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
 @pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 4), (2, 1), (4, 3))), indirect=["saved"])
 def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
     task = own_tasks.Deep(**OPTIONS)
-    alone = Trainer(settings("single", 10), run_dir=saved, quiet=True)
+    alone = Trainer(settings("single", 6), run_dir=saved, quiet=True)
     expected, results = load_file(alone.export(tmp_path / "alone", task)), alone.evaluate(own_tasks.Deep(**OPTIONS))
-    for answer in run_ranks(STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 10), OPTIONS, tmp_path / "many"):
+    for answer in run_ranks(STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 6), OPTIONS, tmp_path / "many"):
         assert answer["loss"] == pytest.approx(results["loss"], rel=1e-12)
     found = load_file(tmp_path / "many" / "model.safetensors")
     assert list(found) == list(expected)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import StepPlan, cut, evaluation_chunks, mix, permute
+from lockstep.data.order import EvaluationPlan, StepPlan, cut, mix, permute
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
@@ -404,33 +404,33 @@ def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
     assert sum(padding(grouped.chunks(step)) for step in range(14)) < 0.3 * sum(padding(plain.chunks(step)) for step in range(14))
 
 
-# ---- evaluation_chunks
+# ---- EvaluationPlan
 
 EVALUATIONS = list(itertools.product(range(51), range(1, 8), range(1, 6)))  # length, micro-batch, world
 
 
 def test_evaluation_takes_every_sample_once_and_in_order_over_ranks():
     for length, micro, world in EVALUATIONS:
-        assert real(evaluation_chunks(length, micro, world)) == list(range(length)), (length, micro, world)
+        assert real(EvaluationPlan(length, micro).chunks(world)) == list(range(length)), (length, micro, world)
 
 
 def test_evaluation_gives_every_rank_equally_many_chunks_and_as_few_as_possible():
     for length, micro, world in EVALUATIONS:
-        chunks = evaluation_chunks(length, micro, world)
+        chunks = EvaluationPlan(length, micro).chunks(world)
         fewest = math.ceil(math.ceil(length / micro) / world)
         assert [len(rank) for rank in chunks] == [fewest] * world, (length, micro, world)
 
 
 def test_evaluation_forward_passes_are_those_of_one_process():
     for length, micro, world in EVALUATIONS:
-        ours = [chunk.indices for chunk in flatten(evaluation_chunks(length, micro, world)) if not chunk.filler]
+        ours = [chunk.indices for chunk in flatten(EvaluationPlan(length, micro).chunks(world)) if not chunk.filler]
         alone = [tuple(range(length))[start : start + micro] for start in range(0, length, micro)]
         assert ours == alone, (length, micro, world)
 
 
 def test_evaluation_fillers_are_single_existing_samples():
     for length, micro, world in EVALUATIONS:
-        chunks = flatten(evaluation_chunks(length, micro, world))
+        chunks = flatten(EvaluationPlan(length, micro).chunks(world))
         fillers = [chunk for chunk in chunks if chunk.filler]
         assert len(fillers) == len(chunks) - math.ceil(length / micro), (length, micro, world)
         assert all(len(chunk.indices) == 1 and 0 <= chunk.indices[0] < length for chunk in fillers)

@@ -304,7 +304,7 @@ def train_overflowing(rows, parallel):
     """Weights, and how many steps were skipped, for tasks whose overflow is in another row each."""
     answers = []
     for row in rows:
-        settings = runs.config(batch={"micro": 12}, precision="fp16", optim={"lr": 1e-3}, parallel=parallel, log={"every_steps": 1})
+        settings = runs.config(batch={"micro": 12}, precision="fp16", optim={"lr": 1e-3}, parallel=parallel, train={"steps": 14}, log={"every_steps": 1})
         weights, results = runs.fit(Overflows(row), settings)
         answers.append((weights, results["train/skipped"], results["train/loss_scale"]))
     return answers

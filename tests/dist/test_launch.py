@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+from tests import rank_cases
 from tests.processes import launched, lockstep
+from tests.ranks import run_ranks
 
 TASKS = """
 import os, signal
@@ -42,17 +44,17 @@ def tasks(tmp_path):
 @launched(
     ("train", "digits", "train.epochs=1", "--nproc", 2, "--run-dir", "{folder}/run"),
     ("evaluate", "{folder}/run", "--nproc", 2),
-    ("predict", "{folder}/run", "--samples", 3),
 )
 def test_nproc_trains_evaluates_and_predicts(launch):
-    trained, evaluated, predicted = launch.done
+    trained, evaluated = launch.done
     assert trained.returncode == 0, trained.stderr
     assert "2 x cpu" in trained.stdout
     assert "step 23/23" in trained.stdout
     results = json.loads(evaluated.stdout)
     logged = [json.loads(line) for line in (launch.folder / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     assert results == {name: logged[name] for name in results}
-    rows = [json.loads(line) for line in predicted.stdout.splitlines()]
+    (predicted,) = run_ranks(1, rank_cases.command, "predict", launch.folder / "run", "--samples", 3)
+    rows = [json.loads(line) for line in predicted.splitlines()]
     assert [row["sample"] for row in rows] == [0, 1, 2]
     assert all(row["truth"] in "0123456789" and 0 < row["probability"] <= 1 for row in rows)
 

@@ -32,28 +32,28 @@ PLACES = {
     ],
 )
 def test_step_is_done_again_on_all_ranks_with_half_the_micro_batch(world, global_batch, place, tmp_path):
-    expected, _ = runs.by_hand(own_tasks.Deep(), global_batch=global_batch)
-    settings = runs.config(batch={"global": global_batch, "micro": 12})
+    expected, _ = runs.by_hand(own_tasks.Deep(), 10, global_batch)
+    settings = runs.config(batch={"global": global_batch, "micro": 12}, train={"steps": 10})
     told = run_ranks(world, rank_cases.fit_out_of_memory, settings, tmp_path, PLACES[place])
     for weights, _ in told:
         calls = weights.pop("calls")
         assert runs.difference(weights, {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
     if any(failures for _, failures in told):
-        assert calls > 20 * global_batch / 12 / world
+        assert calls > 10 * global_batch / 12 / world
         assert json.loads((tmp_path / "micro.json").read_text())["micro"] == 6
         assert "micro-batches of 6 instead of 12" in (tmp_path / "train.log").read_text()
 
 
 def test_ranks_that_cannot_give_up_together_end_and_begin_again_with_less(tmp_path):
-    settings = runs.config(batch={"micro": 12}, parallel={"strategy": "fsdp"}, checkpoint={"every_steps": 2, "mode": "sync"})
+    settings = runs.config(batch={"micro": 12}, parallel={"strategy": "fsdp"}, checkpoint={"every_steps": 2, "mode": "sync"}, train={"steps": 12})
     arguments = (settings, tmp_path, (None, 5, "forward"))
     for message in run_ranks(2, rank_cases.error_out_of_memory, *arguments):
         assert "step 5, rank" in message
         assert "out of memory" in message
-    expected, _ = runs.by_hand(own_tasks.Deep())
+    expected, _ = runs.by_hand(own_tasks.Deep(), 12)
     for weights, failures in run_ranks(2, rank_cases.fit_out_of_memory, settings, tmp_path, (None, None, "forward")):
         assert not failures
-        assert weights.pop("calls") == 4 + 16 * 2
+        assert weights.pop("calls") == 4 + 8 * 2
         assert runs.difference(weights, {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
     assert "from step 4" in (tmp_path / "train.log").read_text()
 

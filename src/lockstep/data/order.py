@@ -195,17 +195,31 @@ class StepPlan:
         return self._cached[2]
 
 
-def evaluation_chunks(length: int, micro_batch: int, world: int) -> list[list[Chunk]]:
-    """Cut a data set for evaluation: chunks[rank][micro], equally many for every rank, each sample once.
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """How a data set is cut for evaluation: into micro-batches that are the same for every world size, each sample once.
 
-    Micro-batch i holds samples [i * micro_batch, (i + 1) * micro_batch) whatever the world size, and ranks hold
-    consecutive runs of them: every forward pass, and the order of the results, are those of one process.
+    Args:
+        length: samples in the data set.
+        micro_batch: most samples in one forward pass.
+        lengths: length of each sample, where known: similar ones share a micro-batch, and micro-batches are shuffled, so that
+            ranks get about the same work.
     """
-    micros = [tuple(range(start, min(start + micro_batch, length))) for start in range(0, length, micro_batch)]
-    per_rank = -(-len(micros) // world)
-    ranks: list[list[Chunk]] = []
-    for rank in range(world):
-        mine: Sequence[tuple[int, ...]] = micros[rank * per_rank : (rank + 1) * per_rank]
-        fillers = [Chunk((0,), 0, True)] * (per_rank - len(mine))
-        ranks.append([Chunk(indices, 0, False) for indices in mine] + fillers)
-    return ranks
+
+    length: int
+    micro_batch: int
+    lengths: npt.NDArray[np.integer] | None = None
+
+    def chunks(self, world: int) -> list[list[Chunk]]:
+        """chunks[rank][micro], equally many for every rank: consecutive runs of the micro-batches that one process would take in turn."""
+        order = np.arange(self.length) if self.lengths is None else np.argsort(-np.asarray(self.lengths, dtype=np.int64), kind="stable")
+        micros = [tuple(order[start : start + self.micro_batch].tolist()) for start in range(0, self.length, self.micro_batch)]
+        if self.lengths is not None and micros:
+            micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]
+        per_rank = -(-len(micros) // world)
+        ranks: list[list[Chunk]] = []
+        for rank in range(world):
+            mine: Sequence[tuple[int, ...]] = micros[rank * per_rank : (rank + 1) * per_rank]
+            fillers = [Chunk((0,), 0, True)] * (per_rank - len(mine))
+            ranks.append([Chunk(indices, 0, False) for indices in mine] + fillers)
+        return ranks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import Loader, Micro
-from lockstep.data.order import evaluation_chunks
+from lockstep.data.order import EvaluationPlan
 from lockstep.dist import sharding
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import World
@@ -22,20 +22,32 @@ if TYPE_CHECKING:
 
 
 Tick = Callable[[], None]
+Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
+_SHOWN = 4  # samples
 
 
-def _nothing() -> None:
+def _nothing(*_: Any) -> None:
     pass
 
 
 def evaluate(
-    task: Task, forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision, tick: Tick = _nothing
+    task: Task,
+    forward: nn.Module,
+    loader: Loader,
+    plan: EvaluationPlan,
+    world: World,
+    precision: Precision,
+    tick: Tick = _nothing,
+    show: Show = _nothing,
 ) -> dict[str, float]:
-    """Loss (sum over units, divided by their number) and the task's metrics over a data set of `length` samples.
+    """Loss (sum over units, divided by their number) and the task's metrics over the samples of `plan`.
 
     Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
-    `forward` is a `Forward`, see `strategy.bare`.
-    `tick` is called after each of this rank's micro-batches, which are equally many on all ranks.
+
+    Args:
+        forward: a `Forward`, see `strategy.bare`.
+        tick: called after each of this rank's micro-batches, which are equally many on all ranks.
+        show: called on rank 0 with what the metrics computed, and (index, output) of some samples, the same for every world size.
 
     Returns:
         `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
@@ -46,7 +58,8 @@ def evaluate(
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
-    for micro in _forwards(forward, loader, length, micro_batch, world, tick):
+    shown: list[tuple[int, Any]] = []
+    for micro in _forwards(forward, loader, plan, world, tick):
         with precision.autocast():
             if metrics is None:
                 losses, output = forward(micro.batch, task.loss), None
@@ -60,21 +73,26 @@ def evaluate(
         samples += micro.samples
         if metrics is not None:
             task.update_metrics(metrics, output, micro.batch)
+            if world.rank == 0 and not shown and show is not _nothing:
+                shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
     results: dict[str, float] = world.broadcast(_means(world.gather(parts), task.coefficients()))
     if metrics is not None:
-        results |= metric_states.compute(metrics, world)
+        flat, values = metric_states.compute(metrics, world)
+        results |= flat
+        if values:
+            show(values, shown)
     counted = world.all_sum([samples, bad])
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
-def predict(task: Task, forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, precision: Precision) -> list[Any] | None:
-    """The task's output for each of `length` samples, in their order, on the CPU: on rank 0; None elsewhere.
+def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, precision: Precision) -> list[Any] | None:
+    """The task's output for each sample of `plan`, in their order, on the CPU: on rank 0; None elsewhere.
 
     A sample that could not be read (with `on_error="skip"`) has the output None.
     """
     outputs: dict[int, Any] = {}
-    for micro in _forwards(forward, loader, length, micro_batch, world):
+    for micro in _forwards(forward, loader, plan, world):
         with precision.autocast():
             output = forward(micro.batch, task.predict)
         if not micro.filler:
@@ -85,7 +103,7 @@ def predict(task: Task, forward: nn.Module, loader: Loader, length: int, micro_b
     merged: dict[int, Any] = {}
     for part in gathered:
         merged |= part
-    return [merged.get(index) for index in range(length)]
+    return [merged.get(index) for index in range(plan.length)]
 
 
 def split(output: Any, count: int) -> list[Any]:
@@ -108,9 +126,9 @@ def split(output: Any, count: int) -> list[Any]:
     raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
 
 
-def _forwards(forward: nn.Module, loader: Loader, length: int, micro_batch: int, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
+def _forwards(forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
     """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
-    chunks = evaluation_chunks(length, micro_batch, world.size)[world.rank]
+    chunks = plan.chunks(world.size)[world.rank]
     was_training = forward.training
     forward.eval()
     try:

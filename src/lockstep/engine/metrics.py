@@ -17,24 +17,23 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
 
-def compute(metrics: MetricCollection, world: World) -> dict[str, float]:
+def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], dict[str, Any]]:
     """Merge the states of all ranks in rank order and compute, on rank 0; every rank gets the result.
 
     Returns:
-        name -> value; a metric with several values gives `name/0`, `name/1`, ..., one with a dict `name/key`.
-        Empty where no rank saw a sample.
+        name -> value, as `flatten` names them; and, on rank 0, what the metrics computed. Empty where no rank saw a sample.
     """
     parts = _metric_parts(metrics)
     states = [(part.update_count, {name: _to_cpu(value) for name, value in part.metric_state.items()}) for part in parts]
     gathered = world.gather(states)
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     if gathered is not None:
         metrics.to("cpu")
         for number, part in enumerate(parts):
             _merge(part, [rank[number] for rank in gathered])
         if any(part.update_count for part in parts):
-            values = flatten(metrics.compute())
-    return world.broadcast(values)  # type: ignore[no-any-return]
+            values = metrics.compute()
+    return world.broadcast(flatten(values)), values
 
 
 def _metric_parts(metrics: MetricCollection) -> list[Metric]:
@@ -91,11 +90,13 @@ def _to_cpu(value: Any) -> Any:
 
 
 def flatten(values: dict[str, Any]) -> dict[str, float]:
-    """What a collection computed as numbers by name, as `compute` returns them."""
+    """What a collection computed as numbers by name: several values give `name/0`, `name/1`, ..., a dict `name/key`; a table none."""
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             flat |= flatten({f"{name}/{key}": item for key, item in value.items()})
+        elif isinstance(value, Tensor) and value.ndim > 1:
+            continue  # for `Task.report`
         elif isinstance(value, Tensor) and value.numel() > 1:
             flat |= {f"{name}/{number}": item for number, item in enumerate(value.flatten().tolist())}
         else:

@@ -32,6 +32,8 @@ def build_optimizer(
     groups: Sequence[Group] = (),
     args: Mapping[str, Any] | None = None,
     fused: bool = False,
+    layer_decay: float | None = None,
+    blocks: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
     """Any class of `torch.optim` over all parameters of `model`; `fused` where the class has such a kernel.
 
@@ -39,35 +41,40 @@ def build_optimizer(
     their group from the start (an optimizer passes over those without gradient), so that thawing them later changes
     no group. Each group keeps `name` and `base_lr`, which schedules multiply.
 
+    Args:
+        layer_decay: groups without a learning rate of their own are divided by depth, and what lies n levels below the top
+            learns at the common rate times layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark
+            et al. 2020, arXiv:2003.10555). Levels: what comes before the first block, each block, what comes after the last.
+        blocks: names of the model's repeated blocks, in its order.
+
     Raises:
         UsageError: unknown optimizer or argument, or a group that matches nothing; names what there is.
     """
     kind = _optimizer_class(name)
-    members: dict[str, list[nn.Parameter]] = {name: [] for name in [*(group.name for group in groups), "default"]}
+    depths = _depths(model, blocks) if layer_decay is not None else {}
+    settings = {group.name: group for group in groups}
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in [*settings, "default"]}
     for parameter_name, parameter in model.named_parameters():
         owner = next((g.name for g in groups if any(fnmatchcase(parameter_name, p) for p in g.match)), "default")
-        members[owner].append(parameter)
-    for group in groups:
-        if not members[group.name]:
+        members[owner].append((parameter_name, parameter))
+    param_groups: list[dict[str, Any]] = []
+    for group_name, named in members.items():
+        own = settings.get(group_name, Group(group_name, ()))
+        if not named and group_name in settings:
             names = ", ".join(n for n, _ in list(model.named_parameters())[:8])
-            raise UsageError(
-                f"no parameter matches {list(group.match)}",
-                where=f"optim.groups, group {group.name!r}",
-                remedy=f"use patterns over the model's parameter names, such as: {names}",
-            )
-    settings = {group.name: group for group in groups}
-    param_groups = []
-    for group_name, parameters in members.items():
-        if not parameters:
-            continue
-        group_lr, group_decay = lr, weight_decay
-        if own := settings.get(group_name):
-            group_lr = own.lr if own.lr is not None else lr
-            group_decay = own.weight_decay if own.weight_decay is not None else weight_decay
-        options = {"params": parameters, "name": group_name, "lr": group_lr, "base_lr": group_lr}
-        if group_decay is not None:
-            options["weight_decay"] = group_decay
-        param_groups.append(options)
+            remedy = f"use patterns over the model's parameter names, such as: {names}"
+            raise UsageError(f"no parameter matches {list(own.match)}", where=f"optim.groups, group {group_name!r}", remedy=remedy)
+        decay = (
+            {} if own.weight_decay is None and weight_decay is None else {"weight_decay": own.weight_decay if own.weight_decay is not None else weight_decay}
+        )
+        levels: dict[int | None, list[nn.Parameter]] = {}
+        for parameter_name, parameter in named:
+            levels.setdefault(depths.get(parameter_name) if own.lr is None else None, []).append(parameter)
+        for level, parameters in levels.items():
+            rate, part = own.lr if own.lr is not None else lr, group_name
+            if level is not None and layer_decay is not None:
+                rate, part = rate * layer_decay ** (max(depths.values()) - level), f"{group_name}/level-{level}"
+            param_groups.append({"params": parameters, "name": part, "lr": rate, "base_lr": rate, **decay})
     _check_arguments(kind, args or {}, decays=any("weight_decay" in options for options in param_groups))
     if fused and "fused" not in inspect.signature(kind).parameters:
         able = ", ".join(sorted(n for n, k in _optimizers().items() if "fused" in inspect.signature(k).parameters))
@@ -76,6 +83,24 @@ def build_optimizer(
         return kind(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
     except Exception as error:
         raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
+
+
+def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
+    """Level of each parameter, by name: 0 before the first block, then block by block, and one more after the last.
+
+    Raises:
+        UsageError: no repeated blocks, so no levels.
+    """
+    if not blocks:
+        remedy = "set parallel.shard_modules to patterns of its blocks, or leave layer_decay out"
+        raise UsageError("the model has no repeated blocks, whose depth it could count", where="optim.layer_decay", remedy=remedy)
+    depths: dict[str, int] = {}
+    begun = False
+    for name, _ in model.named_parameters():
+        place = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
+        begun = begun or place is not None
+        depths[name] = place + 1 if place is not None else len(blocks) + 1 if begun else 0
+    return depths
 
 
 def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 
 class JsonLines:
@@ -19,7 +21,7 @@ class JsonLines:
                 new.replace(path)
         self.file = path.open("a", buffering=1)
 
-    def record(self, entry: dict[str, float]) -> None:
+    def record(self, entry: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(entry) + "\n")
 
     def progress(self, step: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks.task import Task
 
-_SHIPPED = {"toy": "toy:Toy", "classification": "classification:Classification"}
+_SHIPPED = {"toy": "toy:Toy", "classification": "classification:Classification", "text": "text:Text"}
 
 
 def build_task(section: dict[str, Any], train: str | None, evaluation: str | None) -> Task:

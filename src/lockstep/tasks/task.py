@@ -28,6 +28,10 @@ class Task(abc.ABC):
 
     # ---- what it is made of
 
+    def attach(self, folder: Path, trained: bool) -> None:  # noqa: B027 - it may be left as it is
+        """Called before anything else where the task belongs to a run, on rank 0 and then on the others: `folder` is kept with
+        the run for what the task finds out from its data (label names, a vocabulary). trained: a checkpoint gives the weights."""
+
     @abc.abstractmethod
     def model(self) -> nn.Module:
         """A new model. Called under a seeded RNG: the same weights on every rank."""
@@ -98,6 +102,23 @@ class Task(abc.ABC):
     def describe(self, output: Any) -> dict[str, Any]:
         """One sample's output as plain values for a person to read."""
         return {"output": output}
+
+    def show(self, sample: Any) -> dict[str, Any]:
+        """A raw sample as plain values, to stand beside its prediction."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Lines about the data, for the head of the log."""
+        return []
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """What an evaluation found, as text for the log, beside the numbers.
+
+        Args:
+            values: what `metrics` computed; those of two and more dimensions, such as a confusion matrix, are shown nowhere else.
+            samples: some (raw sample, output).
+        """
+        return ""
 
     def export(self, model: nn.Module, folder: Path) -> None:  # noqa: B027 - it may be left as it is
         """Write what users of the weights need besides them (labels, a tokenizer) into `folder`, beside `model.safetensors`."""

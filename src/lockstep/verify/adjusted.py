@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -74,6 +75,9 @@ class Adjusted(Task):
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
 
+    def attach(self, folder: Path, trained: bool) -> None:
+        self.task.attach(folder, trained)
+
     def train_data(self) -> Dataset[Any]:
         return _part(self.task.train_data(), self.how.part)
 
@@ -117,6 +121,9 @@ class Adjusted(Task):
 
     def truth(self, sample: Any) -> Any:
         return self.task.truth(sample)
+
+    def show(self, sample: Any) -> dict[str, Any]:
+        return self.task.show(sample)
 
 
 def readable(chunks: Chunks, indices: Iterable[int], epoch: int) -> list[Any]:

@@ -81,7 +81,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
     task.eval_data()
     with join_world(trainer.config.device) as world:
         made, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
-        optimizer(trainer.config, made.model)
+        optimizer(trainer.config, made.model, made.blocks)
         seed(trainer.config)
         nature = Nature()
         model = task.model().to(world.device).train()

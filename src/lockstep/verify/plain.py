@@ -10,39 +10,33 @@ import torch
 from torch import nn
 
 from lockstep.assembly import load, seed
-from lockstep.data.loader import Chunks, map_tensors
-from lockstep.data.order import evaluation_chunks
+from lockstep.data.loader import Chunks, OnError, map_tensors
+from lockstep.data.order import EvaluationPlan
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import join_world
 from lockstep.engine.evaluate import split
 from lockstep.engine.metrics import flatten
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
-from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.adjusted import Adjusted, Adjustment, readable
 from lockstep.verify.compare import last_checkpoint
 
 
-def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: str = "raise") -> dict[str, float]:
+def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: OnError = "raise") -> dict[str, float]:
     """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
     device = precision.device
     data = task.eval_data()
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
-    chunks = Chunks(data, task, 0, training=False)
+    chunks = Chunks(data, task, 0, False, on_error)
     metrics = task.metrics()
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
     with torch.no_grad(), precision.autocast():
-        for chunk in evaluation_chunks(length, micro_batch, 1)[0]:
-            samples = []
-            for index in chunk.indices:
-                try:
-                    samples.append(chunks.sample(index, 0))
-                except Exception:
-                    if on_error == "raise":
-                        raise
-                    bad += 1
+        for chunk in EvaluationPlan(length, micro_batch).chunks(1)[0]:
+            samples = readable(chunks, chunk.indices, 0)
+            bad += len(chunk.indices) - len(samples)
             if not samples:
                 continue
             batch = task.collate(samples)
@@ -83,7 +77,7 @@ def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustme
 
 
 @contextlib.contextmanager
-def _loaded(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> Iterator[tuple[Adjusted, nn.Module, Precision, str]]:
+def _loaded(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> Iterator[tuple[Adjusted, nn.Module, Precision, OnError]]:
     """The task, its model with the weights of a trial's newest checkpoint, the precision, and what an unreadable sample does."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = Adjusted(trainer.task(), adjustment)

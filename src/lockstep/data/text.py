@@ -1,0 +1,393 @@
+"""Texts on disk, read and tokenised once per machine: arrays that all ranks and their loader workers map into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.data import table
+from lockstep.data.cache import cached, digest_of
+from lockstep.data.order import permute
+from lockstep.data.table import Source
+from lockstep.errors import DataError
+
+Array = npt.NDArray[Any]
+
+_FORMAT = 1  # of the cached files: another number makes them anew
+_BLOCK = 4096  # texts that are tokenised at a time
+_SHOWN = 8
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def __call__(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> Any: ...
+
+
+class TextSample(NamedTuple):
+    """A raw sample. ids: token ids. types: segment of each token, where there are pairs. label: class number (-1: unknown), or 0 and 1 by class."""
+
+    ids: Array
+    types: Array | None
+    label: int | Array
+    text: str
+    pair: str | None
+
+
+class Texts:
+    """Texts and labels of one source, as they were read; a folder of the cache.
+
+    names: of the labels, in this source, sorted (numbers by value), or as the source has them. codes: label of each text,
+    as its place in `names`, -1 where there is none; with several labels per text, 0 and 1 of shape (texts, names).
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        about = json.loads((folder / "about.json").read_text())
+        self.names: list[str] = about["names"]
+        self.columns: dict[str, Any] = about["columns"]
+        self.dropped: int = about["dropped"]
+        self.source: str = about["source"]
+        self.codes: Array = _mapped(folder / "codes.npy")
+        self._places: Array = _mapped(folder / "places.npy")
+
+    def __len__(self) -> int:
+        return len(self.codes)
+
+    @cached_property
+    def _parts(self) -> list[tuple[Array, Array]]:
+        pairs = ["text", "pair"] if self.columns["pair"] is not None else ["text"]
+        return [(_mapped(self.folder / f"{one}.npy"), _mapped(self.folder / f"{one}-ends.npy")) for one in pairs]
+
+    def text(self, row: int, part: int = 0) -> str:
+        """One text; part 1 is the second of a pair."""
+        letters, ends = self._parts[part]
+        return bytes(letters[ends[row - 1] if row else 0 : ends[row]]).decode()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether each sample has two texts."""
+        return self.columns["pair"] is not None
+
+    def where(self, row: int) -> str:
+        """File and line of a text."""
+        place = int(self._places[row])
+        return f"{self.source}{':' if self.columns['by_line'] else ', row '}{place}"
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.__init__(folder)  # type: ignore[misc]  # a loader worker maps the same files
+
+
+def read_texts(
+    source: Source,
+    text: str | int | Sequence[str | int] | None = None,
+    pair: str | int | None = None,
+    label: str | int | None = None,
+    multi_label: bool = False,
+    separator: str = ",",
+    empty: str = "raise",
+) -> Texts:
+    """Read `source` once per machine: what comes next finds it in the cache, by the digest of the source's content.
+
+    Args:
+        text, pair, label: columns; None: those with a usual name.
+        multi_label: labels are lists, or text with `separator` between labels; none is allowed.
+        empty: `raise`, or `drop` texts without any letter.
+
+    Raises:
+        DataError: the source cannot be read, has no such columns, empty texts or texts without label; names file and line.
+    """
+
+    def make(folder: Path) -> None:
+        _store(source, (text, pair, label), (multi_label, separator, empty), folder)
+
+    settings = (_FORMAT, source, text, pair, label, multi_label, separator, empty)
+    return Texts(cached("texts", digest_of(*settings, files=source.files()), make))
+
+
+def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, str, str], folder: Path) -> None:
+    multi_label, separator, empty = options
+    rows = source.read()
+    chosen = table.choose(rows, source.name, *columns)
+    assert chosen.label is not None
+    parts = [_joined(rows, chosen.text)] + ([_joined(rows, (chosen.pair,))] if chosen.pair is not None else [])
+    blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
+    if blank and empty == "raise":
+        what = f"{len(blank)} empty texts in column {' + '.join(chosen.text)}, the first here"
+        raise DataError(what, where=rows.where(blank[0]), remedy="fill or remove these rows, or set task.empty=drop to leave them out")
+    gone = set(blank)
+    kept = [row for row in range(len(rows)) if row not in gone]
+    if not kept:
+        raise DataError("no texts", where=source.name, remedy=f"column {' + '.join(chosen.text)} holds none")
+    values, classes = [rows.columns[chosen.label][row] for row in kept], rows.classes.get(chosen.label)
+    where = lambda number: rows.where(kept[number])  # noqa: E731
+    names, codes = _many(values, classes, separator, where) if multi_label else _single(values, classes, chosen.label, where)
+    for name, part in zip(("text", "pair"), parts, strict=False):
+        encoded = [part[row].encode() for row in kept]
+        np.save(folder / f"{name}.npy", np.frombuffer(b"".join(encoded), dtype=np.uint8))
+        np.save(folder / f"{name}-ends.npy", np.cumsum([len(one) for one in encoded], dtype=np.int64))
+    places = [rows.where(row).removeprefix(source.name) for row in kept]
+    by_line = places[0].startswith(":") and places[0][1:].isdigit()
+    np.save(folder / "places.npy", np.array([int(place[1:]) if by_line else row for place, row in zip(places, kept, strict=True)], dtype=np.int64))
+    np.save(folder / "codes.npy", codes)
+    about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": by_line}
+    (folder / "about.json").write_text(json.dumps({"names": names, "columns": about, "dropped": len(blank), "source": source.name}))
+
+
+def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
+    """Texts of one column, or of several with a space between them."""
+    columns = [rows.columns[name] for name in names]
+    for name, column in zip(names, columns, strict=True):
+        bad = next((number for number, value in enumerate(column) if not isinstance(value, str | None)), None)
+        if bad is not None:
+            what = f"column {name!r} holds {column[bad]!r} ({type(column[bad]).__name__}), not text"
+            raise DataError(what, where=rows.where(bad), remedy=f"set task.columns.text to one of: {', '.join(rows.columns)}")
+    return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
+
+
+def _single(values: Sequence[Any], classes: Sequence[str] | None, column: str, where: Callable[[int], str]) -> tuple[list[str], Array]:
+    for number, value in enumerate(values):
+        if isinstance(value, list | Mapping):
+            remedy = "set task.multi_label=true where a text has several labels"
+            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=remedy)
+        if value is None or value == "" or (classes is not None and not 0 <= int(value) < len(classes)):
+            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy="fill in the label, or remove the row")
+    if classes is not None:
+        return list(classes), np.array(values, dtype=np.int64)
+    written = [_name(value) for value in values]
+    names = _sorted(set(written))
+    place = {name: number for number, name in enumerate(names)}
+    return names, np.array([place[name] for name in written], dtype=np.int64)
+
+
+def _many(values: Sequence[Any], classes: Sequence[str] | None, separator: str, where: Callable[[int], str]) -> tuple[list[str], Array]:
+    lists = []
+    for number, value in enumerate(values):
+        items = [part.strip() for part in value.split(separator)] if isinstance(value, str) else ([] if value is None else value)
+        if not isinstance(items, list):
+            raise DataError(f"the labels are {value!r}", where=where(number), remedy=f"use a list, or text with {separator!r} between labels")
+        lists.append([classes[item] if classes is not None and isinstance(item, int) else _name(item) for item in items if item != ""])
+    names = list(classes) if classes is not None else _sorted({item for items in lists for item in items})
+    place = {name: number for number, name in enumerate(names)}
+    codes = np.zeros((len(lists), len(names)), dtype=np.int8)
+    for number, items in enumerate(lists):
+        codes[number, [place[item] for item in items]] = 1
+    return names, codes
+
+
+def _name(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _sorted(names: Iterable[str]) -> list[str]:
+    """Numbers by value, other names by letter: the same in every process and on every machine."""
+    try:
+        return sorted(names, key=lambda name: (float(name), name))
+    except ValueError:
+        return sorted(names)
+
+
+def match_labels(found: Texts, names: Sequence[str]) -> Array:
+    """The labels of `found` as places in `names`.
+
+    Raises:
+        DataError: labels that `names` lacks; names them, and the first text with one.
+    """
+    unknown = [name for name in found.names if name not in names]
+    used = np.unique(found.codes) if found.codes.ndim == 1 else np.flatnonzero(found.codes.any(axis=0))
+    unknown = [name for name in unknown if found.names.index(name) in used]
+    if unknown:
+        code = found.names.index(unknown[0])
+        row = int(np.flatnonzero(found.codes == code if found.codes.ndim == 1 else found.codes[:, code])[0])
+        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        what = f"label {unknown[0]!r} does not occur in the training data{more}"
+        listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+        raise DataError(what, where=found.where(row), remedy=f"the {len(names)} labels are: {listed}; remove these rows, or train with them")
+    if found.codes.ndim == 1:
+        places = np.array([*(names.index(name) if name in names else -1 for name in found.names), -1], dtype=np.int64)
+        return places[found.codes]
+    codes = np.zeros((len(found), len(names)), dtype=np.int8)
+    for number, name in enumerate(found.names):
+        if name in names:
+            codes[:, names.index(name)] = found.codes[:, number]
+    return codes
+
+
+# ---- tokens
+
+
+def tokenise(texts: Texts, tokenizer: Tokenizer, digest: str, max_length: int) -> Tokens:
+    """Token ids of all texts, truncated to `max_length`, made once per machine with all its cores.
+
+    Args:
+        digest: of the tokenizer: another one makes other tokens.
+    """
+
+    def make(folder: Path) -> None:
+        # Loader workers are forked later and do not tokenise; unless this is set, the library warns about every one of them.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        ids: list[Array] = []
+        types: list[Array] = []
+        cut = dropped = 0
+        for start in range(0, len(texts), _BLOCK):
+            rows = range(start, min(start + _BLOCK, len(texts)))
+            pairs = [texts.text(row, 1) for row in rows] if texts.has_pairs else None
+            first, options = [texts.text(row) for row in rows], {"return_attention_mask": False, "verbose": False}
+            found = tokenizer(first, pairs, truncation=True, max_length=max_length, **options)
+            ids += [np.array(one, dtype=np.int32) for one in found["input_ids"]]
+            if pairs is not None and "token_type_ids" in found:
+                types += [np.array(one, dtype=np.uint8) for one in found["token_type_ids"]]
+            full = [number for number, one in enumerate(found["input_ids"]) if len(one) >= max_length]
+            if full:
+                whole = tokenizer([first[number] for number in full], pairs and [pairs[number] for number in full], **options)["input_ids"]
+                extra = [len(one) - max_length for one in whole]
+                cut, dropped = cut + sum(one > 0 for one in extra), dropped + sum(extra)
+        np.save(folder / "ids.npy", np.concatenate(ids))
+        np.save(folder / "ends.npy", np.cumsum([len(one) for one in ids], dtype=np.int64))
+        if types:
+            np.save(folder / "types.npy", np.concatenate(types))
+        (folder / "about.json").write_text(json.dumps({"truncated": cut, "dropped": dropped}))
+
+    return Tokens(cached("tokens", digest_of(_FORMAT, texts.folder.name, digest, max_length), make))
+
+
+class Tokens:
+    """Token ids of `Texts`, in the same order; a folder of the cache. truncated: texts that were too long. dropped: tokens cut off from them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        about = json.loads((folder / "about.json").read_text())
+        self.truncated: int = about["truncated"]
+        self.dropped: int = about["dropped"]
+        self.ids, self.ends = _mapped(folder / "ids.npy"), _mapped(folder / "ends.npy")
+        self.types = _mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
+
+    @cached_property
+    def lengths(self) -> Array:
+        """Tokens of each text."""
+        return np.diff(self.ends, prepend=0)
+
+    def __getstate__(self) -> Path:
+        return self.folder
+
+    def __setstate__(self, folder: Path) -> None:
+        self.__init__(folder)  # type: ignore[misc]
+
+
+class TextData(Dataset[TextSample]):
+    """Some rows of tokenised texts. labels: of all rows of `texts`, as `match_labels` gives them. lengths: tokens of each sample."""
+
+    def __init__(self, texts: Texts, tokens: Tokens, labels: Array, rows: Array | None = None) -> None:
+        self.texts, self.tokens, self.labels, self.rows = texts, tokens, labels, rows
+
+    @cached_property
+    def lengths(self) -> Array:
+        """Tokens of each sample: the plan cuts batches by them."""
+        return self.tokens.lengths if self.rows is None else self.tokens.lengths[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.texts) if self.rows is None else len(self.rows)
+
+    def __getitem__(self, index: int) -> TextSample:
+        row = index if self.rows is None else int(self.rows[index])
+        start, end = (self.tokens.ends[row - 1] if row else 0), self.tokens.ends[row]
+        label = self.labels[row]
+        return TextSample(
+            self.tokens.ids[start:end],
+            None if self.tokens.types is None else self.tokens.types[start:end],
+            label if self.labels.ndim > 1 else int(label),
+            self.texts.text(row),
+            self.texts.text(row, 1) if self.texts.has_pairs else None,
+        )
+
+    def where(self, index: int) -> str:
+        """File and line of a sample."""
+        return self.texts.where(index if self.rows is None else int(self.rows[index]))
+
+
+class Given(NamedTuple):
+    """A text to label, and where it comes from."""
+
+    where: str
+    text: str
+    pair: str | None
+
+
+def given(source: Source, text: str | int | Sequence[str | int] | None, pair: str | int | None, label: str | int | None) -> list[Given]:
+    """The texts of a source, which needs no labels; columns as for `read_texts`."""
+    rows = source.read()
+    chosen = table.choose(rows, source.name, text, pair, label, needs_label=False)
+    seconds = _joined(rows, (chosen.pair,)) if chosen.pair is not None else [None] * len(rows)
+    return [Given(rows.where(row), *texts) for row, texts in enumerate(zip(_joined(rows, chosen.text), seconds, strict=True))]
+
+
+class GivenTexts(Dataset[TextSample]):
+    """Texts without labels, tokenised in memory."""
+
+    def __init__(self, rows: Sequence[Given], tokenizer: Tokenizer, max_length: int) -> None:
+        self.rows = rows
+        pairs = [one.pair or "" for one in rows] if any(one.pair is not None for one in rows) else None
+        found = tokenizer([one.text for one in rows], pairs, truncation=True, max_length=max_length) if rows else {"input_ids": []}
+        self.ids = [np.array(one, dtype=np.int32) for one in found["input_ids"]]
+        self.types = [np.array(one, dtype=np.uint8) for one in found["token_type_ids"]] if pairs is not None and "token_type_ids" in found else None
+        self.lengths = np.array([len(one) for one in self.ids], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TextSample:
+        return TextSample(self.ids[index], None if self.types is None else self.types[index], -1, self.rows[index].text, self.rows[index].pair)
+
+    def where(self, index: int) -> str:
+        """Where a text comes from."""
+        return self.rows[index].where
+
+
+def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
+    """Rows for training and for evaluation, each sorted: `fraction` of every class is held back, drawn by a permutation that `seed` keys.
+
+    Each class gives a number that is next to its share, so that the sum is the share of all; with several labels per text, a
+    class is a combination of labels. One of a class of its own stays in training.
+    """
+    classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
+    sizes = np.bincount(classes)
+    shares = sizes * fraction
+    counts = np.floor(shares).astype(np.int64)
+    wanted = round(len(labels) * fraction) - int(counts.sum())
+    by_rest = np.argsort(-(shares - counts), kind="stable")
+    for number in [one for one in by_rest if counts[one] + 1 < sizes[one]][: max(0, wanted)]:
+        counts[number] += 1
+    order = permute(np.arange(len(labels)), len(labels), seed)
+    held = np.zeros(len(labels), dtype=bool)
+    for number, count in enumerate(counts):
+        mine = np.flatnonzero(classes == number)
+        held[mine[np.argsort(order[mine])[:count]]] = True
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def count_labels(names: Sequence[str], labels: Array) -> dict[str, int]:
+    """How many samples each class has."""
+    counts: Sequence[int]
+    if labels.ndim == 1:
+        found = Counter(labels.tolist())
+        counts = [found[number] for number in range(len(names))]
+    else:
+        counts = labels.sum(axis=0, dtype=np.int64).tolist()
+    return dict(zip(names, counts, strict=True))
+
+
+def _mapped(path: Path) -> Array:
+    array: Array = np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+    return array
