@@ -1,14 +1,17 @@
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+_cache = tempfile.TemporaryDirectory(prefix="lockstep-cache-")
+os.environ["LOCKSTEP_CACHE"] = _cache.name  # of all ranks and commands that tests start, too
 
-import torch
+import torch  # noqa: E402
 
-from tests import ranks
-from tests.processes import beside
+from tests import ranks  # noqa: E402
+from tests.processes import beside  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -72,8 +72,12 @@ def error_of(kind, options, settings):
 
 
 def evaluate_and_predict(lengths, micro):
-    """Evaluation results and predictions of an untrained model, for data sets of several lengths."""
+    """Evaluation results, predictions and, on rank 0, the table and the samples to show of an untrained model, for data sets of several lengths.
+
+    Samples have made-up lengths, which cut the evaluation otherwise, and change no result.
+    """
     from lockstep.data.loader import Chunks, Loader
+    from lockstep.data.order import EvaluationPlan
     from lockstep.dist.precision import Precision
     from lockstep.dist.world import join_world
     from lockstep.engine.evaluate import evaluate, predict
@@ -85,9 +89,16 @@ def evaluate_and_predict(lengths, micro):
             torch.manual_seed(0)
             model = task.model()
             loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
-            arguments = (task, strategy.Forward(model, task.loss), loader, length, micro, world, Precision("fp32", world.device))
-            outputs = predict(*arguments)
-            answers.append((evaluate(*arguments), None if outputs is None else [output.tolist() for output in outputs]))
+            arguments = (task, strategy.Forward(model, task.loss), loader)
+            others = (world, Precision("fp32", world.device))
+            outputs = predict(*arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others)
+            shown = []
+
+            def show(values, samples, shown=shown):
+                shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
+
+            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show)
+            answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 
 

@@ -63,7 +63,7 @@ def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_the_same_with_every_strategy(precision):
     """Two micro-batches of 12, whoever computes them."""
-    settings = runs.config(precision=precision, batch={"micro": 12}, optim={"name": "SGD", "weight_decay": 0.0, "clip_norm": 1.0})
+    settings = runs.config(precision=precision, batch={"micro": 12}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0, "clip_norm": 1.0})
     alone, results = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
     full, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings | {"precision": "fp32"})
     assert 1e-5 < runs.difference(without_calls(alone), without_calls(full)) < 0.05
@@ -79,7 +79,7 @@ def test_lower_precision_is_the_same_with_every_strategy(precision):
 
 
 def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
-    settings = runs.config(precision="bf16", batch={"micro": 4}, optim={"name": "SGD", "weight_decay": 0.0})
+    settings = runs.config(precision="bf16", batch={"micro": 4}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0})
     whole, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
     settings["parallel"] = {"strategy": "fsdp", "param_dtype": "bf16"}
     for weights, _, seen in run_ranks(2, rank_cases.dtypes_seen, settings):
@@ -157,9 +157,9 @@ def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
 def test_resuming_inside_a_phase_is_bitwise_on_three_ranks(strategy, tmp_path):
-    settings = runs.config(batch={"micro": 8}, parallel={"strategy": strategy}, train={"unfreeze": STAGES, "steps": 15}, checkpoint={"mode": "sync"})
+    settings = runs.config(batch={"micro": 8}, parallel={"strategy": strategy}, train={"unfreeze": STAGES, "steps": 13}, checkpoint={"mode": "sync"})
     once = run_ranks(3, runs.fit_kind, "Deep", {}, settings, tmp_path / "once")[0][0]
-    for steps in (8, 15):
+    for steps in (8, 13):
         part = settings | {"train": settings["train"] | {"steps": steps}}
         weights = run_ranks(3, runs.fit_kind, "Deep", {}, part, tmp_path / "parts")[0][0]
     assert all(bool((weights[name] == once[name]).all()) for name in once)

@@ -94,7 +94,8 @@ def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
 def predict(
     run_dir: RunDir,
     inputs: Annotated[
-        list[str] | None, typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data.")
+        list[str] | None,
+        typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data."),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="Write a .csv or .jsonl file instead of printing.")] = None,

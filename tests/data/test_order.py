@@ -436,6 +436,23 @@ def test_evaluation_fillers_are_single_existing_samples():
         assert all(len(chunk.indices) == 1 and 0 <= chunk.indices[0] < length for chunk in fillers)
 
 
+@given(lengths=st.lists(st.integers(1, 50), max_size=60), micro=st.integers(1, 7), world=st.integers(1, 5))
+def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_one_process(lengths, micro, world):
+    plan = EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64))
+    one, many = ([chunk.indices for chunk in flatten(plan.chunks(count)) if not chunk.filler] for count in (1, world))
+    assert one == many
+    assert sorted(index for indices in one for index in indices) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan.chunks(world)}) == 1
+
+
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), micro=st.integers(1, 7))
+def test_evaluation_by_length_pads_least(lengths, micro):
+    """Whoever cuts n samples into batches of at most m pads no less than who cuts the sorted ones."""
+    chunks = flatten(EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64)).chunks(1))
+    longest = sorted((max(lengths[index] for index in chunk.indices) for chunk in chunks), reverse=True)
+    assert longest == sorted(lengths, reverse=True)[::micro]
+
+
 # ---- mix
 
 

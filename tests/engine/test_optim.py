@@ -166,6 +166,61 @@ def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
 # ---- set_lr
 
 
+# ---- layer decay
+
+
+def make_deep():
+    torch.manual_seed(0)
+    return nn.ModuleDict({"embed": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), "head": nn.Linear(4, 2)})
+
+
+BLOCKS = ["layers.0", "layers.1", "layers.2"]
+
+
+def rates(model, optimizer):
+    """Learning rate by parameter name."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name_of[id(parameter)]: group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def test_layer_decay_gives_each_level_below_the_top_a_lower_rate():
+    model = make_deep()
+    found = rates(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    wanted = {"embed": 0.0625, "layers.0": 0.125, "layers.1": 0.25, "layers.2": 0.5, "head": 1.0}
+    assert found == {name: wanted[name.rpartition(".")[0]] for name, _ in model.named_parameters()}
+
+
+def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():
+    model = make_deep()
+    groups = [Group("biases", ["*.bias"], weight_decay=0.0), Group("head", ["head.*"], lr=7.0)]
+    optimizer = build_optimizer(model, "AdamW", 1.0, 0.1, groups, layer_decay=0.5, blocks=BLOCKS)
+    found = rates(model, optimizer)
+    assert (found["head.weight"], found["head.bias"], found["embed.bias"], found["layers.2.weight"]) == (7.0, 1.0, 0.0625, 0.5)
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays["biases/level-0"] == 0.0
+    assert decays["default/level-0"] == 0.1
+    assert all(group["base_lr"] == group["lr"] for group in optimizer.param_groups)
+
+
+def test_layer_decay_of_one_trains_as_without_it():
+    one, other = make_deep(), make_deep()
+    for model, options in ((one, {}), (other, {"layer_decay": 1.0, "blocks": BLOCKS})):
+        optimizer = build_optimizer(model, "AdamW", 0.1, 0.1, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            inputs = torch.ones(2, 4)
+            for layer in (model["embed"], *model["layers"], model["head"]):
+                inputs = layer(inputs).tanh()
+            inputs.square().sum().backward()
+            optimizer.step()
+    assert same_weights(one, other)
+
+
+def test_layer_decay_without_blocks_is_refused():
+    with pytest.raises(UsageError, match="no repeated blocks"):
+        build_optimizer(make_deep(), "AdamW", 1.0, layer_decay=0.9)
+
+
 def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often():
     optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.8)])
     for factor in (0.5, 0.25, 0.0, 2.0):

@@ -237,7 +237,7 @@ _engine(
 _engine(
     "outputs in the order of ranks, not of samples",
     "predictions",
-    ("engine.evaluate:predict", "return [merged.get(index) for index in range(length)]", "return list(merged.values())[::-1]"),
+    ("engine.evaluate:predict", "return [merged.get(index) for index in range(plan.length)]", "return list(merged.values())[::-1]"),
 )
 _engine(
     "prediction in training mode",
@@ -586,7 +586,7 @@ _engine("duplicates in the last batch", "evaluation", ("engine.evaluate:evaluate
 _engine(
     "partial last batch dropped",
     "evaluation",
-    ("data.order:evaluation_chunks", "range(0, length, micro_batch)]", "range(0, length - micro_batch + 1, micro_batch)]"),
+    ("data.order:EvaluationPlan.chunks", "range(0, self.length, self.micro_batch)]", "range(0, self.length - self.micro_batch + 1, self.micro_batch)]"),
 )
 _engine(
     "mean of the ranks' means",

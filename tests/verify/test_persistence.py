@@ -2,6 +2,7 @@
 
 import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,7 +327,8 @@ def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
         assert "failed before it could be killed" in verdict.reason
 
 
-def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path):
+def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(persistence.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
     made = bench({"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, ranks=Killing())
     with pytest.raises(TrialFailed, match="resumed: no checkpoint"):
         persistence.resume(made)

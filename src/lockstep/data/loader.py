@@ -286,12 +286,12 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with every tensor in it changed: dicts, sequences, named tuples, dataclasses, and whatever has `.to`."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if is_dataclass(value) and not isinstance(value, type):  # before mappings: the outputs of Hugging Face models are both
+        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
     if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(item, change) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
     return value

@@ -341,7 +341,7 @@ class Text(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """What `transformers.pipeline` needs: the config with the label names, and the tokenizer."""
-        config = copy.deepcopy(model.config)
+        config: Any = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         self._write(folder, config)
 

@@ -1,0 +1,222 @@
+"""Throughput of fine-tuning on real texts: Lockstep, transformers' Trainer, and a plain DDP loop.
+
+    pip install accelerate psutil          # what transformers' Trainer needs
+    python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4] [--model DIR] [--data FILE.csv]
+
+All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with AdamW, float32, the
+gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches are padded to the longest of their
+texts. Runs of the systems alternate; each is a process per rank that leaves out its first two steps; what counts is the median over rounds
+of the ratio of samples per second. `trainer-grouped` is the Trainer with its own sorting by length (`train_sampling_strategy=group_by_length`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEMS = ("lockstep", "trainer", "plain", "trainer-grouped")
+SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+WARM_UP = 2
+LR = 1e-4
+
+
+def make_task(options):
+    from lockstep.tasks.text import Text
+
+    return Text(options.data, eval_fraction=0.0, model=options.model, scratch={"sizes": SIZES, "vocab_size": 8000}, max_length=128)
+
+
+def counted(collate, counts):
+    """`collate`, with its tokens and those that are padding added to `counts`."""
+
+    def collate_and_count(samples):
+        batch = collate(samples)
+        counts[0] += batch["attention_mask"].numel()
+        counts[1] += int((batch["attention_mask"] == 0).sum())
+        return batch
+
+    return collate_and_count
+
+
+def lockstep_worker(options):
+    from lockstep import Trainer
+
+    task, counts, times = make_task(options), [0, 0], []
+    task.collate = counted(task.collate, counts)
+
+    class Clock:
+        def watch(self, job):
+            for batch in job.batches:
+                times.append(time.perf_counter())
+                yield batch
+
+        record = progress = message = lambda self, _: None
+        close = lambda self: times.append(time.perf_counter())  # noqa: E731
+
+    settings = {
+        "batch": {"global": options.micro * options.accumulate * options.ranks, "micro": options.micro},
+        "train": {"steps": options.steps + WARM_UP},
+        "optim": {"lr": LR, "clip_norm": 1.0},
+        "device": "cpu",
+        "log": {"tensorboard": False},
+    }
+    with tempfile.TemporaryDirectory() as own:
+        Trainer(settings, run_dir=options.folder or own, quiet=True).fit(task, Clock())
+    return times[WARM_UP : WARM_UP + options.steps + 1], counts
+
+
+def prepared(options):
+    """The same tokens for the others, as lists."""
+    task = make_task(options)
+    data = task.train_data()
+    rows = [
+        {"input_ids": sample.ids.tolist(), "attention_mask": [1] * len(sample.ids), "labels": sample.label}
+        for sample in map(data.__getitem__, range(len(data)))
+    ]
+    import torch
+
+    torch.manual_seed(0)
+    return task, rows
+
+
+def plain_worker(options):
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    torch.distributed.init_process_group("gloo")
+    task, rows = prepared(options)
+    counts, times = [0, 0], []
+
+    def collate(samples):
+        return dict(task.tokenizer.pad(samples, return_tensors="pt"))
+
+    model = DistributedDataParallel(task.model().train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    sampler = DistributedSampler(rows, shuffle=True, seed=0)
+    loader = DataLoader(rows, batch_size=options.micro, sampler=sampler, collate_fn=counted(collate, counts), drop_last=True)
+    steps = micros = epoch = 0
+    while steps < options.steps + WARM_UP:
+        sampler.set_epoch(epoch)
+        epoch += 1
+        for batch in loader:
+            last = micros % options.accumulate == options.accumulate - 1
+            model.require_backward_grad_sync = last
+            loss = model(**batch).loss / options.accumulate
+            loss.backward()
+            micros += 1
+            if last:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+                times.append(time.perf_counter())
+                if steps == options.steps + WARM_UP:
+                    break
+    torch.distributed.destroy_process_group()
+    return times[WARM_UP - 1 :], counts
+
+
+def trainer_worker(options, grouped=False):
+    import datasets
+    from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
+
+    task, rows = prepared(options)
+    counts, times = [0, 0], []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            times.append(time.perf_counter())
+
+    arguments = TrainingArguments(
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=options.micro,
+        gradient_accumulation_steps=options.accumulate,
+        max_steps=options.steps + WARM_UP,
+        learning_rate=LR,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_backend="gloo",
+        logging_steps=50,
+        train_sampling_strategy="group_by_length" if grouped else "random",
+    )
+    collate = counted(DataCollatorWithPadding(task.tokenizer), counts)
+    model = task.model().train()
+    Trainer(model, arguments, data_collator=collate, train_dataset=datasets.Dataset.from_list(rows), callbacks=[Clock()]).train()
+    return times[WARM_UP - 1 :], counts
+
+
+WORKERS = {"lockstep": lockstep_worker, "plain": plain_worker, "trainer": trainer_worker, "trainer-grouped": lambda options: trainer_worker(options, True)}
+
+
+def work(options):
+    import torch
+
+    torch.set_num_threads(1)
+    times, counts = WORKERS[options.worker](options)
+    Path(options.result, f"{os.environ['RANK']}.json").write_text(json.dumps({"times": times, "counts": counts}))
+
+
+def measure(system, options):
+    """Samples per second of all ranks, and the share of padding."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), __file__]
+        command += ["--worker", system, "--result", folder, "--folder", f"{folder}/run"]
+        for name in ("ranks", "steps", "micro", "accumulate", "data", "model"):
+            if getattr(options, name) is not None:
+                command += [f"--{name}", str(getattr(options, name))]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            sys.exit(done.stdout + done.stderr)
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    seconds = max(rank["times"][-1] - rank["times"][0] for rank in ranks)
+    steps = len(ranks[0]["times"]) - 1
+    tokens, padding = (sum(rank["counts"][place] for rank in ranks) for place in (0, 1))
+    return steps * options.ranks * options.micro * options.accumulate / seconds, padding / tokens
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--micro", type=int, default=16)
+    parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--model", help="a local Hugging Face model instead of the new one")
+    parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "text" / "ag_news" / "train.csv"))
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    for name in ("worker", "result", "folder"):
+        parser.add_argument(f"--{name}", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    make_task(options).train_data()  # tokenised outside of the clock
+    found = {system: [] for system in options.systems}
+    for number in range(options.rounds):
+        for system in options.systems:
+            rate, padding = measure(system, options)
+            found[system].append((rate, padding))
+            print(f"round {number}  {system:<16} {rate:7.1f} samples/s  padding {padding:.1%}", flush=True)
+    for system in options.systems:
+        rates, paddings = zip(*found[system], strict=True)
+        line = f"{system:<16} median {statistics.median(rates):7.1f} samples/s  padding {statistics.median(paddings):.1%}"
+        if "lockstep" in found and system != "lockstep":
+            ratios = [ours[0] / theirs for ours, theirs in zip(found["lockstep"], rates, strict=True)]
+            line += f"  lockstep is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Text classification against Hugging Face and plain torch, and what it says of bad input."""
+
+import csv
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lockstep import LockstepError, Task, Trainer
+from lockstep.errors import DataError, UsageError
+from lockstep.tasks import hugging_face
+from lockstep.tasks.text import Text
+from tests import runs, text_cases
+from tests.ranks import run_ranks
+from tests.text_cases import SIZES, SMALL
+
+ROWS = [("good film", "pos"), ("bad film", "neg"), ("very good", "pos"), ("very bad", "neg"), ("so so", "mixed"), ("neither", "mixed")]
+
+
+def table(path, rows=ROWS, names=("text", "label")):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([names, *rows])
+    return str(path)
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Options of a small task on six texts."""
+    return {"train": table(tmp_path / "few.csv"), "eval_fraction": 0.0, "scratch": {"sizes": SIZES, "vocab_size": 200}, "max_length": 16}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder with a model for three labels and its tokenizer, as `save_pretrained` leaves it."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    task = Text(table(folder / "few.csv"), eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200}, max_length=16)
+    torch.manual_seed(1)
+    model = task.model()
+    model.save_pretrained(folder / "model")
+    task.tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+# ---- the same training, however it is cut
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return text_cases.by_hand(SMALL, steps=12, global_batch=24)
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 6), (2, 6), (2, 12), (1, 24)], ids=["1x4", "2x2", "2x1", "1x1"])
+def test_weights_are_those_of_hugging_face_in_plain_torch(plain, world, micro):
+    settings = runs.config(batch={"global": 24, "micro": micro}, train={"steps": 12}, optim={"args": {"eps": text_cases.EPS}})
+    (weights, _), *_ = run_ranks(world, text_cases.train, SMALL, settings)
+    assert text_cases.difference(weights, plain) < 1e-10
+
+
+def test_class_weights_make_the_weighted_mean_of_cross_entropy():
+    weights = {"email": 3.0, "http": 0.25}
+    plain = text_cases.by_hand(SMALL, 6, 24, weights)
+    settings = runs.config(batch={"global": 24, "micro": 5}, train={"steps": 6}, optim={"args": {"eps": text_cases.EPS}})
+    (found, _), *_ = run_ranks(2, text_cases.train, SMALL | {"class_weights": weights}, settings)
+    assert text_cases.difference(found, plain) < 1e-10
+
+
+def test_causal_model_with_token_weights_is_one_big_batch():
+    settings = runs.config(batch={"global": 32, "micro": 6}, train={"steps": 8})
+    (weights, _), *_ = run_ranks(2, text_cases.train_causal, settings)
+    assert text_cases.difference(weights, text_cases.causal_by_hand(8, 32)) < 1e-10
+
+
+def test_several_labels_are_binary_cross_entropy(tmp_path):
+    rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
+    task = Text(table(tmp_path / "many.csv", rows), multi_label=True, eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200}, max_length=8)
+    assert task.labels == ["red", "round"]
+    data, model = task.train_data(), task.model()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
+    assert batch["labels"].tolist() == [[1, 1], [1, 0], [0, 0], [0, 1]]
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    wanted = 4 * torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
+    torch.testing.assert_close(task.loss(model, batch), wanted)
+    metrics = task.metrics()
+    task.update_metrics(metrics, batch["labels"], batch)
+    values = metrics.compute()
+    assert values["accuracy"] == values["macro_f1"] == 1
+    assert "red" in task.report(values, [(data[0], batch["labels"][0])])
+    assert task.describe(torch.tensor([0.9, 0.2]))["prediction"] == ["red"]
+
+
+# ---- what a run leaves, and what can be done with it
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, pretrained):
+    """A run that fine-tuned a local model on a file that is gone."""
+    folder = tmp_path_factory.mktemp("trained")
+    train, held = table(folder / "train.csv", ROWS * 4), table(folder / "eval.csv")
+    task = {"kind": "text", "model": str(pretrained), "max_length": 16}
+    settings = runs.config(task=task, data={"train": train, "eval": held}, batch={"global": 8}, train={"steps": 6, "eval_every_steps": 3})
+    results = Trainer(settings, run_dir=folder / "run", quiet=True).fit()
+    (folder / "train.csv").unlink()
+    return folder / "run", results
+
+
+def test_pretrained_weights_are_what_training_begins_with(trained, pretrained):
+    task = Text(str(trained[0].parent / "eval.csv"), model=str(pretrained), eval_fraction=0.0)
+    torch.manual_seed(5)
+    stored = load_file(pretrained / "model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in task.model().state_dict().items())
+
+
+def test_evaluation_and_prediction_need_neither_training_data_nor_pretrained_model(trained):
+    folder, results = trained
+    again = Trainer(config_of(folder), run_dir=folder, quiet=True)
+    assert again.evaluate()["loss"] == results["eval/loss"]
+    rows = again.describe(["good film", "bad film"])
+    assert [row["text"] for row in rows] == ["good film", "bad film"]
+    assert all(
+        abs(sum(row["probabilities"].values()) - 1) < 1e-5 and row["prediction"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows
+    )
+
+
+def test_prediction_takes_files_beside_texts(trained, tmp_path):
+    folder, _ = trained
+    (tmp_path / "lines.txt").write_text("good film\nvery bad\n")
+    rows = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(
+        [str(tmp_path / "lines.txt"), "so so", table(tmp_path / "more.csv", names=("x", "text"))]
+    )
+    assert [row["text"] for row in rows[:3]] == ["good film", "very bad", "so so"]
+    assert rows[1]["input"] == f"{tmp_path}/lines.txt:2"
+    assert [row["text"] for row in rows[3:]] == [label for _, label in ROWS]
+
+
+def test_exported_folder_gives_a_pipeline_the_same_probabilities(trained, tmp_path):
+    from transformers import pipeline
+
+    folder, _ = trained
+    trainer = Trainer(config_of(folder), run_dir=folder, quiet=True)
+    trainer.export(tmp_path / "out")
+    texts = ["good film", "bad film", "a very long text that is so so"]
+    classify = pipeline("text-classification", model=str(tmp_path / "out"), top_k=None, device="cpu")
+    for row, scores in zip(trainer.describe(texts), classify(texts), strict=True):
+        assert row["probabilities"] == pytest.approx({one["label"]: one["score"] for one in scores}, abs=2e-6)
+
+
+def test_log_has_data_tables_and_samples(trained):
+    folder, _ = trained
+    log = (folder / "train.log").read_text()
+    for part in ("by label: mixed 8, neg 8, pos 8", "precision  recall", "truth \\ prediction", "truth 'pos'"):
+        assert part in log
+    tables = [json.loads(line) for line in (folder / "tables.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in tables] == [3, 6]
+    assert sum(map(sum, tables[-1]["confusion"])) == len(ROWS)
+    assert not any("confusion" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
+    folder, results = trained
+    confusion = torch.tensor(json.loads((folder / "tables.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64)
+    f1 = 2 * confusion.diagonal() / (confusion.sum(0) + confusion.sum(1))
+    assert results["eval/macro_f1"] == pytest.approx(float(f1.mean()))
+    assert results["eval/accuracy"] == pytest.approx(float(confusion.trace() / confusion.sum()))
+
+
+def config_of(folder):
+    from lockstep import config_file
+
+    return config_file.read_run(folder)
+
+
+def test_stopped_and_resumed_training_is_bit_identical(few, tmp_path):
+    task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
+    settings = runs.config(task=task, data={"train": few["train"]}, batch={"global": 4}, train={"steps": 6})
+    weights = []
+    for name, stops in (("whole", [6]), ("parts", [2, 6])):
+        for steps in stops:
+            Trainer(settings | {"train": {"steps": steps}}, run_dir=tmp_path / name, quiet=True).fit()
+        Trainer(settings, run_dir=tmp_path / name, quiet=True).export(tmp_path / f"{name}-out")
+        weights.append(load_file(tmp_path / f"{name}-out" / "model.safetensors"))
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+# ---- batches
+
+
+def test_batches_are_padded_to_their_longest_text(few):
+    task = Text(**few)
+    data = task.train_data()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(3)])
+    wanted = task.tokenizer([data[index].text for index in range(3)], padding=True, return_tensors="pt")
+    assert torch.equal(batch["input_ids"], wanted["input_ids"])
+    assert torch.equal(batch["attention_mask"], wanted["attention_mask"])
+    assert list(data.lengths) == [len(data[index].ids) for index in range(6)]
+
+
+def test_pairs_have_token_types(tmp_path):
+    rows = [("one", "two words", "yes"), ("three little words", "four", "no")]
+    task = Text(table(tmp_path / "pairs.csv", rows, ("premise", "hypothesis", "label")), eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200})
+    data = task.train_data()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(2)])
+    wanted = task.tokenizer(["one", "three little words"], ["two words", "four"], padding=True, return_tensors="pt")
+    assert all(torch.equal(batch[name], wanted[name]) for name in ("input_ids", "attention_mask", "token_type_ids"))
+
+
+def test_labels_keep_the_order_of_a_model_that_has_them(pretrained, tmp_path):
+    config = hugging_face.load_config(pretrained)
+    hugging_face.set_labels(config, ["pos", "mixed", "neg"], False, 0)
+    config.save_pretrained(tmp_path / "turned")
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / "turned" / name).write_bytes((pretrained / name).read_bytes())
+    task = Text(table(tmp_path / "few.csv"), model=str(tmp_path / "turned"), eval_fraction=0.0, max_length=16)
+    assert task.labels == ["pos", "mixed", "neg"]
+    assert [task.truth(task.train_data()[index]) for index in range(6)] == [label for _, label in ROWS]
+
+
+# ---- bad input
+
+
+def test_model_of_another_number_of_labels_is_refused_unless_its_head_is_to_go(pretrained, tmp_path):
+    two = table(tmp_path / "two.csv", ROWS[:4])
+    with pytest.raises(UsageError, match=r"3 labels \(mixed, neg, pos\), the data has 2 \(neg, pos\)") as caught:
+        Text(two, model=str(pretrained), eval_fraction=0.0).model()
+    assert "task.new_head=true" in caught.value.remedy
+    model = Text(two, model=str(pretrained), eval_fraction=0.0, new_head=True).model()
+    assert model.classifier.weight.shape[0] == 2
+
+
+def test_model_that_cannot_be_loaded_says_where_it_was_looked_for(few, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UsageError, match=r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and at https://"
+    ) as caught:
+        Text(**few | {"model": "no-such/model"}).model()
+    assert "HF_HUB_OFFLINE is set" in caught.value.what
+
+
+def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.md").write_text("hello")
+    with pytest.raises(UsageError, match=r"in the folder .*empty, which has: notes.md"):
+        Text(**few | {"model": str(tmp_path / "empty")}).model()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"scratch": {"architecture": "bertt"}}, UsageError, "did you mean bert"),
+        ({"scratch": {"sizes": {"hidden_sise": 8}}}, UsageError, "did you mean hidden_size"),
+        ({"scratch": {"sizes": {"hidden_size": 10, "num_attention_heads": 3}}}, LockstepError, "hidden"),
+        ({"class_weights": {"nice": 2.0}}, UsageError, "no such label: 'nice'"),
+        ({"columns": {"text": "texts"}}, DataError, "did you mean text"),
+        ({"columns": {"label": "class"}}, DataError, "one of: text, label"),
+    ],
+    ids=["architecture", "size", "sizes", "class weights", "text column", "label column"],
+)
+def test_wrong_options_are_named_with_what_there_is(few, changes, kind, words):
+    def begin():
+        task = Text(**few | changes)
+        model, data = task.model(), task.train_data()
+        batch = task.collate([task.prepare(data[0], 0, True)])
+        task.weight(batch)
+        task.loss(model, batch)
+
+    with pytest.raises(kind) as caught:
+        begin()
+    assert words in str(caught.value)
+
+
+def test_more_tokens_than_the_model_takes_are_refused(pretrained, tmp_path):
+    with pytest.raises(UsageError, match="512 is more than the") as caught:
+        Text(table(tmp_path / "few.csv"), model=str(pretrained), max_length=512).train_data()
+    assert caught.value.where == "task.max_length"
+
+
+def test_label_that_training_lacks_is_an_error_with_file_and_line(few, tmp_path):
+    held = table(tmp_path / "held.csv", [("fine", "pos"), ("what", "unheard of")])
+    with pytest.raises(DataError, match="'unheard of' does not occur in the training data") as caught:
+        Text(**few | {"eval": held}).eval_data()
+    assert caught.value.where == f"{held}:3"
+
+
+def test_one_label_is_nothing_to_learn(few, tmp_path):
+    with pytest.raises(DataError, match=r"1 labels \(pos\)"):
+        Text(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
+
+
+def test_unwritable_run_directory_is_an_error(few, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        Text(**few).attach(tmp_path / "file" / "task", trained=False)
+
+
+def test_text_is_a_task():
+    assert issubclass(Text, Task)
