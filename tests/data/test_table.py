@@ -65,6 +65,7 @@ def offline(tmp_path, monkeypatch):
         ("a.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)]), [":2", ":3", ":5"]),
         ("a.CSV", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\n"), [":2", ":3", ":5"]),
         ("mark.csv", "\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], quoting=csv.QUOTE_ALL), [":2", ":3", ":5"]),
+        ("returns.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\r", quoting=csv.QUOTE_ALL), [":2", ":3", ":5"]),
         ("a.tsv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], delimiter="\t"), [":2", ":3", ":5"]),
         ("gaps.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)]).replace("\r\n", "\r\n\r\n"), [":3", ":5", ":8"]),
         ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS), [":1", ":2", ":3"]),
@@ -125,6 +126,12 @@ def test_names_of_columns_are_stripped_and_cells_are_not(tmp_path):
 def test_long_fields_are_read(tmp_path):
     csv.field_size_limit(131072)
     assert read(put(tmp_path, "a.csv", f"text,label\n{'x' * 200_000},b\n")).columns["text"] == ["x" * 200_000]
+
+
+def test_only_a_line_feed_ends_a_json_line(tmp_path):
+    path = put(tmp_path, "a.jsonl", '{"text": "one\u2028two\x85"}\n{"text": "three"}\n')
+    assert read(path).columns == {"text": ["one\u2028two\x85", "three"]}
+    assert read(path).where(1) == f"{path}:2"
 
 
 def test_keys_that_an_object_lacks_are_none(tmp_path):
@@ -392,6 +399,7 @@ def test_columns_with_usual_names_are_found(names, wanted):
         ("anything", {"needs_label": False}, Chosen(("anything",), None, None)),
         ("text id", {"label": "kind", "needs_label": False}, Chosen(("text",), None, None)),
         ("text kind", {"label": "kind", "needs_label": False}, Chosen(("text",), None, "kind")),
+        ("text label", {"label": "kind", "needs_label": False}, Chosen(("text",), None, None)),
     ],
 )
 def test_columns_are_taken_as_given_by_name_or_place(names, options, wanted):

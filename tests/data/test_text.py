@@ -279,9 +279,7 @@ def test_an_unchanged_source_is_read_once_and_a_changed_one_anew(lines, monkeypa
     assert first.text(1) == "b"
 
 
-@pytest.mark.parametrize(
-    "options", [{"text": "label", "label": "text"}, {"multi_label": True}, {"empty": "drop"}, {"separator": ";"}, {"pair": "label", "label": "text"}]
-)
+@pytest.mark.parametrize("options", [{"text": "text"}, {"pair": "text"}, {"label": "text"}, {"multi_label": True}, {"empty": "drop"}, {"separator": ";"}])
 def test_other_settings_read_anew(lines, options):
     source = lines([{"text": "a,b", "label": "x", "other": "z"}])
     assert read_texts(source, text="other", label="label").folder != read_texts(source, **{"text": "other", "label": "label", **options}).folder

@@ -11,10 +11,10 @@ _HIDDEN = ("memory/", "step", "epoch", "time_s")  # and yet what is in _SHORT is
 
 
 def line(entry: dict[str, float], total: int) -> str:
-    """`step 100/690  epoch 4.35  loss 0.1234 ...` - zero counters and memory but its peak are left to metrics.jsonl."""
+    """`step 100/690  epoch 4.35  loss 0.1234 ...` - zero counters, memory but its peak, and rates by depth are left to metrics.jsonl."""
     parts = [f"step {entry['step']:.0f}/{total}", f"epoch {entry['epoch']:.2f}"]
     names = [name for name in _FIRST if name in entry]
-    names += [name for name in entry if name not in names and (name in _SHORT or not name.startswith(_HIDDEN))]
+    names += [name for name in entry if name not in names and (name in _SHORT or not (name.startswith(_HIDDEN) or "/level-" in name))]
     for name in names:
         if name in ("train/skipped", "eval/bad") and not entry[name]:
             continue
