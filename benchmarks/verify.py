@@ -42,11 +42,19 @@ CLEAN: dict[str, list[str]] = {
 
 def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
     """What is verified, by name: what `lockstep verify` takes, and its overrides."""
-    found: dict[str, tuple[str, list[str]]] = {"digits": ("digits", []), "toy": ("toy", [])}
+    found: dict[str, tuple[str, list[str]]] = {"digits": ("digits", []), "toy": ("toy", []), "docstrings": ("docstrings", [])}
     for name, held_out, options in [("bccd_cells", "val", []), ("fashion_mnist", "test", ["task.channels=1"])]:
         folder = data / "classification" / name
         if folder.is_dir():
             found[f"image_folder {name}"] = ("image_folder", [f"data.train={folder}/train", f"data.eval={folder}/{held_out}", *options])
+        else:
+            print(f"no {folder}: left out")
+    for name in ("ag_news", "banking77"):
+        folder = data / "text" / name
+        if folder.is_dir():
+            scratch = "task.scratch={vocab_size: 4000, sizes: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 128}}"
+            options = [scratch, "optim.lr=0.001", f"name={name}"]
+            found[f"text {name}"] = ("text", [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv", *options])
         else:
             print(f"no {folder}: left out")
     for name, options in CLEAN.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -358,7 +359,13 @@ class Trainer:
 
     def _attach(self, task: Task, world: World, trained: bool) -> None:
         """Rank 0 writes what the task keeps with the run, the others read it."""
-        world.on_first(lambda: task.attach(self._kept, trained))
+
+        def write() -> None:
+            if not trained:  # an earlier start that came to no checkpoint may have had another config
+                shutil.rmtree(self._kept, ignore_errors=True)
+            task.attach(self._kept, trained)
+
+        world.on_first(write)
         if world.rank:
             task.attach(self._kept, trained)
 

@@ -130,7 +130,7 @@ def test_classes_of_a_data_set_keep_their_order(tmp_path):
     texts = read_texts(saved(tmp_path / "one", [2, 0, 2], datasets.ClassLabel(names=["zebra", "unused", "ape"])))
     assert texts.names == ["zebra", "unused", "ape"]
     assert texts.codes.tolist() == [2, 0, 2]
-    assert texts.where(1) == f"{tmp_path}/one, row 1"
+    assert texts.where(1) == f"{tmp_path}/one:train, row 1"
 
 
 def test_several_labels_per_text_are_zeros_and_ones(lines, tmp_path):
@@ -176,7 +176,7 @@ def test_rows_of_a_data_set_keep_their_number_when_others_are_left_out(tmp_path)
 
     datasets.Dataset.from_dict({"text": ["", "a", "", "b"], "label": [0, 1, 0, 1]}).save_to_disk(str(tmp_path / "set"))
     texts = read_texts(Source(f"{tmp_path}/set"), empty="drop")
-    assert [texts.where(row) for row in (0, 1)] == [f"{tmp_path}/set, row 1", f"{tmp_path}/set, row 3"]
+    assert [texts.where(row) for row in (0, 1)] == [f"{tmp_path}/set:train, row 1", f"{tmp_path}/set:train, row 3"]
 
 
 def test_a_pair_is_empty_only_where_both_texts_are(lines):
@@ -454,6 +454,14 @@ def test_of_every_class_a_number_next_to_its_share_is_held_back(sizes, fraction,
     assert len(held) == round(sum(sizes) * fraction)
 
 
+@FIXED
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9), fraction=st.floats(0.01, 0.99), seed=SEED)
+def test_no_class_gives_a_whole_sample_more_than_its_share(sizes, fraction, seed):
+    _, held = split(np.repeat(np.arange(len(sizes)), sizes), fraction, seed)
+    counts = Counter(np.repeat(np.arange(len(sizes)), sizes)[held].tolist())
+    assert all(counts[number] < size * fraction + 1 for number, size in enumerate(sizes))
+
+
 def test_another_seed_holds_back_others():
     labels = np.arange(60) % 3
     parts = {tuple(split(labels, 0.3, seed)[1].tolist()) for seed in range(5)}
@@ -465,3 +473,52 @@ def test_another_seed_holds_back_others():
 def test_what_is_held_back_is_the_same_on_every_machine():
     """As computed when this was written: the runs of then can be repeated."""
     assert split(np.arange(20) % 2, 0.25, 7)[1].tolist() == [0, 5, 11, 16, 18]
+
+
+# ---- odd values
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ('{"text": "a", "label": "p"}\n{"text": "b", "label": NaN}\n', {}, "no label in column 'label': nan"),
+        ('{"text": "a", "label": "p"}\n{"text": "b", "label": "  "}\n', {}, "no label in column 'label': '  '"),
+        ('{"text": "a", "label": ["p"]}\n{"text": "b", "label": ["p", null]}\n', {"multi_label": True}, "None among the labels"),
+        ('{"text": "a", "label": "p"}\n{"text": "\\ud83d bad", "label": "q"}\n', {}, "half of a character"),
+    ],
+    ids=["NaN", "blank", "null", "surrogate"],
+)
+def test_values_that_are_none_are_errors_with_their_line(tmp_path, content, options, words):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError) as caught:
+        read_texts(Source(str(path)), **options)
+    assert words in caught.value.what
+    assert caught.value.where == f"{path}:2"
+
+
+def test_a_class_number_below_zero_is_no_class(tmp_path):
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.List(datasets.ClassLabel(names=["a", "b"]))})
+    datasets.Dataset.from_dict({"text": ["x", "y"], "label": [[0], [0, -1]]}, features=features).save_to_disk(str(tmp_path / "set"))
+    with pytest.raises(DataError, match="-1 among the labels"):
+        read_texts(Source(str(tmp_path / "set")), multi_label=True)
+
+
+def test_names_that_are_no_finite_numbers_are_sorted_by_letter():
+    assert module._sorted({"7", "nan", "0", "1", "2"}) == ["0", "1", "2", "7", "nan"]
+    assert module._sorted({"10", "2", "-1", "2.5"}) == ["-1", "2", "2.5", "10"]
+
+
+def test_lines_of_text_files_are_those_of_an_editor(tmp_path):
+    (tmp_path / "a.txt").write_text("one\u2028still one\r\ntwo\x0c\n\nfour")
+    found = texts_given(Source(str(tmp_path / "a.txt")), None, None, None)
+    assert [one.text for one in found] == ["one\u2028still one", "two\x0c", "", "four"]
+    assert found[3].where == f"{tmp_path}/a.txt:4"
+
+
+def test_paths_that_could_be_shorter_keep_their_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("text,label\na,x\nb,y\n")
+    assert read_texts(Source("./a.csv")).where(1).endswith("a.csv:3")

@@ -121,3 +121,8 @@ def test_few_classes_are_listed_in_their_order_and_of_many_the_ends():
     eight = {f"c{number}": number for number in range(8)}
     assert tables.listed(eight) == "c0 0, c1 1, c2 2, c3 3, c4 4, c5 5, c6 6, c7 7"
     assert tables.listed({**eight, "c8": 8000}) == "9, from c8 8,000, c7 7, c6 6 to c2 2, c1 1, c0 0"
+
+
+def test_a_class_of_one_sample_counts_fully():
+    found = cells(tables.by_class(torch.tensor([[1, 0], [0, 1]]), ["a", "b"]))
+    assert [numbers(found[name]) for name in ("a", "b", "mean")] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 2]]

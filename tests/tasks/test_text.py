@@ -111,6 +111,36 @@ def test_pretrained_weights_are_what_training_begins_with(trained, pretrained):
     assert all(torch.equal(tensor, stored[name]) for name, tensor in task.model().state_dict().items())
 
 
+def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refused(pretrained, few, tmp_path):
+    from safetensors.torch import save_file
+    from transformers import DistilBertConfig
+
+    folder = tmp_path / "headless"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((pretrained / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = {name: tensor for name, tensor in load_file(pretrained / "model.safetensors").items() if not name.startswith("classifier")}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    task = Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
+    task.model()
+    assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.notes()
+    DistilBertConfig(vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18).save_pretrained(folder)
+    with pytest.raises(UsageError, match="none of the weights of DistilBertForSequenceClassification is in"):
+        Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
+
+
+def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
+    task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
+    Text(**few).attach(tmp_path / "run" / "task", trained=False)  # and then it was killed
+    rows = [(text, label.upper()) for text, label in ROWS]
+    settings = runs.config(task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1})
+    trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit()
+    assert set(trainer.describe(["good"])[0]["probabilities"]) == {"POS", "NEG", "MIXED"}
+
+
 def test_evaluation_and_prediction_need_neither_training_data_nor_pretrained_model(trained):
     folder, results = trained
     again = Trainer(config_of(folder), run_dir=folder, quiet=True)

@@ -51,7 +51,7 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     leaves it whole or absent, and the lock goes with the process.
 
     Raises:
-        UsageError: the cache cannot be written. DataError: its disk is full. What `make` raises comes through.
+        UsageError: the cache cannot be written. DataError: its disk is full. What `make` raises comes through, but for an OSError.
     """
     root = cache_root()
     folder = root / f"{kind}-{key}"
@@ -80,8 +80,11 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
         make(staging)
         for path in (*staging.rglob("*"), staging):
             _sync(path)
-        with contextlib.suppress(FileExistsError):  # where the file system knows no locks, another may have been first
+        try:
             staging.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # where the file system knows no locks, another may have been first
+                raise
         _sync(folder.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

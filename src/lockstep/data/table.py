@@ -6,8 +6,8 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,25 @@ _SHOWN = 40  # characters of a column's name
 
 @dataclass
 class Table:
-    """Columns of equal length, by name. where: names a row in messages. classes: names that a column's numbers stand for, where the source has them."""
+    """Columns of equal length, by name. name: of the source. lines: of the rows in its file; None where they are counted from 0.
+    classes: names that a column's numbers stand for, where the source has them."""
 
     columns: dict[str, list[Any]]
-    where: Callable[[int], str]
+    name: str
+    lines: list[int] | None = None
     classes: dict[str, list[str]] = field(default_factory=dict)
+
+    def where(self, row: int) -> str:
+        """A row in messages."""
+        return place(self.name, row if self.lines is None else self.lines[row], self.lines is not None)
 
     def __len__(self) -> int:
         return len(next(iter(self.columns.values()), []))
+
+
+def place(name: str, number: int, is_line: bool) -> str:
+    """A line of a file, or a row of a table, in messages."""
+    return f"{name}:{number}" if is_line else f"{name}, row {number}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,7 @@ class Source:
     @property
     def is_file(self) -> bool:
         """Whether it is read as one file, by its suffix."""
-        return Path(self.name).is_file() or self.name.endswith(SUFFIXES)
+        return Path(self.name).is_file() or (self.name.endswith(SUFFIXES) and not Path(self.name).is_dir())
 
     def files(self) -> tuple[Path, ...]:
         """What the table's content is, on disk: its digest tells whether it has changed.
@@ -82,7 +93,7 @@ class Source:
             DataError: not readable, ragged, not UTF-8, of no known kind; names file and line, or byte.
         """
         if self.name == EMBEDDED:
-            return _read_csv(self.files()[0], True, ",")
+            return replace(_read_csv(self.files()[0], True, ","), name=EMBEDDED)
         if not self.is_file:
             return _from_data_set(_data_set(self), f"{self.name}:{self.split}")
         (path,) = self.files()
@@ -94,11 +105,19 @@ class Source:
         if suffix == ".json":
             return _read_json(path)
         if suffix == ".txt":
-            lines = _text(path).splitlines()
-            return Table({"text": lines}, lambda row: f"{path}:{row + 1}")
+            lines = lines_of(_text(path))
+            if not lines:
+                raise DataError("no rows", where=self.name, remedy="the file needs one text per line")
+            return Table({"text": lines}, self.name, list(range(1, len(lines) + 1)))
         if suffix in (".csv", ".tsv"):
             return _read_csv(path, self.header, self.delimiter or ("\t" if suffix == ".tsv" else ","))
         raise DataError(f"unknown suffix {suffix!r}", where=self.name, remedy=f"known are {', '.join(SUFFIXES)}")
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines as editors count them; `str.splitlines` would also cut at form feeds and Unicode's separators."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if lines[-1] == "" else lines
 
 
 def _text(path: Path) -> str:
@@ -130,7 +149,7 @@ def _read_csv(path: Path, header: bool, delimiter: str) -> Table:
             if names is None:
                 names = [name.strip() for name in row] if header else [str(number) for number in range(len(row))]
                 if header:
-                    _check_names(names, path, delimiter)
+                    _check_names(names, f"{path}:{at}", delimiter)
                     continue
             if len(row) != len(names):
                 what = f"{len(row)} fields where {'the header has' if header else 'the first line has'} {len(names)} ({', '.join(names)})"
@@ -142,17 +161,17 @@ def _read_csv(path: Path, header: bool, delimiter: str) -> Table:
     if not rows:
         raise DataError("no rows", where=str(path), remedy="the file needs one row per sample" + (" below its header" if header else ""))
     columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
-    return Table(columns, lambda row: f"{path}:{lines[row]}")
+    return Table(columns, str(path), lines)
 
 
-def _check_names(names: Sequence[str], path: Path, delimiter: str) -> None:
+def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise DataError(f"the header has {', '.join(map(repr, twice))} more than once", where=f"{path}:1", remedy="rename columns, or set task.header=false")
+        raise DataError(f"the header has {', '.join(map(repr, twice))} more than once", where=where, remedy="rename columns, or set task.header=false")
     other = next((one for one in ";\t,|" if one != delimiter and one in names[0]), None)
     if len(names) == 1 and other:
         hint = "'\\t'" if other == "\t" else repr(other)
-        raise DataError(f"one column only, {names[0]!r}", where=f"{path}:1", remedy=f"the delimiter may be {hint}: set task.delimiter")
+        raise DataError(f"one column only, {names[0]!r}", where=where, remedy=f"the delimiter may be {hint}: set task.delimiter")
 
 
 def _read_json_lines(path: Path) -> Table:
@@ -162,16 +181,18 @@ def _read_json_lines(path: Path) -> Table:
             continue
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"not JSON: {error}", where=f"{path}:{number}", remedy="write one JSON object per line") from None
         lines.append(number)
-    return _from_objects(rows, path, lambda row: f"{path}:{lines[row]}")
+    return _from_objects(rows, path, lines)
 
 
 def _read_json(path: Path) -> Table:
     text = _text(path)
     try:
         value = json.loads(text)
+    except RecursionError as error:
+        raise DataError(f"not a list of objects: {error}", where=str(path), remedy='write [{"text": ..., "label": ...}, ...]') from None
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":  # JSON lines under another suffix
             return _read_json_lines(path)
@@ -183,18 +204,19 @@ def _read_json(path: Path) -> Table:
         value = value[lists[0]]
     if not isinstance(value, list):
         raise DataError(f"a JSON {type(value).__name__}, not a list of objects", where=str(path), remedy='write [{"text": ..., "label": ...}, ...]')
-    return _from_objects(value, path, lambda row: f"{path}, object {row}")
+    return _from_objects(value, path, None)
 
 
-def _from_objects(rows: list[Any], path: Path, where: Callable[[int], str]) -> Table:
+def _from_objects(rows: list[Any], path: Path, lines: list[int] | None) -> Table:
     if not rows:
         raise DataError("no rows", where=str(path), remedy="the file needs one object per sample")
     names: dict[str, None] = {}
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"a JSON {type(row).__name__}, not an object", where=where(number), remedy='write objects such as {"text": ..., "label": ...}')
+            where = place(str(path), number if lines is None else lines[number], lines is not None)
+            raise DataError(f"a JSON {type(row).__name__}, not an object", where=where, remedy='write objects such as {"text": ..., "label": ...}')
         names.update(dict.fromkeys(row))
-    return Table({name: [row.get(name) for row in rows] for name in names}, where)
+    return Table({name: [row.get(name) for row in rows] for name in names}, str(path), lines)
 
 
 def _read_parquet(path: Path) -> Table:
@@ -206,7 +228,7 @@ def _read_parquet(path: Path) -> Table:
         columns = pyarrow.parquet.read_table(path).to_pydict()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"not readable as Parquet: {error}", where=str(path), remedy="it is damaged, or of another format") from error
-    return Table(columns, lambda row: f"{path}, row {row}")
+    return Table(columns, str(path))
 
 
 def _data_set(source: Source) -> Any:
@@ -243,7 +265,7 @@ def _from_data_set(found: Any, name: str) -> Table:
         inner = getattr(getattr(kind, "feature", None), "names", None)  # a list of class numbers
         if inner:
             classes[column] = list(inner)
-    return Table(found.to_dict(), lambda row: f"{name}, row {row}", classes)
+    return Table(found.to_dict(), name, None, classes)
 
 
 def _first_line(error: Exception) -> str:
@@ -280,7 +302,7 @@ def choose(
     texts = tuple(_named(one, names, "text", where) for one in given)
     second = None if pair is None else _named(pair, names, "pair", where)
     target: str | None = None
-    if label is not None and (needs_label or str(label) in names):
+    if label is not None and (needs_label or str(label) in names or (isinstance(label, int) and 0 <= label < len(names) > 1)):
         target = _named(label, names, "label", where)
     elif label is None:
         target = _usual(_LABEL, [name for name in names if name not in (*texts, second)], "label", where, names, needs_label)

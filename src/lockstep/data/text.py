@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ _SHOWN = 8
 
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
+
+    pad_token_id: int
 
     def __call__(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> Any: ...
 
@@ -80,8 +83,7 @@ class Texts:
 
     def where(self, row: int) -> str:
         """File and line of a text."""
-        place = int(self._places[row])
-        return f"{self.source}{':' if self.columns['by_line'] else ', row '}{place}"
+        return table.place(self.source, int(self._places[row]), self.columns["by_line"])
 
     def __getstate__(self) -> Path:
         return self.folder
@@ -135,15 +137,13 @@ def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, s
     where = lambda number: rows.where(kept[number])  # noqa: E731
     names, codes = _many(values, classes, separator, where) if multi_label else _single(values, classes, chosen.label, where)
     for name, part in zip(("text", "pair"), parts, strict=False):
-        encoded = [part[row].encode() for row in kept]
+        encoded = [_encoded(part[row], rows, row) for row in kept]
         np.save(folder / f"{name}.npy", np.frombuffer(b"".join(encoded), dtype=np.uint8))
         np.save(folder / f"{name}-ends.npy", np.cumsum([len(one) for one in encoded], dtype=np.int64))
-    places = [rows.where(row).removeprefix(source.name) for row in kept]
-    by_line = places[0].startswith(":") and places[0][1:].isdigit()
-    np.save(folder / "places.npy", np.array([int(place[1:]) if by_line else row for place, row in zip(places, kept, strict=True)], dtype=np.int64))
+    np.save(folder / "places.npy", np.array(kept if rows.lines is None else [rows.lines[row] for row in kept], dtype=np.int64))
     np.save(folder / "codes.npy", codes)
-    about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": by_line}
-    (folder / "about.json").write_text(json.dumps({"names": names, "columns": about, "dropped": len(blank), "source": source.name}))
+    about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": rows.lines is not None}
+    (folder / "about.json").write_text(json.dumps({"names": names, "columns": about, "dropped": len(blank), "source": rows.name}))
 
 
 def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
@@ -157,12 +157,20 @@ def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
     return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
 
 
+def _encoded(text: str, rows: table.Table, row: int) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        what = f"{text[error.start]!a} at letter {error.start} is half of a character"
+        raise DataError(what, where=rows.where(row), remedy="write the text as UTF-8, or its escapes in pairs") from None
+
+
 def _single(values: Sequence[Any], classes: Sequence[str] | None, column: str, where: Callable[[int], str]) -> tuple[list[str], Array]:
     for number, value in enumerate(values):
         if isinstance(value, list | Mapping):
             remedy = "set task.multi_label=true where a text has several labels"
             raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=remedy)
-        if value is None or value == "" or (classes is not None and not 0 <= int(value) < len(classes)):
+        if value is None or value != value or (isinstance(value, str) and not value.strip()) or (classes is not None and not 0 <= int(value) < len(classes)):
             raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy="fill in the label, or remove the row")
     if classes is not None:
         return list(classes), np.array(values, dtype=np.int64)
@@ -178,6 +186,9 @@ def _many(values: Sequence[Any], classes: Sequence[str] | None, separator: str, 
         items = [part.strip() for part in value.split(separator)] if isinstance(value, str) else ([] if value is None else value)
         if not isinstance(items, list):
             raise DataError(f"the labels are {value!r}", where=where(number), remedy=f"use a list, or text with {separator!r} between labels")
+        bad = [item for item in items if item is None or item != item or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))]
+        if bad:
+            raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy="leave it out of the list, or name the label")
         lists.append([classes[item] if classes is not None and isinstance(item, int) else _name(item) for item in items if item != ""])
     names = list(classes) if classes is not None else _sorted({item for items in lists for item in items})
     place = {name: number for number, name in enumerate(names)}
@@ -188,15 +199,17 @@ def _many(values: Sequence[Any], classes: Sequence[str] | None, separator: str, 
 
 
 def _name(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
 
 
 def _sorted(names: Iterable[str]) -> list[str]:
     """Numbers by value, other names by letter: the same in every process and on every machine."""
+    names = sorted(names)
     try:
-        return sorted(names, key=lambda name: (float(name), name))
+        values = {name: float(name) for name in names}
     except ValueError:
-        return sorted(names)
+        return names
+    return sorted(names, key=values.__getitem__) if all(map(math.isfinite, values.values())) else names
 
 
 def match_labels(found: Texts, names: Sequence[str]) -> Array:
@@ -340,7 +353,7 @@ class GivenTexts(Dataset[TextSample]):
         self.rows = rows
         pairs = [one.pair or "" for one in rows] if any(one.pair is not None for one in rows) else None
         found = tokenizer([one.text for one in rows], pairs, truncation=True, max_length=max_length) if rows else {"input_ids": []}
-        self.ids = [np.array(one, dtype=np.int32) for one in found["input_ids"]]
+        self.ids = [np.array(one or [tokenizer.pad_token_id], dtype=np.int32) for one in found["input_ids"]]  # of an empty line
         self.types = [np.array(one, dtype=np.uint8) for one in found["token_type_ids"]] if pairs is not None and "token_type_ids" in found else None
         self.lengths = np.array([len(one) for one in self.ids], dtype=np.int64)
 
@@ -358,8 +371,8 @@ class GivenTexts(Dataset[TextSample]):
 def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     """Rows for training and for evaluation, each sorted: `fraction` of every class is held back, drawn by a permutation that `seed` keys.
 
-    Each class gives a number that is next to its share, so that the sum is the share of all; with several labels per text, a
-    class is a combination of labels. One of a class of its own stays in training.
+    Each class gives a number that is next to its share, so that the sum is the share of all, as far as classes of one text allow;
+    with several labels per text, a class is a combination of labels. One of a class of its own stays in training.
     """
     classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(classes)
@@ -367,7 +380,7 @@ def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     counts = np.floor(shares).astype(np.int64)
     wanted = round(len(labels) * fraction) - int(counts.sum())
     by_rest = np.argsort(-(shares - counts), kind="stable")
-    for number in [one for one in by_rest if counts[one] + 1 < sizes[one]][: max(0, wanted)]:
+    for number in [one for one in by_rest if counts[one] < shares[one] and counts[one] + 1 < sizes[one]][: max(0, wanted)]:
         counts[number] += 1
     order = permute(np.arange(len(labels)), len(labels), seed)
     held = np.zeros(len(labels), dtype=bool)

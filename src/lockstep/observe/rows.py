@@ -30,7 +30,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """
     staged = path.with_name(f".{path.name}.new")
     try:
-        with staged.open("w", encoding="utf-8", newline="") as file:
+        with staged.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
             if path.suffix == ".jsonl":
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             else:
@@ -39,8 +39,10 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
                 writer.writeheader()
                 writer.writerows(flat)
         staged.replace(path)
-    except OSError as error:
+    except BaseException as error:
         staged.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"cannot be written: {error.strerror}", where=f"--out {path}", remedy="free disk space, or choose another place") from error
 
 

@@ -100,7 +100,10 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
     defaults: dict[str, Any] = {"vocab_size": len(tokenizer)}
     if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
         defaults["max_position_embeddings"] = max_length + 2  # RoBERTa counts positions from its padding token's number
-    defaults |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in (("pad", "pad"), ("bos", "cls"), ("eos", "sep"))}
+    roles = {"pad": "pad", "bos": "cls", "eos": "sep", "cls": "cls", "sep": "sep", "decoder_start": "pad"}
+    always = ("pad", "bos", "eos", "decoder_start")
+    named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
+    defaults |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
     try:
         return kind(**{**defaults, **sizes})
     except Exception as error:
@@ -132,8 +135,11 @@ def check_labels(config: Any, labels: Sequence[str], name: str, new_head: bool) 
     return theirs if set(theirs) == set(labels) else list(labels)
 
 
-def make_model(config: Any, name: str | None, new_head: bool) -> nn.Module:
+def make_model(config: Any, name: str | None, new_head: bool) -> tuple[nn.Module, list[str]]:
     """A classifier with the weights of `name`, and a new last layer where it has none or `new_head`; all new where `name` is None.
+
+    Returns:
+        the model, and names of the weights that `name` lacks.
 
     Raises:
         UsageError: the weights cannot be loaded, or are of another model.
@@ -143,19 +149,24 @@ def make_model(config: Any, name: str | None, new_head: bool) -> nn.Module:
     on_meta = torch.empty(0).device.type == "meta"  # under FSDP only rank 0 needs values
     try:
         if name is None or on_meta:
-            model: nn.Module = auto.from_config(config, dtype=torch.float32)
-        else:
-            before = transformers.logging.get_verbosity()
-            transformers.logging.set_verbosity_error()  # the new head is what is meant
-            try:
-                # float32 whatever the file holds: updates of half-precision weights vanish in rounding; see `precision`.
-                model = _load(auto.from_pretrained, "model", name, config=config, dtype=torch.float32, ignore_mismatched_sizes=new_head)
-            finally:
-                transformers.logging.set_verbosity(before)
+            return auto.from_config(config, dtype=torch.float32), []
+        before = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # the new head is what is meant
+        try:
+            # float32 whatever the file holds: updates of half-precision weights vanish in rounding; see `precision`.
+            options = {"config": config, "dtype": torch.float32, "ignore_mismatched_sizes": new_head, "output_loading_info": True}
+            model, info = _load(auto.from_pretrained, "model", name, **options)
+        finally:
+            transformers.logging.set_verbosity(before)
     except (ValueError, KeyError) as error:
         kind = getattr(config, "model_type", type(config).__name__)
         raise UsageError(f"transformers has no sequence classification for {kind!r}: {_first_line(error)}", where="task.model", remedy="use another") from error
-    return model
+    missing = sorted({*info["missing_keys"], *(one[0] for one in info["mismatched_keys"])})
+    body = [one for one in model.state_dict() if one.startswith(f"{model.base_model_prefix}.")]
+    if body and set(body) <= set(missing):
+        what = f"none of the weights of {type(model).__name__} is in {name}, which has: {_listed(sorted(info['unexpected_keys'])) or 'none'}"
+        raise UsageError(what, where="task.model", remedy="use the folder or name of a model of this architecture")
+    return model, missing
 
 
 def longest(config: Any, tokenizer: Any) -> int | None:

@@ -13,7 +13,7 @@ _CLASSES = 8
 
 
 def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
-    """Precision, recall, F1 and number of samples of each class, and their means over classes that occur or are predicted.
+    """Precision, recall, F1 and number of samples of each class, and their means.
 
     Args:
         confusion: counts by (truth, prediction), or, where a sample has several labels, by (class, truth, prediction).
@@ -30,7 +30,7 @@ def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
         lines.append(
             f"  {_short(label):<{wide}}  {float(precision[number]):9.4f}  {float(recall[number]):6.4f}  {float(f1[number]):6.4f}  {int(true[number]):7,}"
         )
-    seen = (true + said) > 0  # as torchmetrics and scikit-learn take the mean
+    seen = ((true + said) > 0) | (counts.ndim > 2)  # as torchmetrics takes the mean: classes that neither occur nor are predicted are left out
     mean = [float(column[seen].mean()) if seen.any() else 0.0 for column in (precision, recall, f1)]
     lines.append(f"  {'mean':<{wide}}  {mean[0]:9.4f}  {mean[1]:6.4f}  {mean[2]:6.4f}  {int(true.sum()):7,}")
     return "\n".join(lines)

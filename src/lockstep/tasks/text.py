@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from lockstep.data.table import SUFFIXES, Source
+from lockstep.data.table import SUFFIXES, Source, lines_of
 from lockstep.data.text import Given, GivenTexts, TextData, Texts, TextSample, Tokens, count_labels, given, match_labels, read_texts, split, tokenise
 from lockstep.errors import DataError, UsageError
 from lockstep.tasks import hugging_face, tables
@@ -29,6 +29,7 @@ Batch = dict[str, Tensor]
 
 _ROLES = ("text", "pair", "label")
 _LINE = 100  # characters of a text in the log
+_NEW = 8  # names of weights in the log
 
 
 @final
@@ -79,6 +80,7 @@ class Text(Task):
         self.kept: Path | None = None
         self.trained = False
         self._tokens: dict[Path, Tokens] = {}
+        self._new: list[str] = []
 
     def attach(self, folder: Path, trained: bool) -> None:
         """Label names, the tokenizer and the model's config are kept in `folder`, in Hugging Face's own files."""
@@ -175,7 +177,8 @@ class Text(Task):
         return config
 
     def model(self) -> nn.Module:
-        return hugging_face.make_model(self.config, None if self.trained else self.model_name, self.new_head)
+        model, self._new = hugging_face.make_model(self.config, None if self.trained else self.model_name, self.new_head)
+        return model
 
     # ---- from texts to a loss
 
@@ -274,8 +277,8 @@ class Text(Task):
     # ---- for people
 
     def notes(self) -> list[str]:
-        """What was read, by class, and what was cut off."""
-        found = []
+        """What was read, by class, and what was cut off; and which weights are new."""
+        found = [f"not in {self.model_name}, so new: {', '.join(self._new[:_NEW])}{', ...' if len(self._new) > _NEW else ''}"] if self._new else []
         for name, data in (("training", self.train_data()), ("evaluation", self.eval_data())):
             if data is None:
                 continue
@@ -331,7 +334,7 @@ class Text(Task):
         rows: list[Given] = []
         for number, one in enumerate(inputs):
             if one == "-":
-                rows += [Given(f"standard input:{line}", text, None) for line, text in enumerate(sys.stdin.read().splitlines(), start=1)]
+                rows += [Given(f"standard input:{line}", text, None) for line, text in enumerate(lines_of(sys.stdin.read()), start=1)]
             elif Path(one).is_file() or (one.endswith(SUFFIXES) and " " not in one):
                 source = Source.parse(one, "train", self.subset, self.header, self.delimiter)
                 rows += given(source, self.columns.get("text"), self.columns.get("pair"), self.columns.get("label"))

@@ -125,6 +125,12 @@ class Adjusted(Task):
     def show(self, sample: Any) -> dict[str, Any]:
         return self.task.show(sample)
 
+    def notes(self) -> list[str]:
+        return self.task.notes()
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        return self.task.report(values, samples)
+
 
 def readable(chunks: Chunks, indices: Iterable[int], epoch: int) -> list[Any]:
     """Samples, without those that cannot be read where the config skips them."""
