@@ -142,7 +142,7 @@ def test_keys_that_an_object_lacks_are_none(tmp_path):
 def test_embedded_docstrings_are_read():
     source = Source.parse("docstrings")
     table = source.read()
-    assert set(table.columns) == {"text", "module"}
+    assert set(table.columns) == {"text", "label"}
     assert len(table) > 2000
     assert all(text.strip() for text in table.columns["text"])
     assert [path.name for path in source.files()] == ["docstrings.csv"]

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data import text as module
+from lockstep.data.labels import count_labels, match_labels, sorted_names, split
 from lockstep.data.table import Source
-from lockstep.data.text import Given, GivenTexts, TextData, count_labels, match_labels, read_texts, split, tokenise
+from lockstep.data.text import Given, GivenTexts, TextData, read_texts, tokenise
 from lockstep.data.text import given as texts_given
 from lockstep.errors import DataError
 
@@ -507,8 +508,8 @@ def test_a_class_number_below_zero_is_no_class(tmp_path):
 
 
 def test_names_that_are_no_finite_numbers_are_sorted_by_letter():
-    assert module._sorted({"7", "nan", "0", "1", "2"}) == ["0", "1", "2", "7", "nan"]
-    assert module._sorted({"10", "2", "-1", "2.5"}) == ["-1", "2", "2.5", "10"]
+    assert sorted_names({"7", "nan", "0", "1", "2"}) == ["0", "1", "2", "7", "nan"]
+    assert sorted_names({"10", "2", "-1", "2.5"}) == ["-1", "2", "2.5", "10"]
 
 
 def test_lines_of_text_files_are_those_of_an_editor(tmp_path):

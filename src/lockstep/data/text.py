@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -15,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep.data import table
+from lockstep.data import labels, table
 from lockstep.data.cache import cached, digest_of
-from lockstep.data.order import permute
 from lockstep.data.table import Source
 from lockstep.errors import DataError
 
@@ -135,7 +132,7 @@ def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, s
         raise DataError("no texts", where=source.name, remedy=f"column {' + '.join(chosen.text)} holds none")
     values, classes = [rows.columns[chosen.label][row] for row in kept], rows.classes.get(chosen.label)
     where = lambda number: rows.where(kept[number])  # noqa: E731
-    names, codes = _many(values, classes, separator, where) if multi_label else _single(values, classes, chosen.label, where)
+    names, codes = labels.several_each(values, classes, separator, where) if multi_label else labels.one_each(values, classes, chosen.label, where)
     for name, part in zip(("text", "pair"), parts, strict=False):
         encoded = [_encoded(part[row], rows, row) for row in kept]
         np.save(folder / f"{name}.npy", np.frombuffer(b"".join(encoded), dtype=np.uint8))
@@ -163,79 +160,6 @@ def _encoded(text: str, rows: table.Table, row: int) -> bytes:
     except UnicodeEncodeError as error:
         what = f"{text[error.start]!a} at letter {error.start} is half of a character"
         raise DataError(what, where=rows.where(row), remedy="write the text as UTF-8, or its escapes in pairs") from None
-
-
-def _single(values: Sequence[Any], classes: Sequence[str] | None, column: str, where: Callable[[int], str]) -> tuple[list[str], Array]:
-    for number, value in enumerate(values):
-        if isinstance(value, list | Mapping):
-            remedy = "set task.multi_label=true where a text has several labels"
-            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=remedy)
-        if value is None or value != value or (isinstance(value, str) and not value.strip()) or (classes is not None and not 0 <= int(value) < len(classes)):
-            raise DataError(f"no label in column {column!r}: {value!r}", where=where(number), remedy="fill in the label, or remove the row")
-    if classes is not None:
-        return list(classes), np.array(values, dtype=np.int64)
-    written = [_name(value) for value in values]
-    names = _sorted(set(written))
-    place = {name: number for number, name in enumerate(names)}
-    return names, np.array([place[name] for name in written], dtype=np.int64)
-
-
-def _many(values: Sequence[Any], classes: Sequence[str] | None, separator: str, where: Callable[[int], str]) -> tuple[list[str], Array]:
-    lists = []
-    for number, value in enumerate(values):
-        items = [part.strip() for part in value.split(separator)] if isinstance(value, str) else ([] if value is None else value)
-        if not isinstance(items, list):
-            raise DataError(f"the labels are {value!r}", where=where(number), remedy=f"use a list, or text with {separator!r} between labels")
-        bad = [item for item in items if item is None or item != item or (classes is not None and isinstance(item, int) and not 0 <= item < len(classes))]
-        if bad:
-            raise DataError(f"{bad[0]!r} among the labels {items!r}", where=where(number), remedy="leave it out of the list, or name the label")
-        lists.append([classes[item] if classes is not None and isinstance(item, int) else _name(item) for item in items if item != ""])
-    names = list(classes) if classes is not None else _sorted({item for items in lists for item in items})
-    place = {name: number for number, name in enumerate(names)}
-    codes = np.zeros((len(lists), len(names)), dtype=np.int8)
-    for number, items in enumerate(lists):
-        codes[number, [place[item] for item in items]] = 1
-    return names, codes
-
-
-def _name(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
-
-
-def _sorted(names: Iterable[str]) -> list[str]:
-    """Numbers by value, other names by letter: the same in every process and on every machine."""
-    names = sorted(names)
-    try:
-        values = {name: float(name) for name in names}
-    except ValueError:
-        return names
-    return sorted(names, key=values.__getitem__) if all(map(math.isfinite, values.values())) else names
-
-
-def match_labels(found: Texts, names: Sequence[str]) -> Array:
-    """The labels of `found` as places in `names`.
-
-    Raises:
-        DataError: labels that `names` lacks; names them, and the first text with one.
-    """
-    unknown = [name for name in found.names if name not in names]
-    used = np.unique(found.codes) if found.codes.ndim == 1 else np.flatnonzero(found.codes.any(axis=0))
-    unknown = [name for name in unknown if found.names.index(name) in used]
-    if unknown:
-        code = found.names.index(unknown[0])
-        row = int(np.flatnonzero(found.codes == code if found.codes.ndim == 1 else found.codes[:, code])[0])
-        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
-        what = f"label {unknown[0]!r} does not occur in the training data{more}"
-        listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        raise DataError(what, where=found.where(row), remedy=f"the {len(names)} labels are: {listed}; remove these rows, or train with them")
-    if found.codes.ndim == 1:
-        places = np.array([*(names.index(name) if name in names else -1 for name in found.names), -1], dtype=np.int64)
-        return places[found.codes]
-    codes = np.zeros((len(found), len(names)), dtype=np.int8)
-    for number, name in enumerate(found.names):
-        if name in names:
-            codes[:, names.index(name)] = found.codes[:, number]
-    return codes
 
 
 # ---- tokens
@@ -366,39 +290,6 @@ class GivenTexts(Dataset[TextSample]):
     def where(self, index: int) -> str:
         """Where a text comes from."""
         return self.rows[index].where
-
-
-def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
-    """Rows for training and for evaluation, each sorted: `fraction` of every class is held back, drawn by a permutation that `seed` keys.
-
-    Each class gives a number that is next to its share, so that the sum is the share of all, as far as classes of one text allow;
-    with several labels per text, a class is a combination of labels. One of a class of its own stays in training.
-    """
-    classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
-    sizes = np.bincount(classes)
-    shares = sizes * fraction
-    counts = np.floor(shares).astype(np.int64)
-    wanted = round(len(labels) * fraction) - int(counts.sum())
-    by_rest = np.argsort(-(shares - counts), kind="stable")
-    for number in [one for one in by_rest if counts[one] < shares[one] and counts[one] + 1 < sizes[one]][: max(0, wanted)]:
-        counts[number] += 1
-    order = permute(np.arange(len(labels)), len(labels), seed)
-    held = np.zeros(len(labels), dtype=bool)
-    for number, count in enumerate(counts):
-        mine = np.flatnonzero(classes == number)
-        held[mine[np.argsort(order[mine])[:count]]] = True
-    return np.flatnonzero(~held), np.flatnonzero(held)
-
-
-def count_labels(names: Sequence[str], labels: Array) -> dict[str, int]:
-    """How many samples each class has."""
-    counts: Sequence[int]
-    if labels.ndim == 1:
-        found = Counter(labels.tolist())
-        counts = [found[number] for number in range(len(names))]
-    else:
-        counts = labels.sum(axis=0, dtype=np.int64).tolist()
-    return dict(zip(names, counts, strict=True))
 
 
 def _mapped(path: Path) -> Array:

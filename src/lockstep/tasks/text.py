@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep.data.labels import count_labels, match_labels, split
 from lockstep.data.table import SUFFIXES, Source, lines_of
-from lockstep.data.text import Given, GivenTexts, TextData, Texts, TextSample, Tokens, count_labels, given, match_labels, read_texts, split, tokenise
+from lockstep.data.text import Given, GivenTexts, TextData, Texts, TextSample, Tokens, given, read_texts, tokenise
 from lockstep.errors import DataError, UsageError
 from lockstep.tasks import hugging_face, tables
 from lockstep.tasks.task import Task
