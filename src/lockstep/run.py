@@ -160,7 +160,8 @@ class Trainer:
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of what `Task.input_data` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
         task = task or self.task()
-        task.attach(self._kept, trained=True)
+        if self._kept.is_dir():
+            task.attach(self._kept, trained=True)
         data = task.input_data(inputs) if inputs else _required(task)
         count = _length(data) if inputs else min(samples, _length(data))
         where = getattr(data, "where", lambda number: inputs[number])

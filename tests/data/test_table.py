@@ -432,3 +432,12 @@ def test_a_first_row_that_holds_no_names_is_suspected():
         choose(Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, str), "a.csv", None, None, None)
     assert "It was a good film, and long enough to b...," in caught.value.remedy
     assert caught.value.remedy.endswith("if these are no names but a first row, set task.header=false")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "split"),
+    [("ag_news", "ag_news", "test"), ("ag_news:train", "ag_news", "train"), ("a/b:train[:10%]", "a/b", "train[:10%]"), ("data/a.csv", "data/a.csv", "test")],
+)
+def test_a_split_stands_behind_the_first_colon(text, name, split):
+    found = Source.parse(text, "test")
+    assert (found.name, found.split) == (name, split)

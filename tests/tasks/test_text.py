@@ -111,6 +111,14 @@ def test_pretrained_weights_are_what_training_begins_with(trained, pretrained):
     assert all(torch.equal(tensor, stored[name]) for name, tensor in task.model().state_dict().items())
 
 
+def test_pretrained_weights_are_sharded_as_they_are(pretrained, few):
+    options = {"train": few["train"], "model": str(pretrained), "eval_fraction": 0.0, "max_length": 16}
+    settings = runs.config(batch={"global": 4}, train={"steps": 3}, optim={"args": {"eps": text_cases.EPS}})
+    (one, _), *_ = run_ranks(1, text_cases.train, options, settings)
+    (two, _), *_ = run_ranks(2, text_cases.train, options, settings | {"parallel": {"strategy": "fsdp"}})
+    assert text_cases.difference(one, two) < 1e-10
+
+
 def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refused(pretrained, few, tmp_path):
     from safetensors.torch import save_file
     from transformers import DistilBertConfig

@@ -59,7 +59,7 @@ class Source:
     @staticmethod
     def parse(text: str, split: str = "train", subset: str | None = None, header: bool = True, delimiter: str | None = None) -> Source:
         """From `NAME` or `NAME:SPLIT`; a file has no split."""
-        name, colon, wanted = text.rpartition(":")
+        name, colon, wanted = text.partition(":")
         if colon and not Path(text).exists() and "/" not in wanted and not wanted.endswith(SUFFIXES):
             return Source(name, wanted, subset, header, delimiter)
         return Source(text, split, subset, header, delimiter)
@@ -84,7 +84,10 @@ class Source:
                 near = did_you_mean(path.name, [one.name for one in path.parent.iterdir()]) if path.parent.is_dir() else ""
                 raise DataError("no such file", where=self.name, remedy=f"{near}Give a file ({', '.join(SUFFIXES)}), a saved data set, or a name on the hub")
             return (path,)
-        return tuple(sorted(Path(one["filename"]) for one in _data_set(self).cache_files))
+        found = tuple(sorted(Path(one["filename"]) for one in _data_set(self).cache_files))
+        if not found:
+            raise DataError("has no files on disk, by which a change could be seen", where=self.name, remedy="write it with `Dataset.save_to_disk` first")
+        return found
 
     def read(self) -> Table:
         """All rows.

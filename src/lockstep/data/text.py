@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -173,8 +172,6 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, digest: str, max_length: int) -
     """
 
     def make(folder: Path) -> None:
-        # Loader workers are forked later and do not tokenise; unless this is set, the library warns about every one of them.
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         ids: list[Array] = []
         types: list[Array] = []
         cut = dropped = 0

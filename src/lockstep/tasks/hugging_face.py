@@ -47,7 +47,6 @@ def train_tokenizer(texts: Iterable[str], digest: str, vocab_size: int, lowercas
     def make(folder: Path) -> None:
         from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk_token"]))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -195,6 +194,8 @@ def _load(load: Callable[..., Any], what: str, name: str | Path, **options: Any)
 
 
 def _transformers() -> Any:
+    # Loader workers are forked later and do not tokenise; unless this is set, `tokenizers` warns about every one of them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         import transformers
     except ImportError as error:
