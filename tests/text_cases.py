@@ -45,7 +45,10 @@ def difference(one, other):
 
 
 def by_hand(options, steps, global_batch, weights=None):
-    """Hugging Face's own tokenizer and model, the global batch at once, in float64, under cross_entropy's own weighted mean."""
+    """Hugging Face's own tokenizer and model, the global batch at once, in float64, under cross_entropy's own weighted mean.
+
+    Returns weights by name, and the loss of each step.
+    """
     from transformers import AutoModelForSequenceClassification
 
     task = Text(**options)
@@ -56,6 +59,7 @@ def by_hand(options, steps, global_batch, weights=None):
     model = AutoModelForSequenceClassification.from_config(task.config).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, eps=EPS)
     per_epoch = -(-len(samples) // global_batch)
+    losses = []
     for step in range(steps):
         epoch, within = divmod(step, per_epoch)
         places = range(within * global_batch, min((within + 1) * global_batch, len(samples)))
@@ -66,7 +70,8 @@ def by_hand(options, steps, global_batch, weights=None):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        losses.append(loss.item())
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, losses
 
 
 class Causal(Task):

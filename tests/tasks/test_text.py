@@ -51,15 +51,16 @@ def plain():
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (2, 6), (2, 12), (1, 24)], ids=["1x4", "2x2", "2x1", "1x1"])
-def test_weights_are_those_of_hugging_face_in_plain_torch(plain, world, micro):
+def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, world, micro):
     settings = runs.config(batch={"global": 24, "micro": micro}, train={"steps": 12}, optim={"args": {"eps": text_cases.EPS}})
-    (weights, _), *_ = run_ranks(world, text_cases.train, SMALL, settings)
-    assert text_cases.difference(weights, plain) < 1e-10
+    (weights, results), *_ = run_ranks(world, text_cases.train, SMALL, settings)
+    assert text_cases.difference(weights, plain[0]) < 1e-10
+    assert results["train/loss"] == pytest.approx(sum(plain[1][-2:]) / 2, rel=1e-10)  # since the entry of step 10
 
 
 def test_class_weights_make_the_weighted_mean_of_cross_entropy():
     weights = {"email": 3.0, "http": 0.25}
-    plain = text_cases.by_hand(SMALL, 6, 24, weights)
+    plain, _ = text_cases.by_hand(SMALL, 6, 24, weights)
     settings = runs.config(batch={"global": 24, "micro": 5}, train={"steps": 6}, optim={"args": {"eps": text_cases.EPS}})
     (found, _), *_ = run_ranks(2, text_cases.train, SMALL | {"class_weights": weights}, settings)
     assert text_cases.difference(found, plain) < 1e-10
@@ -169,6 +170,18 @@ def test_prediction_takes_files_beside_texts(trained, tmp_path):
     assert [row["text"] for row in rows[:3]] == ["good film", "very bad", "so so"]
     assert rows[1]["input"] == f"{tmp_path}/lines.txt:2"
     assert [row["text"] for row in rows[3:]] == [label for _, label in ROWS]
+
+
+def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_path):
+    from typer.testing import CliRunner
+
+    from lockstep.cli import app
+
+    done = CliRunner().invoke(app, ["predict", str(trained[0]), "-", "--out", str(tmp_path / "out.csv")], input="good film\n\nvery bad\n")
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [(row["input"], row["text"]) for row in rows] == [("standard input:1", "good film"), ("standard input:2", ""), ("standard input:3", "very bad")]
+    assert all(abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5 for row in rows)
 
 
 def test_exported_folder_gives_a_pipeline_the_same_probabilities(trained, tmp_path):
