@@ -85,12 +85,14 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
         UsageError: unknown architecture or key; names what there is.
     """
     transformers = _transformers()
-    known = transformers.CONFIG_MAPPING
-    classifiers = sorted(kind.model_type for kind in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if getattr(kind, "model_type", ""))
+    # By names: a walk over the mapping of classes would import every architecture.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    classifiers = sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
     if architecture not in classifiers:
         remedy = f"{did_you_mean(architecture, classifiers)}transformers has: {', '.join(classifiers)}"
         raise UsageError(f"no sequence classification model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy)
-    kind = known[architecture]
+    kind = transformers.CONFIG_MAPPING[architecture]
     names = [key for key in inspect.signature(kind).parameters if key not in ("self", "kwargs", "args")]
     for key in sizes:
         if key not in names and key not in kind.attribute_map:

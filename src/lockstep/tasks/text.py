@@ -82,6 +82,7 @@ class Text(Task):
         self.trained = False
         self._tokens: dict[Path, Tokens] = {}
         self._new: list[str] = []
+        self._moved: Tensor | None = None
 
     def attach(self, folder: Path, trained: bool) -> None:
         """Label names, the tokenizer and the model's config are kept in `folder`, in Hugging Face's own files."""
@@ -231,8 +232,11 @@ class Text(Task):
         return logits
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        labels = batch["labels"]
-        weights = None if self._weights is None else self._weights.to(logits)
+        labels, weights = batch["labels"], self._weights
+        if weights is not None and (weights.device, weights.dtype) != (logits.device, logits.dtype):
+            if self._moved is None or (self._moved.device, self._moved.dtype) != (logits.device, logits.dtype):
+                self._moved = weights.to(logits)  # once: a copy in every step would wait for the device
+            weights = self._moved
         if not self.multi_label:
             return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
         if weights is not None:
