@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from lockstep import LockstepError
+from lockstep import LockstepError, Trainer
 from lockstep.engine.evaluate import split
-from tests import own_tasks, rank_cases
+from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
 LENGTHS = [0, 1, 2, 3, 4, 7, 16, 30]  # none, fewer than ranks, not divisible, several micro-batches per rank
@@ -81,3 +81,28 @@ def test_output_that_is_not_one_per_sample_is_an_error():
         split(torch.ones(2), 3)
     with pytest.raises(LockstepError, match="str"):
         split("no", 3)
+
+
+class Overall(own_tasks.Classes):
+    """Metrics of an output that is not one per sample, and a report that is asked for."""
+
+    def metrics(self):
+        from torchmetrics import MeanMetric, MetricCollection
+
+        return MetricCollection({"mean": MeanMetric()})
+
+    def predict(self, model, batch):
+        return super().predict(model, batch).mean()
+
+    def update_metrics(self, metrics, output, batch):
+        metrics.update(output)
+
+    def report(self, values, samples):
+        return f"mean {float(values['mean']):.3f} beside {len(samples)} samples"
+
+
+def test_metrics_of_outputs_that_are_not_one_per_sample_are_reported_without_samples(tmp_path):
+    settings = runs.config(train={"steps": 2, "eval_every_steps": 2})
+    results = Trainer(settings, run_dir=tmp_path, quiet=True).fit(Overall())
+    assert results["eval/mean"] == pytest.approx(1 / 3)
+    assert "mean 0.333 beside 0 samples" in (tmp_path / "train.log").read_text()

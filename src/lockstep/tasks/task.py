@@ -120,6 +120,8 @@ class Task(abc.ABC):
         """
         return ""
 
+    report.is_default = True  # type: ignore[attr-defined]
+
     def export(self, model: nn.Module, folder: Path) -> None:  # noqa: B027 - it may be left as it is
         """Write what users of the weights need besides them (labels, a tokenizer) into `folder`, beside `model.safetensors`."""
 
