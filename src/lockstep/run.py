@@ -320,7 +320,7 @@ class Trainer:
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             if run is not None:
                 rundir.keep_tables(self.run_dir, run.step, values)
-            if not getattr(type(task).report, "is_default", False) and (text := task.report(values, [(data[index], output) for index, output in outputs])):
+            if text := task.report(values, [(data[index], output) for index, output in outputs]):
                 tell(text)
 
         def tick() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def test_the_folder_gets_its_name_when_all_its_content_is_on_disk(root, monkeypa
 
     monkeypatch.setattr(os, "fsync", fsync)
     cached("kind", "key", by_me)
-    staging = f".staging-kind-key-{os.getpid()}"
+    staging = f".staging-kind-key-{platform.node()}-{os.getpid()}"
     assert set(synced[:-1]) == {("whole", False), ("inner", False), (staging, False)}
     assert synced[-1] == ("cache", True)  # the name
 
@@ -218,3 +219,15 @@ def test_a_file_without_content_to_read_is_a_data_error(tmp_path):
             digest_of(files=(path,))
         assert caught.value.where == str(path)
         assert caught.value.remedy
+
+
+def test_without_locks_what_another_process_is_writing_is_left_alone(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    monkeypatch.setattr("lockstep.data.cache.fcntl.flock", no_locks)
+    (tmp_path / ".staging-kind-key-other-1").mkdir()
+    folder = cached("kind", "key", lambda staging: (staging / "a").write_text("whole"))
+    assert (folder / "a").read_text() == "whole"
+    assert (tmp_path / ".staging-kind-key-other-1").is_dir()

@@ -246,6 +246,15 @@ def test_batches_are_padded_to_their_longest_text(few):
     assert list(data.lengths) == [len(data[index].ids) for index in range(6)]
 
 
+def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before(few):
+    one, other = Text(**few), Text(**few)
+    before = hugging_face.digest_of_tokenizer(one.tokenizer)
+    one.tokenizer(["good film"], truncation=True, padding=True, max_length=4)
+    assert hugging_face.digest_of_tokenizer(one.tokenizer) == before == hugging_face.digest_of_tokenizer(other.tokenizer)
+    one.tokenizer.add_tokens(["unheard"])
+    assert hugging_face.digest_of_tokenizer(one.tokenizer) != before
+
+
 def test_pairs_have_token_types(tmp_path):
     rows = [("one", "two words", "yes"), ("three little words", "four", "no")]
     task = Text(table(tmp_path / "pairs.csv", rows, ("premise", "hypothesis", "label")), eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200})

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -59,9 +60,9 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{kind}-{key}.lock"):
+        with _locked(root / f".{kind}-{key}.lock") as alone:
             if not folder.is_dir():
-                _make(folder, make)
+                _make(folder, make, alone)
     except PermissionError as error:
         remedy = f"set {CACHE_VARIABLE} to a folder that you may write to"
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or root), remedy=remedy) from error
@@ -71,9 +72,9 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None]) -> None:
-    staging = folder.with_name(f".staging-{folder.name}-{os.getpid()}")
-    for left in folder.parent.glob(f".staging-{folder.name}-*"):  # of a process that was killed: the lock is ours
+def _make(folder: Path, make: Callable[[Path], None], alone: bool) -> None:
+    staging = folder.with_name(f".staging-{folder.name}-{platform.node()}-{os.getpid()}")
+    for left in folder.parent.glob(f".staging-{folder.name}-*") if alone else ():  # of processes that were killed
         shutil.rmtree(left, ignore_errors=True)
     try:
         staging.mkdir()
@@ -99,15 +100,17 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes of this machine. Polls: a wait inside flock would put off signals."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Alone among the processes of this machine; False where the file system knows no locks. Polls: a wait inside flock would put off signals."""
     with path.open("a") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                alone = True
                 break
             except BlockingIOError:
                 time.sleep(_POLL_S)
-            except OSError:  # a file system without locks: whoever is first wins
+            except OSError:  # whoever is first wins
+                alone = False
                 break
-        yield
+        yield alone

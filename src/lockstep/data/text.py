@@ -21,7 +21,6 @@ Array = npt.NDArray[Any]
 
 _FORMAT = 1  # of the cached files: another number makes them anew
 _BLOCK = 4096  # texts that are tokenised at a time
-_SHOWN = 8
 
 
 class Tokenizer(Protocol):

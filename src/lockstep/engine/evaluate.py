@@ -73,7 +73,7 @@ def evaluate(
         samples += micro.samples
         if metrics is not None:
             task.update_metrics(metrics, output, micro.batch)
-            if world.rank == 0 and not shown and show is not _nothing:
+            if world.rank == 0 and not shown and not getattr(type(task).report, "is_default", False):
                 with contextlib.suppress(DataError):  # metrics may look at outputs that are not one per sample
                     shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]

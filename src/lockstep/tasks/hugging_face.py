@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,9 @@ def train_tokenizer(texts: Iterable[str], digest: str, vocab_size: int, lowercas
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """The same for tokenizers that make the same tokens."""
-    return digest_of(tokenizer.backend_tokenizer.to_str(), tokenizer.truncation_side, _version("tokenizers"))
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    made = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # of the last call
+    return digest_of(json.dumps(made, sort_keys=True), tokenizer.truncation_side, _version("tokenizers"))
 
 
 def load_config(name: str | Path) -> Any:
