@@ -90,6 +90,18 @@ def test_several_labels_are_binary_cross_entropy(tmp_path):
     assert task.describe(torch.tensor([0.9, 0.2]))["prediction"] == ["red"]
 
 
+def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path):
+    rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
+    options = {"multi_label": True, "eval_fraction": 0.0, "scratch": {"sizes": SIZES, "vocab_size": 200}, "max_length": 8, "class_weights": {"red": 3.0}}
+    task = Text(table(tmp_path / "many.csv", rows), **options)
+    data, model = task.train_data(), task.model()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    weighted = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"], pos_weight=torch.tensor([3.0, 1.0]), reduction="none")
+    torch.testing.assert_close(task.loss(model, batch), weighted.mean(dim=1).sum())
+    assert float(task.weight(batch)) == 4 + (3 - 1) * 2 / 2  # two samples have the label that weighs more
+
+
 # ---- what a run leaves, and what can be done with it
 
 
