@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -191,7 +192,8 @@ def same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Raise where weights are not equal bit for bit."""
     unequal = [name for name in one if one[name].tobytes() != other[name].tobytes()]
     if unequal:
-        raise Different(f"these bits differ: {unequal}: {[one[name].tolist() for name in unequal]}, {[other[name].tolist() for name in unequal]}")
+        name = unequal[0]
+        raise Different(f"bits of {', '.join(unequal)} differ: {one[name].tolist()} and {other[name].tolist()} in {name}")
 
 
 def check_same(one: Sequence[Found], other: Sequence[Found], text: str) -> None:
@@ -201,8 +203,9 @@ def check_same(one: Sequence[Found], other: Sequence[Found], text: str) -> None:
             if mine.error or theirs.error:
                 raise Different(mine.error or theirs.error)
             same_bits(mine.weights, theirs.weights)
-            if mine.rows != theirs.rows:
-                raise Different(f"the log says {mine.rows}, then {theirs.rows}")
+            for row, other_row in itertools.zip_longest(mine.rows, theirs.rows):
+                if row != other_row:
+                    raise Different(f"the log says {row}, and {other_row}")
         except Different as error:
             raise Different(f"rank {rank}: {error}\n\n{text}") from None
 
