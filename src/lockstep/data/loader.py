@@ -85,9 +85,8 @@ class Chunks(Dataset[Micro]):
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
-        own_seed = mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH)
         while True:
-            self.seeding.begin(own_seed)
+            self.seeding.begin(mix(self.seed, chunk.epoch))
             samples, indices, bad = self._read(chunk)
             if not self.seeding.found_more():  # at most once for each generator
                 break
@@ -95,7 +94,7 @@ class Chunks(Dataset[Micro]):
         if not indices:
             samples, indices = self._substitute(chunk)
         if self.collates:
-            seed_all(own_seed)
+            seed_all(mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH))
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
@@ -116,6 +115,8 @@ class Chunks(Dataset[Micro]):
             if len(samples) == len(indices):
                 return samples
         data, prepare, training = self.data, self.task.prepare, self.training
+        if not self.prepares:
+            return [data[index] for index in indices]
         return [prepare(data[index], epoch, training) for index in indices]
 
     def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
