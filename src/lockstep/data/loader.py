@@ -39,6 +39,13 @@ class Preparer(Protocol):
     def weight(self, batch: Any) -> Any: ...
 
 
+def is_default(method: Callable[..., Any]) -> bool:
+    """Whether a bound method of a task is the one that `Task` has. Its function is marked by an attribute that holds the function
+    itself: decorators copy attributes to what they make."""
+    function = getattr(method, "__func__", None)
+    return function is not None and getattr(function, "default", None) is function
+
+
 @dataclass
 class Micro:
     """One micro-batch, ready for the forward pass.
@@ -76,8 +83,7 @@ class Chunks(Dataset[Micro]):
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         self.seeding = SampleSeeding()
         # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
-        self.prepares = not getattr(task.prepare, "is_default", False)
-        self.collates = not getattr(task.collate, "is_default", False)
+        self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
 

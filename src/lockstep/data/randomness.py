@@ -40,6 +40,13 @@ def seed_all(seed: int) -> None:
         generator.seed(seed)
 
 
+def seed_forward(seed: int, device: torch.device) -> None:
+    """Seed what a model or a loss may draw in one micro-batch, such as dropout, also on its device."""
+    seed_all(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
 class SampleSeeding:
     """Gives every sample random numbers of its own, and costs next to nothing where samples draw none.
 
