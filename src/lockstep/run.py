@@ -34,11 +34,11 @@ from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
 from lockstep.dist.signals import Agreement
 from lockstep.dist.world import World, join_world
+from lockstep.engine import batch_norm, trainer
 from lockstep.engine import evaluate as evaluation
-from lockstep.engine import trainer
 from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
-from lockstep.engine.schedule import Schedule
+from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.step import Training
 from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError
 from lockstep.tasks import registry
@@ -219,11 +219,13 @@ class Trainer:
             guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
+        loader = self._loader(data, task, world, training=True)
+        batch_norm.check_smallest_micro_batch(strategy.bare(forward.train()), plan, loader.one, run.precision)
         if found is not None:
             complaints += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
-        feed = Feed(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
+        feed = Feed(loader, plan, world.rank, run.step, stop)
         return Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
@@ -266,6 +268,8 @@ class Trainer:
             told.append("averages begin with the weights of this step")
         run.precision.load(found.manifest["loss_scale"])
         run.step, run.skipped = found.step, found.manifest["skipped"]
+        if run.step > run.skipped:  # the rate of the last update, which is logged where no other follows
+            set_lr(run.optimizer, run.schedule(run.step - run.skipped - 1))
         return told
 
     def _kind_of_optimizer(self) -> list[Any]:
