@@ -22,7 +22,7 @@ class Shown:
 class Head(Shown):
     """One loss. units: samples, labels (valid ones) or fractions (sum of weights); density: share of labels that are valid.
 
-    constant: without units it is a tensor 0 that depends on nothing.
+    constant: without units it is a tensor 0 that depends on nothing. watched: it is there to be logged, detached from the model.
     """
 
     name: str = "a"
@@ -30,12 +30,14 @@ class Head(Shown):
     density: float = 1.0
     coefficient: float | None = None
     constant: bool = False
+    watched: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class Draws(Shown):
     """Random numbers that a sample takes. where: data, prepare or both. when: always, or rarely (some samples).
 
+    how: plainly, or with a generator that is made from the state (forked) or the seed (derived) of torch's.
     reseeds: the data set seeds all generators with the sample's index before it draws.
     """
 
@@ -43,6 +45,7 @@ class Draws(Shown):
     source: str = "torch"
     gauss: bool = False
     where: str = "prepare"
+    how: str = "plainly"
     reseeds: bool = False
 
 
@@ -123,6 +126,7 @@ class Case(Shown):
     warmup: int = 0
     end_factor: float = 0.0
     ema: float | None = None
+    unfreeze: str = "inner.*"
     unfreeze_step: int = 0
     unfreeze_epoch: float = 0
     bucket_mb: float | None = None
@@ -164,13 +168,12 @@ def settings_of(case: Case) -> dict[str, Any]:
     train: dict[str, Any] = {"epochs": case.epochs} if case.epochs else {"steps": case.steps}
     unfreeze = {"epoch": case.unfreeze_epoch} if case.unfreeze_epoch else {"step": case.unfreeze_step}
     if case.unfreeze_step or case.unfreeze_epoch:
-        train["unfreeze"] = [{"match": ["inner.*"], **unfreeze}]
+        train["unfreeze"] = [{"match": [case.unfreeze], **unfreeze}]
     momentum = {"args": {"momentum": 0.9}} if case.optimizer == "momentum" else {}
     groups = [] if case.group_lr is None else [{"name": "top", "match": ["out*"], "lr": case.group_lr, "weight_decay": 0.0}]
     rate = {"lr": case.lr, "lr_scaling": case.lr_scaling, "reference_batch": 8, "weight_decay": case.weight_decay}
     schedule = {"name": case.schedule, "warmup_steps": case.warmup, "end_factor": case.end_factor}
-    unused = case.own_heads and any(head.constant for head in case.all_heads)
-    buckets = {"bucket_mb": case.bucket_mb, "gradient_as_bucket_view": case.gradient_views, "find_unused_parameters": unused}
+    buckets = {"bucket_mb": case.bucket_mb, "gradient_as_bucket_view": case.gradient_views}
     return {
         "seed": case.seed,
         "device": "cpu",

@@ -42,6 +42,11 @@ def drawn_for(draws: Draws | None, where: str, index: int) -> float:
     """What sample `index` draws in `data` or in `prepare`; 0 without drawing where it draws nothing there."""
     if draws is None or draws.where not in (where, "both") or (draws.when == "rarely" and index % 5 != 2):
         return 0.0
+    if draws.how == "forked":
+        with torch.random.fork_rng(devices=[]):
+            return 0.1 * float(torch.rand(()))
+    if draws.how == "derived":
+        return 0.1 * float(np.random.default_rng(torch.initial_seed() & 0xFFFFFFFF).random())
     return 0.1 * numbers(draws.source, draws.gauss)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -74,14 +75,17 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
     result, window = Result(), Window()
     for step in range(case.stop):
         for name, parameter in model.named_parameters():
-            if name.startswith("inner.") and (case.unfreeze_step or case.unfreeze_epoch):
+            if fnmatch(name, case.unfreeze) and (case.unfreeze_step or case.unfreeze_epoch):
                 parameter.requires_grad_(step >= max(case.unfreeze_step, math.ceil(case.unfreeze_epoch * case.steps_per_epoch)))
         indices, epoch = global_batch(case, step)
         loss = gradient(case, task, model, data, indices, epoch, window)
         if loss is not None:
             optimizer.zero_grad()
             loss.backward()
-            trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            for parameter in trained:
+                if parameter.grad is None:  # a head that is a constant is as a sum over nothing
+                    parameter.grad = torch.zeros_like(parameter)
             window.norm = float(torch.nn.utils.clip_grad_norm_(trained, case.clip_norm or math.inf))
             for group in optimizer.param_groups:
                 group["lr"] = group["base"] * rate(case, result.applied)

@@ -114,6 +114,8 @@ class FuzzTask(Task):
                 continue
             output = model.head(hidden, number) if outputs is None else outputs[:, number]
             losses[head.name] = ((output - y[:, number]).square() * weights).sum()
+            if head.watched:
+                losses[head.name] = losses[head.name].detach()
         return self.ordered(losses) if self.case.heads else losses["loss"]
 
     def predict(self, model: Net, batch: Any) -> Any:

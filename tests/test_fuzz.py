@@ -40,12 +40,14 @@ def heads(draw):
     def head(name):
         units = draw(st.sampled_from(["samples", "labels", "fractions"])) if weighs else "samples"
         counted = units != "samples"
+        watched = draw(st.sampled_from([False, False, False, True])) if name in ("loss", "c/d") and not own else False
         return Head(
             name=name,
             units=units,
             density=draw(st.sampled_from([1.0, 0.5, 0.1, 0.02, 0.0])) if counted else 1.0,
-            coefficient=draw(st.sampled_from([None, 3.0, 0.5, 0.0])),
+            coefficient=0.0 if watched else draw(st.sampled_from([None, 3.0, 0.5, 0.0])),
             constant=draw(st.booleans()) if counted else False,
+            watched=watched,
         )
 
     if not named:
@@ -64,7 +66,8 @@ def data(draw):
     collate = draw(st.sampled_from(["default", "class", "instance", "wrapped"]))
     shapes = ["tuple", "list", "dict", "nested", "namedtuple"] + (["dataclass"] if collate != "default" else [])
     reads = kind in ("map", "items", "duck", "subset", "concatenated")
-    sampled = {"when": st.sampled_from(["always", "rarely"]), "source": sources, "gauss": st.booleans()}
+    how = st.sampled_from(["plainly"] * 4 + ["forked", "derived"])
+    sampled = {"how": how, "when": st.sampled_from(["always", "rarely"]), "source": sources, "gauss": st.booleans()}
     places = ([] if prepare == "default" else ["prepare"]) + (["data"] if reads else []) + (["both"] if reads and prepare != "default" else [])
     draws = draw(st.none() | st.builds(Draws, where=st.sampled_from(places), reseeds=st.booleans() if reads else st.just(False), **sampled)) if places else None
     fields = {
@@ -136,6 +139,7 @@ def trainings(draw, length, world):
         "resume_at": draw(st.sampled_from([0, 0, 0, draw(st.integers(0, stop - 1))])),
         "afterwards": draw(st.sampled_from([None, None, "evaluate", "predict"])),
         "workers": draw(st.sampled_from([0] * 9 + [1])),
+        "unfreeze": draw(st.sampled_from(["inner.*", "blocks.*", "out.1.*"])),
         **draw(st.sampled_from([{}, {"unfreeze_step": 2}, {"unfreeze_epoch": 1}, {"unfreeze_epoch": 0.5}])),
     }
 
@@ -161,8 +165,13 @@ def allowed(case):
     """The same case, or its nearest that the documents allow."""
     if case.norm == "live" and not whole_batches(case):  # what BatchNorm does depends on the cut
         case = dataclasses.replace(case, norm="none")
-    if "fsdp" in (case.strategy, case.resume_strategy) and case.own_heads and any(head.constant for head in case.all_heads):
-        case = dataclasses.replace(case, own_heads=False)  # fsdp cannot train parameters that some batches do not use
+    there = {"inner.*"} | ({"blocks.*"} if case.blocks else set()) | ({"out.1.*"} if case.own_heads and len(case.heads) > 1 else set())
+    if case.unfreeze not in there:  # patterns must match
+        case = dataclasses.replace(case, unfreeze="inner.*")
+    # fsdp cannot do without parameters that a constant does not reach; and what depends on nothing at all has no gradient
+    if "fsdp" in (case.strategy, case.resume_strategy) or case.unfreeze == "out.1.*":
+        heads, label = (tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,)))
+        case = dataclasses.replace(case, heads=heads, label=label[0])
     return case
 
 
