@@ -159,6 +159,38 @@ class Case(Shown):
         return self.epochs * self.steps_per_epoch if self.epochs else self.steps
 
 
+def allowed(case: Case) -> Case:
+    """The same case, or its nearest that the documents allow."""
+    if case.norm == "live" and not whole_batches(case):  # what BatchNorm does depends on the cut
+        case = dataclasses.replace(case, norm="none")
+    there = {"inner.*"} | ({"blocks.*"} if case.blocks else set()) | ({"out.1.*"} if case.own_heads and len(case.heads) > 1 else set())
+    if case.unfreeze not in there:  # patterns must match
+        case = dataclasses.replace(case, unfreeze="inner.*")
+    # fsdp cannot do without parameters that a constant does not reach; and what depends on nothing at all has no gradient
+    if "fsdp" in (case.strategy, case.resume_strategy) or case.unfreeze == "out.1.*":
+        heads, label = (tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,)))
+        case = dataclasses.replace(case, heads=heads, label=label[0])
+    return case
+
+
+def whole_batches(case: Case) -> bool:
+    """Whether each global batch is one micro-batch of at least two samples."""
+    whole = all(micro in (None, case.samples_per_step) for micro in (case.micro, case.resume_micro))
+    return case.world == 1 and whole and not case.accumulate and not case.broken and min(sizes(case)) > 1
+
+
+def smallest_micro_batch(case: Case) -> int:
+    """Samples in the smallest micro-batch, where all ranks have equally many of at most `micro` samples."""
+    at_most = min(case.micro or case.samples_per_step, -(-case.samples_per_step // case.world))
+    return min(size // (case.world * -(-size // (case.world * at_most))) for size in sizes(case))
+
+
+def sizes(case: Case) -> set[int]:
+    """Samples of an epoch's global batches."""
+    last = case.length % case.samples_per_step
+    return {min(case.samples_per_step, case.length)} | ({last} if last and not case.drop_last else set())
+
+
 def settings_of(case: Case) -> dict[str, Any]:
     """The config of a run."""
     if case.accumulate:

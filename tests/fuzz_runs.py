@@ -19,6 +19,7 @@ from lockstep import Trainer
 from tests import runs
 from tests.fuzz_case import Case, settings_of
 from tests.fuzz_plain import Result, Row, train_plainly
+from tests.fuzz_shrink import smallest
 from tests.fuzz_tasks import task_of
 from tests.ranks import run_ranks
 
@@ -108,41 +109,57 @@ def outcomes(cases: Sequence[Case]) -> list[list[list[Found]]]:
 # ---- comparing
 
 
-def check(cases: Sequence[Case]) -> None:
-    """Raise `Different` for the first case whose result is not plain torch's."""
-    for case, runs_of_case in zip(cases, outcomes_or_names(cases), strict=False):
-        try:
-            check_one(case, runs_of_case)
-        except Different as error:
-            raise Different(f"{error}\n\ncheck_alone({case!r})") from None
+def check(kind: str, cases: Sequence[Case]) -> None:
+    """Raise `Different` for the first case that fails, with the smallest one that fails alike.
+
+    Args:
+        kind: `plain` compares with plain torch, `resumed` a run that was stopped with one that was not (bit by bit),
+            `workers` no loader worker with two (bit by bit).
+        cases: of one world.
+    """
+    failed = first_failure(kind, cases)
+    if failed is None:
+        return
+    case, text = failed
+    alone = first_failure(kind, [case])
+    if alone is None:
+        raise Different(f"{text}\n\nonly after others: check({kind!r}, {list(cases)!r})")
+    case, text = smallest(kind, case, alone[1], lambda one: (first_failure(kind, [one]) or (one, None))[1])
+    raise Different(f"{text}\n\ncheck({kind!r}, [{case!r}])")
 
 
-def check_alone(case: Case) -> None:
-    """Run one case again, as a failure shows it."""
-    check([case])
-
-
-def outcomes_or_names(cases: Sequence[Case]) -> list[list[list[Found]]]:
-    """`outcomes`; where a rank died, an error that names the cases."""
+def first_failure(kind: str, cases: Sequence[Case]) -> tuple[Case, str] | None:
+    """The first case that fails, and how."""
     try:
-        return outcomes(cases)
-    except AssertionError as error:
-        raise Different(f"{error}\n\na rank died in one of:\n" + "\n".join(map(repr, cases))) from None
+        if kind == "workers":
+            both = (outcomes([dataclasses.replace(case, workers=number, resume_at=0) for case in cases]) for number in (0, 2))
+            found = [[one[0], other[0]] for one, other in zip(*both, strict=False)]
+        else:
+            found = outcomes(cases)
+    except AssertionError as error:  # a rank died; which case it was is found out one by one
+        if len(cases) == 1:
+            return cases[0], str(error)
+        return next((failed for case in cases if (failed := first_failure(kind, [case]))), None) or (cases[-1], str(error))
+    for case, of_case in zip(cases, found, strict=False):
+        try:
+            check_plain(case, of_case) if kind == "plain" else check_same(of_case[0], of_case[-1])
+        except Different as error:
+            return case, str(error)
+    return None
 
 
-def check_one(case: Case, runs_of_case: Sequence[Sequence[Found]]) -> None:
-    """Compare what each rank gave with plain torch."""
+def check_plain(case: Case, runs_of_case: Sequence[Sequence[Found]]) -> None:
+    """Compare what each rank gave, before and after a stop, with plain torch."""
     for resumed, ranks in enumerate(runs_of_case):
         wanted = train_plainly(case, restart=case.resume_at if resumed else 0)
         for rank, found in enumerate(ranks):
-            where = f"rank {rank}{', resumed' if resumed else ''}: "
             if found.error and not wanted.applied:  # a run in which nothing can be learned may end with an error
                 return
             try:
                 compare(wanted, found)
                 same_bits(ranks[0].weights, found.weights)
             except Different as error:
-                raise Different(f"{where}{error}") from None
+                raise Different(f"rank {rank}: {'resumed: ' if resumed else ''}{error}") from None
         afterwards = ranks[0].afterwards
         if afterwards is not None and case.afterwards == "evaluate":
             compare_row({"step": case.stop, **afterwards}, {"step": case.stop, **wanted.evaluation})
@@ -196,8 +213,8 @@ def same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
         raise Different(f"bits of {', '.join(unequal)} differ: {one[name].tolist()} and {other[name].tolist()} in {name}")
 
 
-def check_same(one: Sequence[Found], other: Sequence[Found], text: str) -> None:
-    """Raise `Different` where two runs differ by a single bit, in weights or in what the log says."""
+def check_same(one: Sequence[Found], other: Sequence[Found]) -> None:
+    """Raise where two runs differ by a single bit, in weights or in what the log says."""
     for rank, (mine, theirs) in enumerate(zip(one, other, strict=True)):
         try:
             if mine.error or theirs.error:
@@ -207,16 +224,4 @@ def check_same(one: Sequence[Found], other: Sequence[Found], text: str) -> None:
                 if row != other_row:
                     raise Different(f"the log says {row}, and {other_row}")
         except Different as error:
-            raise Different(f"rank {rank}: {error}\n\n{text}") from None
-
-
-def check_resumed(cases: Sequence[Case]) -> None:
-    """Raise `Different` for the first case that a stop changes by a single bit."""
-    for case, runs_of_case in zip(cases, outcomes_or_names(cases), strict=False):
-        check_same(runs_of_case[0], runs_of_case[-1], f"check_resumed([{case!r}])")
-
-
-def check_workers(case: Case, workers: int) -> None:
-    """Raise `Different` where another number of workers changes a bit."""
-    ((one,),), ((other,),) = (outcomes([dataclasses.replace(case, workers=number, resume_at=0)]) for number in (case.workers, workers))
-    check_same(one, other, f"check_workers({case!r}, {workers})")
+            raise Different(f"rank {rank}: {error}") from None

@@ -10,20 +10,24 @@ import dataclasses
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests import fuzz_runs
-from tests.fuzz_case import Case, Draws, Head, Noise
+from tests.fuzz_case import Case, Draws, Head, Noise, allowed, smallest_micro_batch
 
 LONG = int(os.environ.get("LOCKSTEP_FUZZ", "0"))
-A_LIST = 6  # cases in one world, on the average
 
 
 def examples(count):
-    """`count` fixed cases, or as many as LOCKSTEP_FUZZ says, new ones."""
+    """`count` fixed cases, or as many as LOCKSTEP_FUZZ says, new ones. No shrinking: see `fuzz_shrink`."""
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
-    return settings(derandomize=not LONG, database=None, deadline=None, max_examples=LONG or count, suppress_health_check=quiet, print_blob=False)
+    return settings(derandomize=not LONG, database=None, deadline=None, max_examples=LONG or count, suppress_health_check=quiet, phases=[Phase.generate])
+
+
+def lists(of):
+    """Cases that share the start of a world; 5 on the average."""
+    return st.lists(of, min_size=1, max_size=12)
 
 
 sources = st.sampled_from(["torch", "numpy", "random", "all"])
@@ -161,67 +165,47 @@ def cases(draw, world=1):
     return allowed(case)
 
 
-def allowed(case):
-    """The same case, or its nearest that the documents allow."""
-    if case.norm == "live" and not whole_batches(case):  # what BatchNorm does depends on the cut
-        case = dataclasses.replace(case, norm="none")
-    there = {"inner.*"} | ({"blocks.*"} if case.blocks else set()) | ({"out.1.*"} if case.own_heads and len(case.heads) > 1 else set())
-    if case.unfreeze not in there:  # patterns must match
-        case = dataclasses.replace(case, unfreeze="inner.*")
-    # fsdp cannot do without parameters that a constant does not reach; and what depends on nothing at all has no gradient
-    if "fsdp" in (case.strategy, case.resume_strategy) or case.unfreeze == "out.1.*":
-        heads, label = (tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,)))
-        case = dataclasses.replace(case, heads=heads, label=label[0])
-    return case
-
-
-def whole_batches(case):
-    """Whether each global batch is one micro-batch of at least two samples."""
-    sizes = {min(case.samples_per_step, case.length), case.length % case.samples_per_step if not case.drop_last else 0} - {0}
-    whole = all(micro in (None, case.samples_per_step) for micro in (case.micro, case.resume_micro))
-    return case.world == 1 and whole and not case.accumulate and not case.broken and min(sizes) > 1
-
-
 @given(cases())
 @examples(40)
 def test_a_case_on_one_rank_is_plain_torch(case):
-    fuzz_runs.check_alone(case)
+    fuzz_runs.check("plain", [case])
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @given(options=st.data())
 @examples(3)
 def test_cases_on_ranks_are_plain_torch(world, options):
-    some = options.draw(st.lists(cases(world), min_size=1, max_size=2 * A_LIST))
-    fuzz_runs.check(some)
+    fuzz_runs.check("plain", options.draw(lists(cases(world))))
 
 
 @st.composite
-def noisy(draw, world=1, drawing=("loss", "collate", "model")):
+def noisy(draw, world=1):
     """A case with random numbers in batches, which no plain torch draws alike; it is resumed, and logs each step."""
     case = draw(cases(world))
-    noise = st.builds(Noise, place=st.sampled_from(drawing), source=sources, gauss=st.booleans())
-    collate = "class" if case.collate == "default" and "collate" in drawing else case.collate
+    noise = st.builds(Noise, place=st.sampled_from(["loss", "collate", "model"]), source=sources, gauss=st.booleans())
+    collate = "class" if case.collate == "default" else case.collate
     case = dataclasses.replace(case, noise=tuple(draw(st.lists(noise, min_size=1, max_size=3))), collate=collate, log_every=1)
     again = {"resume_at": draw(st.integers(1, 2)), "resume_world": 0, "resume_strategy": None, "resume_micro": None}
     if draw(st.booleans()):  # nothing in these takes a random number, so that nothing leaves a generator in a known state
         case = dataclasses.replace(case, data="tensors", shape="tuple", prepare="default", draws=None, broken=(), lengths=None, in_place=False)
-    return dataclasses.replace(case, steps=max(case.steps, 3), epochs=0, warmup=0, **again)
+    case = dataclasses.replace(case, steps=max(case.steps, 3), epochs=0, warmup=0, afterwards=None, **again)
+    norms = ["none", "frozen"] + (["live"] if smallest_micro_batch(case) > 1 and not case.broken else [])
+    return dataclasses.replace(case, norm=draw(st.sampled_from(norms)))
 
 
 @given(noisy())
 @examples(20)
 def test_random_numbers_in_batches_survive_a_stop(case):
-    fuzz_runs.check_resumed([case])
+    fuzz_runs.check("resumed", [case])
 
 
 @given(options=st.data())
 @examples(2)
 def test_random_numbers_in_batches_survive_a_stop_of_two_ranks(options):
-    fuzz_runs.check_resumed(options.draw(st.lists(noisy(2), min_size=1, max_size=A_LIST)))
+    fuzz_runs.check("resumed", options.draw(lists(noisy(2))))
 
 
 @given(noisy())
 @examples(6)
 def test_random_numbers_in_batches_are_the_same_in_workers(case):
-    fuzz_runs.check_workers(dataclasses.replace(case, workers=0), 2)
+    fuzz_runs.check("workers", [case])
