@@ -146,7 +146,11 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
                 if last and run.check_unused:
                     strategy.check_all_used(run.forward, losses, world)
                     run.check_unused = False
-                strategy.backward(run.forward, losses, [scaler.scale(factor) for factor in factors], last)
+                tensors, gradients = strategy.roots(run.forward, losses, [scaler.scale(factor) for factor in factors], last)
+                if tensors:
+                    torch.autograd.backward(tensors, gradients)
+                if last:
+                    strategy.check_reduced(run.forward)
             outcome.losses.append({head: value.detach() for head, value in losses.items()})
     if run.loss_heads is None:
         run.loss_heads = heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)
