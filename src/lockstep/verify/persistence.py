@@ -148,8 +148,8 @@ def resume(bench: Bench) -> Verdict:
     answers = bench.ranks.run(bench.nproc, bench.wrap, trial.fit, one)
     killed = answers[rank]
     words = f"rank {rank} was killed after step {step}"
-    if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL:
-        return fault(f"the run failed before it could be killed: {killed.exit_code if isinstance(killed, Ended) else killed.error}")
+    if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL or killed.why:
+        return fault(f"the run failed before it could be killed: {killed if isinstance(killed, Ended) else killed.error}")
     before = compare.last_checkpoint(bench.folder / "killed")
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
