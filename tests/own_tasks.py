@@ -1,5 +1,9 @@
 """Tasks that users might write, for tests: float64, so that a wrong factor cannot hide behind rounding."""
 
+import os
+import random
+
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -146,8 +150,6 @@ class Failing(Plain):
         self.rank, self.at, self.calls = rank, at, 0
 
     def loss(self, model, batch):
-        import os
-
         self.calls += 1
         if self.calls == self.at and os.environ["RANK"] == str(self.rank):
             raise ValueError("the cat sat on the cable")
@@ -246,3 +248,140 @@ class Classes(Task):
             metrics[name].update(output, batch[1])
         metrics["confidence"].update(best)
         metrics["correlation"].update(best, (output.argmax(dim=1) == batch[1]).double())
+
+
+# ---- tasks that are another on another rank, or in another batch
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+class HeadsByRank(TwoHeads):
+    """Heads in another order on odd ranks; or, from the n-th batch of such a rank on, a head fewer."""
+
+    def __init__(self, fewer_from=None, of="weight", **options):
+        super().__init__(**options)
+        self.fewer_from, self.of, self.calls = fewer_from, of, 0
+
+    def weight(self, batch):
+        return self._of_this_rank("weight", super().weight(batch))
+
+    def loss(self, model, batch):
+        return self._of_this_rank("loss", super().loss(model, batch))
+
+    def _of_this_rank(self, method, heads):
+        if rank() % 2 == 0:
+            return heads
+        self.calls += method == "weight"
+        if self.of == method and self.fewer_from is not None and self.calls >= self.fewer_from:
+            heads.pop("b")
+        return dict(reversed(heads.items()))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.first, self.second = nn.Linear(10, 8), nn.Linear(8, 5), nn.Linear(8, 5)
+
+
+class ConstantHeads(Masked):
+    """Two heads with layers of their own. A head without units in a batch is the number 0, which depends on nothing."""
+
+    def __init__(self, length=60, dtype=torch.float64, eval_length=0, constants=True):
+        super().__init__(length, dtype, eval_length)
+        self.constants = constants
+        generator = torch.Generator().manual_seed(5)
+        self.data = (*self.data[:2], torch.rand(length, 2, generator=generator) < 0.12)
+
+    def model(self):
+        self.built = TwoOutputs().to(self.dtype)
+        return self.built
+
+    def weight(self, batch):
+        return {"first": batch[2][:, 0].sum(), "second": batch[2][:, 1].sum()}
+
+    def loss(self, model, batch):
+        inputs, targets, mask = batch
+        hidden = model.body(inputs).tanh()
+        losses = {}
+        for number, (head, layer) in enumerate((("first", model.first), ("second", model.second))):
+            if self.constants and not mask[:, number].any():
+                losses[head] = torch.zeros(())
+            else:
+                losses[head] = ((layer(hidden) - targets).square().mean(dim=1) * mask[:, number]).sum()
+        return losses
+
+
+class UnusedFrom(Plain):
+    """A layer that one rank no longer uses from its n-th batch on."""
+
+    def __init__(self, rank=1, first=5, **options):
+        super().__init__(**options)
+        self.rank, self.first, self.calls = rank, first, 0
+
+    def model(self):
+        model = super().model()
+        model.extra = nn.Linear(10, 5).to(self.dtype)
+        return model
+
+    def loss(self, model, batch):
+        self.calls += 1
+        outputs = model[2](model[1](model[0](batch[0])))
+        if rank() != self.rank or self.calls < self.first:
+            outputs = outputs + model.extra(batch[0])
+        return (outputs - batch[1]).square().mean(dim=1).sum()
+
+
+class Returns(Plain):
+    """Returns what no task should, from `loss` or `weight`."""
+
+    def __init__(self, method, what):
+        super().__init__(48)
+        self.method, self.what = method, what
+
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        if self.method != "loss":
+            return loss
+        odd = {"float": 1.5, "None": None, "tuple": (loss, loss), "vector": loss.expand(3), "detached": loss.detach(), "int": (loss * 10).long()}
+        return (odd | {"empty": {}, "number": {1: loss}, "nested": {"a": {"b": loss}}, "constant": torch.zeros(())})[self.what]
+
+    def weight(self, batch):
+        odd = {"text": "12", "vector": torch.ones(3), "negative": -1.0, "nan": float("nan"), "none": {"loss": None}, "empty": {}}
+        return odd[self.what] if self.method == "weight" else None
+
+
+class Drawing(Plain):
+    """Mixes samples, as mixup does, by numbers of NumPy and Python: in the loss and where a batch is made."""
+
+    def collate(self, samples):
+        inputs, targets, mask = super().collate(samples)
+        share = np.random.beta(2.0, 2.0)
+        return share * inputs + (1 - share) * inputs.flip(0), targets, mask
+
+    def loss(self, model, batch):
+        share = np.random.beta(0.4, 0.4) + random.random()
+        return super().loss(model, (share * batch[0] + batch[0].flip(0), batch[1]))
+
+
+class Normed(Plain):
+    """BatchNorm over features, which cannot take a single sample; or over five places of two channels, which can."""
+
+    def __init__(self, length=240, lengths=False, places=False, **options):
+        super().__init__(length, **options)
+        self.lengths, self.places = lengths, places
+
+    def model(self):
+        if self.places:
+            layers = nn.Unflatten(1, (2, 5)), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(10, 5)
+        else:
+            layers = nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.built = nn.Sequential(*layers).to(self.dtype)
+        return self.built
+
+    def train_data(self):
+        data = super().train_data()
+        if self.lengths:
+            data.lengths = [1 + number % 7 for number in range(self.length)]
+        return data

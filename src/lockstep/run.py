@@ -34,8 +34,8 @@ from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
 from lockstep.dist.signals import Agreement
 from lockstep.dist.world import World, join_world
+from lockstep.engine import batch_norm, trainer
 from lockstep.engine import evaluate as evaluation
-from lockstep.engine import trainer
 from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule
@@ -219,11 +219,13 @@ class Trainer:
             guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
+        loader = self._loader(data, task, world, training=True)
+        batch_norm.check_smallest_micro_batch(strategy.bare(forward.train()), plan, loader.one, run.precision)
         if found is not None:
             complaints += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
-        feed = Feed(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
+        feed = Feed(loader, plan, world.rank, run.step, stop)
         return Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.optim import Group, build_optimizer, set_lr
-from lockstep.engine.schedule import Schedule
+from lockstep.engine.optim import Group, build_optimizer
+from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.errors import UsageError
 
 

@@ -106,7 +106,7 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
     MUTANTS[name] = Mutant(name, check, base, overrides=overrides)
 
 
-STEP, OPTIM = "engine.step:train_step", "engine.optim:set_lr"
+STEP, OPTIM = "engine.step:train_step", "engine.schedule:set_lr"
 RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
 
 # ---- loss: the training goes nowhere
@@ -155,9 +155,11 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 _engine("gradient divided by the world size", "gradients", (STEP, "else world.size)", "else 1)"))
 _engine("gradient multiplied by the world size", "gradients", (STEP, "else world.size)", "else world.size**2)"))
-_engine("loss summed twice", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0) * world", "2 * coefficients.get(head, 1.0) * world"))
-_engine("coefficients applied twice", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0)", "coefficients.get(head, 1.0) ** 2"), base="heads")
-_engine("coefficients ignored", "gradients", ("engine.step:_factors", "coefficients.get(head, 1.0)", "1.0"), base="heads")
+_engine("loss summed twice", "gradients", ("engine.step:_factors", "coefficients[head] * world", "2 * coefficients[head] * world"))
+_engine(
+    "coefficients applied twice", "gradients", ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "run.coefficients.get(head, 1.0) ** 2"), base="heads"
+)
+_engine("coefficients ignored", "gradients", ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "1.0"), base="heads")
 _engine(
     "one head's units for all heads", "gradients", ("engine.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"), base="heads"
 )
@@ -165,7 +167,7 @@ _engine(
     "clipped before unscaling",
     "gradients",
     (STEP, "scaler.unscale_(optimizer)", "pass"),
-    (STEP, "optim.set_lr(optimizer, run", "scaler.unscale_(optimizer); optim.set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, run", "scaler.unscale_(optimizer); set_lr(optimizer, run"),
     base="fp16",
 )
 _engine("clipping left out", "gradients", (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "pass"))
@@ -312,7 +314,7 @@ _engine(
 _engine(
     "clipped before the reduction, per rank",
     "replicas",
-    (STEP, "optim.set_lr(optimizer, run", f"run.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); optim.set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, run", f"run.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); set_lr(optimizer, run"),
 )
 _engine(
     "weight decay by hand on rank 0",
@@ -329,8 +331,8 @@ _engine(
     base="masked",
 )
 _engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
-_engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else float(value)", "float(value)"), base="few-masked")
-_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", f"mix(self.seed, epoch, index, {RANK})"))
+_engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"), base="few-masked")
+_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", f"mix(self.seed, epoch, index, {RANK})"))
 _engine(
     "order seeded with the world size", "ranks", ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch")
 )
@@ -349,7 +351,7 @@ _engine("gradient of the last micro-batch only", "accumulation", (STEP, "outcome
 _engine(
     "mean of means over micro-batches",
     "accumulation",
-    (STEP, "factors = _factors(", "totals = {'': micro.samples * world.size * len(micros)}\nfactors = _factors("),
+    (STEP, "factors, rest = _factors(", "totals = {'': micro.samples * world.size * len(micros)}\nfactors, rest = _factors("),
 )
 _engine(
     "divided by the number of micro-batches as well",
@@ -450,9 +452,7 @@ _engine(
     ("run:Trainer._save_function", '"step": run.step,', '"step": run.step - 1,'),
     ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
 )
-_engine(
-    "dropout not a function of progress", "resume", ("engine.step:_seed_forward", "torch.default_generator.manual_seed(seed)", "pass"), base="dropout-workers"
-)
+_engine("dropout not a function of progress", "resume", ("engine.step:_seed_forward", "seed_all(seed)", "pass"), base="dropout-workers")
 _engine("averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema")
 _engine("averages not restored", "resume", ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"), base="ema")
 _engine("loss scale not restored", "resume", ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"), base="overflow")
@@ -472,7 +472,7 @@ _engine(
 _engine(
     "augmentation seeded by the steps of this process",
     "resume",
-    ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
+    ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
 )
 _engine(
     "momentum not restored",
@@ -570,15 +570,15 @@ _engine(
     "samples",
     ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[start : start + max(1, size + (number < extra) - 1)]"),
 )
-_engine("each sample of odd number read as its neighbour", "gradients", ("data.loader:Chunks.sample", "self.data[index]", "self.data[index // 2 * 2]"))
+_engine("each sample of odd number read as its neighbour", "gradients", ("data.loader:Chunks._read_all", "prepare(data[index]", "prepare(data[index // 2 * 2]"))
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
     ("run:Trainer._plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
-_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)"))
-_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks.sample", "epoch, self.training)", "epoch, False)"))
+_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)"))
+_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_all", "epoch, training)", "epoch, False)"))
 
 # ---- evaluation: another number than one plain loop gives
 
@@ -642,7 +642,7 @@ _engine("loss read in every step", "collectives", (STEP, "outcome.losses.append(
 _engine(
     "norm read in every step",
     "collectives",
-    (STEP, "optim.set_lr(optimizer, run", "float(outcome.grad_norm) > 1e9 and print('large'); optim.set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, run", "float(outcome.grad_norm) > 1e9 and print('large'); set_lr(optimizer, run"),
 )
 _engine(
     "gradients reduced once more",
@@ -670,12 +670,12 @@ _engine(
 _engine(
     "losses gathered as objects in every step",
     "collectives",
-    (STEP, "optim.set_lr(optimizer, run", "world.gather(outcome.indices); optim.set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, run", "world.gather(outcome.indices); set_lr(optimizer, run"),
 )
 _engine(
     "weights broadcast in every step",
     "collectives",
-    (STEP, "optim.set_lr(optimizer, run", "world.broadcast_tensors([p.detach() for p in run.parameters]); optim.set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, run", "world.broadcast_tensors([p.detach() for p in run.parameters]); set_lr(optimizer, run"),
 )
 
 # ---- determinism: another result the second time
@@ -702,7 +702,7 @@ _engine(
 _engine(
     "samples seeded per process",
     "determinism",
-    ("data.loader:Chunks.sample", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, index, id(self))"),
+    ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, index, id(self))"),
     base="workers",
 )
 _engine(

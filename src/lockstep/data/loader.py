@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import numbers
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -16,7 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.order import Chunk, StepPlan, micro_batches, mix
-from lockstep.errors import DataError, LockstepError
+from lockstep.data.randomness import SampleSeeding, seed_all
+from lockstep.errors import DataError, LockstepError, TrainingError
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -25,6 +27,7 @@ Bad = tuple[tuple[int, str], ...]
 
 _NONE_BAD: Bad = ()
 _LAST_BATCHES_S = 15.0
+_OF_A_BATCH = 0x0BA7C4  # a word of the seeds of micro-batches, which tells them from those of samples
 _SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
 
 
@@ -63,37 +66,63 @@ class Micro:
 
 
 class Chunks(Dataset[Micro]):
-    """A data set of micro-batches: `chunks[chunk]` reads, prepares and collates the samples of one `Chunk`."""
+    """A data set of micro-batches: `chunks[chunk]` reads, prepares and collates the samples of one `Chunk`.
+
+    A sample's random numbers (torch, NumPy, Python) depend on (seed, epoch, index) alone, those of `collate` on the epoch
+    and the first index of the micro-batch.
+    """
 
     def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
-        # Tensors that are not prepared leave nothing to seed; anything else may draw random numbers as it is read.
-        self.seeded = not (type(data) is TensorDataset and getattr(type(task).prepare, "is_default", False))
-        self.at_once = not self.seeded and getattr(type(task).collate, "is_default", False)
+        self.seeding = SampleSeeding()
+        # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
+        self.prepares = not getattr(task.prepare, "is_default", False)
+        self.collates = not getattr(task.collate, "is_default", False)
+        self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
+        self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
 
     def __getitem__(self, chunk: Chunk) -> Micro:
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
-        indices, bad = chunk.indices, _NONE_BAD
-        try:
-            samples = [self.sample(index, chunk.epoch) for index in indices]
-        except Exception:
-            samples, indices, bad = self._one_by_one(chunk)
-        filler = chunk.filler or not samples
-        if not samples:
+        own_seed = mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH)
+        while True:
+            self.seeding.begin(own_seed)
+            samples, indices, bad = self._read(chunk)
+            if not self.seeding.found_more():  # at most once for each generator
+                break
+        filler = chunk.filler or not indices
+        if not indices:
             samples, indices = self._substitute(chunk)
+        if self.collates:
+            seed_all(own_seed)
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
         return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
 
-    def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
+    def _read(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
+        try:
+            return self._read_all(chunk.indices, chunk.epoch), chunk.indices, _NONE_BAD
+        except Exception:
+            return self._one_by_one(chunk)
+
+    def _read_all(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
+        if self.seeding.drawn:
+            return [self._read_one(index, epoch) for index in indices]
+        if self.read_many is not None:
+            samples = list(self.read_many(list(indices)))
+            if len(samples) == len(indices):
+                return samples
+        data, prepare, training = self.data, self.task.prepare, self.training
+        return [prepare(data[index], epoch, training) for index in indices]
+
+    def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
         for index in chunk.indices:
             try:
-                samples.append(self.sample(index, chunk.epoch))
+                samples.append(self._read_one(index, chunk.epoch))
                 indices.append(index)
             except Exception as error:
                 if self.on_error == "raise":
@@ -101,13 +130,14 @@ class Chunks(Dataset[Micro]):
                 bad.append((index, str(self._unreadable(index, error))))
         return samples, tuple(indices), tuple(bad)
 
+    def _read_one(self, index: int, epoch: int) -> Any:
+        if self.seeding.drawn:
+            self.seeding.seed(mix(self.seed, epoch, index))
+        return self.task.prepare(self.data[index], epoch, self.training)
+
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
-        if self.seeded:
-            seed = mix(self.seed, epoch, index)
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed & 0xFFFFFFFF)
+        seed_all(mix(self.seed, epoch, index))
         return self.task.prepare(self.data[index], epoch, self.training)
 
     def _substitute(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...]]:
@@ -161,7 +191,7 @@ class Loader:
     """
 
     def __init__(self, chunks: Chunks, workers: int, device: torch.device, channels_last: bool = False) -> None:
-        self.device, self.channels_last = device, channels_last
+        self.chunks, self.device, self.channels_last = chunks, device, channels_last
         self.order = _Order()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.batches: DataLoader[Micro] = DataLoader(
@@ -183,6 +213,10 @@ class Loader:
             if isinstance(micro, Failure):
                 raise micro.error
             yield self._to_device(micro)
+
+    def one(self, index: int) -> Any:
+        """The batch of one sample, read in this process."""
+        return self._to_device(self.chunks[Chunk((index,), 0, False)]).batch
 
     def _to_device(self, micro: Micro) -> Micro:
         if self.channels_last:
@@ -276,10 +310,35 @@ def _same(micro: Any) -> Any:
 
 
 def _as_floats(weights: Any, filler: bool) -> Weights:
+    """What `Task.weight` returned, as numbers by head, in the order of the heads' names: the same on every rank.
+
+    Raises:
+        TrainingError: not a number, or a number that counts nothing: negative, or not finite.
+    """
     if weights is None:
         return None
     by_head = weights if isinstance(weights, Mapping) else {"loss": weights}
-    return {head: 0.0 if filler else float(value) for head, value in by_head.items()}
+    if not by_head:
+        raise TrainingError("it returned an empty dict", where="Task.weight", remedy="return None where the unit is the sample")
+    named = {head: _number(head, value) for head, value in by_head.items()}
+    return {head: 0.0 if filler else named[head] for head in sorted(named)}
+
+
+def _number(head: Any, value: Any) -> float:
+    remedy = "return how many units the loss sums over: a number, a tensor of one number, or a dict of these by head"
+    if not isinstance(head, str):
+        raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys")
+    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic)
+    try:
+        number = float(value.item() if isinstance(value, np.ndarray) else value) if is_number else math.nan
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+        is_number = False
+    if not is_number:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r}"
+        raise TrainingError(f"the weight of head {head!r} is a {type(value).__name__}{shape}", where="Task.weight", remedy=remedy)
+    if not 0 <= number < math.inf:
+        raise TrainingError(f"the weight of head {head!r} is {number}", where="Task.weight", remedy=remedy)
+    return number
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:

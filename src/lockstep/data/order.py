@@ -165,6 +165,14 @@ class StepPlan:
         start = (step % self.steps_per_epoch) * self.global_batch
         return min(self.global_batch, self.length - start)
 
+    def smallest_micro_batch(self) -> tuple[int, int]:
+        """Samples of the smallest micro-batch of an epoch that is no filler, and the first step with such a micro-batch."""
+        sizes = []
+        for step in (0, self.steps_per_epoch - 1):
+            count = self.samples(step)
+            sizes.append((max(1, count // (self.world * micro_batches(count, self.world, self.micro_batch))), step))
+        return min(sizes)
+
     def indices(self, step: int) -> tuple[Indices, int]:
         """The global batch of step `step` (counted from 0) and its epoch."""
         epoch, within = divmod(step, self.steps_per_epoch)

@@ -191,6 +191,14 @@ def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor
     nn.utils.clip_grads_with_norm_(held, max_norm, norm)
 
 
+def scale_grads(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply all gradients by a number. Every rank scales what it holds."""
+    with torch.no_grad():
+        for parameter in parameters:
+            if parameter.grad is not None:
+                local(parameter.grad).mul_(factor)
+
+
 # ---- from one full copy on rank 0 to shards
 
 

@@ -53,6 +53,7 @@ class Meter:
                     sums.setdefault(head, []).extend([value] if counts else [])
             for head in o.losses[0] if o.losses else ():
                 units[head] = units.get(head, 0.0) + o.totals.get(head, o.totals.get(SAMPLES, 0.0))
+        sums = {head: sums[head] for head in sorted(sums)}  # as on every rank
         fault = self._first_fault()
         bad = [message for o in self.outcomes for message in o.bad]
         size, rank = self.world.size, self.world.rank

@@ -103,12 +103,6 @@ def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
     return depths
 
 
-def set_lr(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Give each group its base learning rate times `factor`."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factor
-
-
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     known = _optimizers()
     if name in known:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 ScheduleName = Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"]
 
@@ -70,3 +73,9 @@ def scaled_lr(lr: float, scaling: Literal["none", "linear", "sqrt"], global_batc
     """
     ratio = global_batch / reference_batch
     return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]
+
+
+def set_lr(optimizer: Optimizer, factor: float) -> None:
+    """Give each group its base learning rate times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import Micro
 from lockstep.data.order import mix
+from lockstep.data.randomness import seed_all
 from lockstep.dist import sharding, strategy
 from lockstep.dist.precision import Precision
 from lockstep.dist.strategy import Buckets, Losses
 from lockstep.dist.world import World
-from lockstep.engine import optim
+from lockstep.engine import batch_norm, heads
 from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
-from lockstep.engine.schedule import Schedule
+from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
 
@@ -40,7 +42,8 @@ class Training:
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
     weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
     weights, where they are wanted. buckets: how `forward` was wrapped. unfreezing: what is trainable when; `forward` was
-    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory.
+    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory. weight_heads, loss_heads:
+    the names that all ranks agreed on in this process's first step.
     """
 
     forward: nn.Module
@@ -58,6 +61,8 @@ class Training:
     guard: Guard = field(default_factory=Guard)
     step: int = 0
     skipped: int = 0
+    weight_heads: heads.Names | None = None
+    loss_heads: heads.Names | None = None
 
     def __post_init__(self) -> None:
         self.check_unused = not self.buckets.find_unused_parameters
@@ -123,6 +128,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         run.skipped += 1
         return outcome
 
+    rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
     with run.guard.step(run, micros[0].batch) if run.guard.enabled else contextlib.nullcontext():
         if run.unsettled:
             strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
@@ -130,25 +136,29 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
             _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
-            with strategy.sync(run.forward, last, world):
+            without_trace = batch_norm.without_trace(run.forward) if micro.filler else contextlib.nullcontext()
+            with strategy.sync(run.forward, last, world), without_trace:
                 with run.precision.autocast():
                     losses: Losses = run.forward(micro.batch)
-                factors = _factors(losses, totals, run.coefficients, 0 if micro.filler else world.size)
+                factors, rest = _factors(run, losses, totals, micro, 0 if micro.filler else world.size)
                 if last and run.guard.open:
                     run.guard.last_backward(run)
                 if last and run.check_unused:
                     strategy.check_all_used(run.forward, losses, world)
                     run.check_unused = False
-                # The gradient of sum_k factor[k] * L[k], without computing that sum.
-                torch.autograd.backward(list(losses.values()), [scaler.scale(factor) for factor in factors])
+                strategy.backward(run.forward, losses, [scaler.scale(factor) for factor in factors], last)
             outcome.losses.append({head: value.detach() for head, value in losses.items()})
+    if run.loss_heads is None:
+        run.loss_heads = heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)
+    if rest != 1.0:
+        sharding.scale_grads(run.parameters, rest)
 
     scaler.unscale_(optimizer)
     if want_norm or run.clip_norm is not None:
         outcome.grad_norm = sharding.grad_norm(run.parameters)
         if run.clip_norm is not None:
             sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)
-    optim.set_lr(optimizer, run.schedule(outcome.step - run.skipped))
+    set_lr(optimizer, run.schedule(outcome.step - run.skipped))
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -162,34 +172,52 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
 
 def _count(run: Training, micros: Sequence[Micro], samples: int) -> dict[str, float]:
     """W by head. Where units are samples and none can be lost, the plan knows W and no rank needs to ask another."""
-    if micros[0].weights is None:
+    for micro in micros:
+        names = tuple(micro.weights or ())
+        if names != run.weight_heads:
+            run.weight_heads = heads.agree(run.weight_heads, names, "Task.weight", run.world)
+    if not run.weight_heads:
         if not run.must_agree_on_weights:
             return {SAMPLES: float(samples)}
         return {SAMPLES: run.world.all_sum([sum(micro.samples for micro in micros)])[0]}
-    heads = list(micros[0].weights)
-    mine = [sum((micro.weights or {}).get(head, 0.0) for micro in micros) for head in heads]
-    return dict(zip(heads, run.world.all_sum(mine), strict=True))
+    mine = [sum(micro.weights[head] for micro in micros if micro.weights) for head in run.weight_heads]
+    return dict(zip(run.weight_heads, run.world.all_sum(mine), strict=True))
 
 
-def _factors(losses: Losses, totals: Mapping[str, float], coefficients: Mapping[str, float], world: int) -> list[Tensor]:
-    """c[k] * world / W[k] for each head; zero for one without any unit in the global batch."""
+def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: Micro, world: float) -> tuple[list[Tensor], float]:
+    """c[k] * world / W[k] for each head; zero for a head without any unit in the global batch, and where `world` is zero (a filler).
+
+    A loss of 16 bits would round its factor, by up to 0.2 % and in another way for another number of ranks. So its factor
+    is a power of two, and what is left of c[k] * world / W[k] comes second: gradients are multiplied by it after the step's
+    last backward pass. (With several such heads it is what is left for the first; factors of the others are relative to it.)
+    """
+    names = tuple(losses)
+    if run.loss_heads is not None and names != run.loss_heads:
+        heads.agree(run.loss_heads, names, "Task.loss", run.world)
     if SAMPLES not in totals and losses.keys() != totals.keys():
         raise TrainingError(
             f"the loss has the heads {sorted(losses)}, the weight has {sorted(totals)}",
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
+    whole = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
+    coefficients = {head: run.coefficients.get(head, 1.0) for head in losses}
+    rest = 1.0
+    if any(value.element_size() < 4 for value in losses.values()):
+        first = next((head for head in losses if whole[head] and coefficients[head]), None)
+        rest = 2 * math.frexp(coefficients[first] * run.world.size / whole[first])[0] if first is not None else 1.0
     factors = []
     for head, value in losses.items():
-        if value.ndim:
-            raise TrainingError(f"head {head!r} is a tensor of shape {tuple(value.shape)}", where="Task.loss", remedy="return the SUM over its units, a scalar")
-        total = totals.get(head, totals.get(SAMPLES, 0.0))
-        factors.append(torch.full_like(value, coefficients.get(head, 1.0) * world / total if total else 0.0))
-    return factors
+        if not value.requires_grad and not micro.filler and (micro.weights or {}).get(head, 1.0):
+            remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad()"
+            raise TrainingError(f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy)
+        factor = coefficients[head] * world / whole[head] if whole[head] else 0.0
+        factors.append(torch.full_like(value, factor / rest))
+    return factors, rest
 
 
 def _seed_forward(seed: int, device: torch.device) -> None:
-    """Seed dropout and its like for one micro-batch. `torch.manual_seed` does the same, 100 times slower."""
-    torch.default_generator.manual_seed(seed)
+    """Seed what a model or a loss may draw in one micro-batch, such as dropout."""
+    seed_all(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,0 +1,139 @@
+"""Samples that draw random numbers always, never or rarely are those of a loader that seeds every sample."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep import Trainer
+from lockstep.data.loader import Chunks
+from lockstep.data.order import Chunk
+from lockstep.data.randomness import GENERATORS, SampleSeeding, seed_all
+from tests import own_tasks, runs
+from tests.ranks import run_ranks
+
+LENGTH = 60
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Sample n is [n, what `draw(n)` drew]."""
+
+    def __init__(self, draw):
+        self.draw, self.read = draw, []
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return torch.tensor([float(index), float(self.draw(index))], dtype=torch.float64)
+
+
+class Many(Numbers):
+    """Read a batch at a time, as data sets of Hugging Face are."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def torch_then_numpy(index):
+    """NumPy is drawn from only where a number of torch's is small: found by the second look."""
+    return torch.rand(()) if torch.rand(()) < 0.8 else np.random.rand()
+
+
+def one_of_a_pair(index):
+    """Both libraries draw normal numbers in pairs and keep the second: a draw of it moves nothing but the store."""
+    return np.random.standard_normal() + random.gauss(0, 1)
+
+
+DRAWS = {
+    "never": lambda index: 0,
+    "torch": lambda index: torch.rand(()),
+    "numpy": lambda index: np.random.rand(),
+    "python": lambda index: random.random(),
+    "all": lambda index: torch.rand(()) + np.random.rand() + random.random(),
+    "rarely": lambda index: random.random() if index % 17 == 3 else 0,
+    "late": lambda index: np.random.rand() if index > 50 else 0,
+    "conditional": torch_then_numpy,
+    "pairs": one_of_a_pair,
+    "a shuffle": lambda index: torch.randperm(9)[0] + random.choice(range(9)),
+    "seeds itself": lambda index: (torch.manual_seed(index), torch.rand(()))[1],
+}
+
+
+class FromNumbers(own_tasks.Plain):
+    def __init__(self, data):
+        super().__init__(LENGTH)
+        self.numbers = data
+
+    def train_data(self):
+        return self.numbers
+
+
+def chunks_of(size):
+    order = [(7 * place) % LENGTH for place in range(LENGTH)]
+    return [Chunk(tuple(order[start : start + size]), epoch, False) for epoch in (0, 1) for start in range(0, LENGTH, size)]
+
+
+@pytest.mark.parametrize("kind", [Numbers, Many])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
+    for size in (1, 7, 60):
+        task = FromNumbers(kind(DRAWS[draw]))
+        chunks = Chunks(task.numbers, task, 3, True)
+        seed_all(size)
+        np.random.standard_normal(), random.gauss(0, 1)  # half of a pair is kept
+        for chunk in chunks_of(size):
+            expected = torch.stack([chunks.sample(index, chunk.epoch) for index in chunk.indices])
+            seed_all(99)
+            assert torch.equal(chunks[chunk].batch, expected), (draw, size, chunk)
+
+
+@pytest.mark.parametrize(("draw", "again"), [("never", 0), ("torch", 1), ("conditional", 1), ("all", 1)])
+def test_a_micro_batch_is_read_again_at_most_once_for_each_generator(draw, again):
+    task = FromNumbers(Numbers(DRAWS[draw]))
+    chunks = Chunks(task.numbers, task, 3, True)
+    for chunk in chunks_of(20):
+        chunks[chunk]
+    assert len(task.numbers.read) == 2 * LENGTH + again * 20
+
+
+def test_a_generator_that_nobody_draws_from_is_not_seeded_for_each_sample(monkeypatch):
+    seeded = []
+    looking = SampleSeeding()
+    monkeypatch.setattr(looking, "_others", tuple(one._replace(seed=lambda seed, one=one: seeded.append(one) or one.seed(seed)) for one in GENERATORS))
+    looking.begin(5)
+    assert not looking.found_more()
+    count = len(seeded)
+    for number in range(100):
+        looking.seed(number)
+    assert len(seeded) == count
+
+
+# ---- random numbers of the loss and of `collate`
+
+
+def test_random_numbers_of_a_loss_do_not_depend_on_workers_or_restarts(tmp_path):
+    settings = runs.config(train={"steps": 12}, batch={"global": 24, "micro": 12}, checkpoint={"every_steps": 5, "keep_last": 9})
+    whole, _ = runs.fit(own_tasks.Drawing(length=60), settings)
+    workers, _ = runs.fit(own_tasks.Drawing(length=60), settings | {"data": {"workers": 2}})
+    assert runs.difference(whole, workers) == 0
+    Trainer(settings | {"train": {"steps": 5}}, run_dir=tmp_path, quiet=True).fit(own_tasks.Drawing(length=60))
+    np.random.seed(1), random.seed(1), torch.manual_seed(1)
+    resumed, _ = runs.fit(own_tasks.Drawing(length=60), settings, tmp_path)
+    assert runs.difference(whole, resumed) == 0
+
+
+def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
+    task = own_tasks.Drawing(length=24)
+    chunks = Chunks(task.train_data(), task, 0, True)
+    drawn = [chunks[Chunk((3, 4), epoch, False)].batch[0] for epoch in range(3)]
+    drawn += [chunks[Chunk((4, 3), 0, False)].batch[0].flip(0)]
+    assert all(not torch.equal(drawn[0], other) for other in drawn[1:])
+    assert torch.equal(chunks[Chunk((3, 4), 0, False)].batch[0], drawn[0])
+    settings = runs.config(train={"steps": 6})
+    first, second = (runs.fit_kind("Drawing", {}, settings)[0] for _ in range(2))
+    assert runs.difference(first, second) == 0
+    for weights, _ in run_ranks(2, runs.fit_kind, "Drawing", {}, settings):
+        assert runs.difference(weights, first) > 1e-6
