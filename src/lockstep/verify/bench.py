@@ -186,9 +186,9 @@ class Bench:
         watch = Watch(digests=1, batches=True, probes=(1, self.steps // 2, self.steps))
         return self.train("undisturbed", self.nproc, self.saving(), Adjustment(part=self.part), watch)
 
-    def saving(self) -> dict[str, Any]:
+    def saving(self, **changes: Any) -> dict[str, Any]:
         """The training as it is, with checkpoints on the way."""
-        return self.natural(checkpoint__every_steps=max(1, self.steps // 4), checkpoint__keep_last=2)
+        return self.natural(checkpoint__every_steps=max(1, self.steps // 4), checkpoint__keep_last=2, **changes)
 
     def overheard(self) -> list[Seen]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""
