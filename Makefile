@@ -25,7 +25,7 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/overhead.py --sizes small --one-by-one
+	$(BIN)/python benchmarks/overhead.py --data collate --sizes small
 	$(BIN)/python benchmarks/startup.py
 
 clean:

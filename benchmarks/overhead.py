@@ -1,6 +1,9 @@
 """Time per step of Lockstep against a hand-written plain loop that does the same work.
 
-    python benchmarks/overhead.py [--ranks 1 2] [--sizes small large] [--rounds 15]
+    python benchmarks/overhead.py [--data map tensors collate] [--ranks 1 2] [--sizes small large] [--rounds 15]
+
+The data are, by --data: `map`, an ordinary data set with `len` and `[index]`, as most are; `tensors`, a TensorDataset, which
+Lockstep reads a micro-batch at a time; `collate`, a TensorDataset under a task with a `collate` of its own.
 
 Both train the same MLP on the same batches with AdamW, log the mean loss to TensorBoard, a text file and a progress bar
 every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; what counts is the
@@ -26,16 +29,30 @@ SIZES = {"small": (128, 1, 500), "large": (1024, 3, 60)}
 MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW's moments
 
 
-def data(hidden, layers, steps, one_by_one=False):
+def data(hidden, layers, steps, kind="map"):
+    from torch.utils.data import Dataset
+
     from lockstep.tasks.toy import Toy
 
-    class OneByOne(Toy):
-        """Lockstep reads a TensorDataset at once unless a task collates by itself."""
+    class MapStyle(Dataset):
+        def __init__(self, tensors):
+            self.tensors = tensors
 
+        def __len__(self):
+            return len(self.tensors[0])
+
+        def __getitem__(self, index):
+            return self.tensors[0][index], self.tensors[1][index]
+
+    class Mapped(Toy):
+        def train_data(self):
+            return MapStyle(super().train_data().tensors)
+
+    class Collating(Toy):
         def collate(self, samples):
             return super().collate(samples)
 
-    return (OneByOne if one_by_one else Toy)(samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+    return {"map": Mapped, "tensors": Toy, "collate": Collating}[kind](samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
 
 
 class Plain:
@@ -128,7 +145,7 @@ class Ours:
         return seconds / job.stop
 
 
-def rank_main(size, rounds, one_by_one):
+def rank_main(size, rounds, kind):
     import torch
 
     torch.set_num_threads(1)
@@ -136,7 +153,7 @@ def rank_main(size, rounds, one_by_one):
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        task = data(*SIZES[size], one_by_one)
+        task = data(*SIZES[size], kind)
         plain, ours = Plain(task, world.size, world.rank), Ours(task, world, folder)
         sys.stdout.flush()
         keep, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
@@ -153,7 +170,7 @@ def rank_main(size, rounds, one_by_one):
             extra = statistics.median(o - p for p, o in pairs)
             ratio = statistics.median(o / p for p, o in pairs)
             spread = f"{min(o / p for p, o in pairs):.3f} to {max(o / p for p, o in pairs):.3f}"
-            print(f"{world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})", flush=True)
+            print(f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})", flush=True)
 
 
 def memory_main(which):
@@ -175,21 +192,22 @@ def main():
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--one-by-one", action="store_true", help="read samples one by one in both, as from files")
+    parser.add_argument("--data", nargs="+", default=["map", "tensors"], choices=["map", "tensors", "collate"])
     parser.add_argument("--memory", choices=["plain", "ours"], help=argparse.SUPPRESS)
     parser.add_argument("--as-rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
         return memory_main(options.memory)
     if options.as_rank:
-        return rank_main(options.as_rank, options.rounds, options.one_by_one)
+        return rank_main(options.as_rank, options.rounds, options.data[0])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for ranks in options.ranks:
-        for size in options.sizes:
-            command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds), *(["--one-by-one"] if options.one_by_one else [])]
-            if ranks > 1:
-                command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command[1:]]
-            subprocess.run(command, check=True, env=environment)
+    for kind in options.data:
+        for ranks in options.ranks:
+            for size in options.sizes:
+                command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds), "--data", kind]
+                if ranks > 1:
+                    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command[1:]]
+                subprocess.run(command, check=True, env=environment)
     peaks = {which: [] for which in ("plain", "ours")}
     for _ in range(3):
         for which, found in peaks.items():

@@ -38,7 +38,7 @@ from lockstep.engine import batch_norm, trainer
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
-from lockstep.engine.schedule import Schedule
+from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.step import Training
 from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError
 from lockstep.tasks import registry
@@ -268,6 +268,8 @@ class Trainer:
             told.append("averages begin with the weights of this step")
         run.precision.load(found.manifest["loss_scale"])
         run.step, run.skipped = found.step, found.manifest["skipped"]
+        if run.step > run.skipped:  # the rate of the last update, which is logged where no other follows
+            set_lr(run.optimizer, run.schedule(run.step - run.skipped - 1))
         return told
 
     def _kind_of_optimizer(self) -> list[Any]:

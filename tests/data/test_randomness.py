@@ -1,11 +1,14 @@
 """Samples that draw random numbers always, never or rarely are those of a loader that seeds every sample."""
 
+import functools
 import random
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+import lockstep
 from lockstep import Trainer
 from lockstep.data.loader import Chunks
 from lockstep.data.order import Chunk
@@ -137,3 +140,26 @@ def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
     assert runs.difference(first, second) == 0
     for weights, _ in run_ranks(2, runs.fit_kind, "Drawing", {}, settings):
         assert runs.difference(weights, first) > 1e-6
+
+
+# ---- which methods a task overrides
+
+
+def test_methods_on_the_object_and_decorated_ones_are_not_taken_for_the_default():
+    """A TensorDataset is read at once only where nothing is prepared and collated: decorators copy a function's attributes."""
+
+    def half(self, sample, epoch, training):
+        return [sample[0] / 2, *sample[1:]]
+
+    class Decorated(own_tasks.Plain):
+        prepare = functools.wraps(lockstep.Task.prepare)(half)
+
+    on_object, wrapped = own_tasks.Plain(), own_tasks.Plain()
+    on_object.prepare = lambda sample, epoch, training: half(None, sample, epoch, training)
+    wrapped.prepare = functools.wraps(wrapped.prepare)(on_object.prepare)
+    collating = own_tasks.Plain()
+    collating.collate = functools.wraps(collating.collate)(lambda samples: default_collate([half(None, one, 0, True) for one in samples]))
+    expected = own_tasks.Plain().train_data()[3][0] / 2
+    for task in (Decorated(), on_object, wrapped, collating):
+        batch = Chunks(task.train_data(), task, 0, True)[Chunk((3,), 0, False)].batch
+        assert torch.equal(batch[0][0], expected)

@@ -106,3 +106,14 @@ def test_metrics_of_outputs_that_are_not_one_per_sample_are_reported_without_sam
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit(Overall())
     assert results["eval/mean"] == pytest.approx(1 / 3)
     assert "mean 0.333 beside 0 samples" in (tmp_path / "train.log").read_text()
+
+
+def test_random_numbers_of_an_evaluation_depend_on_its_samples_alone():
+    """Not on the world, nor on what training or loading drew before."""
+    options = {"length": 24, "eval_length": 30}
+    settings = runs.config(train={"steps": 4, "eval_every_steps": 2}, batch={"micro": 4}, optim={"lr": 1e-30, "weight_decay": 0.0})
+    losses = set()
+    for world, workers in ((1, 0), (1, 2), (2, 0), (3, 0)):
+        for _, results in run_ranks(world, runs.fit_kind, "Drawing", options, settings | {"data": {"workers": workers}}):
+            losses.add(results["eval/loss"])
+    assert len(losses) == 1

@@ -452,7 +452,7 @@ _engine(
     ("run:Trainer._save_function", '"step": run.step,', '"step": run.step - 1,'),
     ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
 )
-_engine("dropout not a function of progress", "resume", ("engine.step:_seed_forward", "seed_all(seed)", "pass"), base="dropout-workers")
+_engine("dropout not a function of progress", "resume", ("data.randomness:seed_forward", "seed_all(seed)", "pass"), base="dropout-workers")
 _engine("averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema")
 _engine("averages not restored", "resume", ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"), base="ema")
 _engine("loss scale not restored", "resume", ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"), base="overflow")
@@ -515,8 +515,8 @@ _engine(
     "elastic",
     (
         "run:Trainer._training",
-        "self._loader(data, task, world, training=True), plan,",
-        "self._loader(data, task, world, training=True), plan if found is None else __import__('dataclasses').replace("
+        "Feed(loader, plan,",
+        "Feed(loader, plan if found is None else __import__('dataclasses').replace("
         "plan, seed=plan.seed + world.size - found.manifest['versions']['world'], _cached=None),",
     ),
 )
@@ -687,7 +687,7 @@ _task("augmentation seeded with the clock", "determinism", "TimedNoise")
 _engine(
     "dropout seeded with the clock",
     "determinism",
-    (STEP, "_seed_forward(mix(run.seed,", "_seed_forward(mix(__import__('time').perf_counter_ns(),"),
+    (STEP, "seed_forward(mix(run.seed,", "seed_forward(mix(__import__('time').perf_counter_ns(),"),
     base="dropout",
 )
 _engine(

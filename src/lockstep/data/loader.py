@@ -39,6 +39,13 @@ class Preparer(Protocol):
     def weight(self, batch: Any) -> Any: ...
 
 
+def is_default(method: Callable[..., Any]) -> bool:
+    """Whether a bound method of a task is the one that `Task` has. Its function is marked by an attribute that holds the function
+    itself: decorators copy attributes to what they make."""
+    function = getattr(method, "__func__", None)
+    return function is not None and getattr(function, "default", None) is function
+
+
 @dataclass
 class Micro:
     """One micro-batch, ready for the forward pass.
@@ -76,8 +83,7 @@ class Chunks(Dataset[Micro]):
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         self.seeding = SampleSeeding()
         # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
-        self.prepares = not getattr(task.prepare, "is_default", False)
-        self.collates = not getattr(task.collate, "is_default", False)
+        self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
 
@@ -85,9 +91,8 @@ class Chunks(Dataset[Micro]):
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
-        own_seed = mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH)
         while True:
-            self.seeding.begin(own_seed)
+            self.seeding.begin(mix(self.seed, chunk.epoch))
             samples, indices, bad = self._read(chunk)
             if not self.seeding.found_more():  # at most once for each generator
                 break
@@ -95,7 +100,7 @@ class Chunks(Dataset[Micro]):
         if not indices:
             samples, indices = self._substitute(chunk)
         if self.collates:
-            seed_all(own_seed)
+            seed_all(mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH))
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
@@ -116,6 +121,8 @@ class Chunks(Dataset[Micro]):
             if len(samples) == len(indices):
                 return samples
         data, prepare, training = self.data, self.task.prepare, self.training
+        if not self.prepares:
+            return [data[index] for index in indices]
         return [prepare(data[index], epoch, training) for index in indices]
 
     def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:

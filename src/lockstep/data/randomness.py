@@ -40,6 +40,13 @@ def seed_all(seed: int) -> None:
         generator.seed(seed)
 
 
+def seed_forward(seed: int, device: torch.device) -> None:
+    """Seed what a model or a loss may draw in one micro-batch, such as dropout, also on its device."""
+    seed_all(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
 class SampleSeeding:
     """Gives every sample random numbers of its own, and costs next to nothing where samples draw none.
 
@@ -52,14 +59,15 @@ class SampleSeeding:
     def __init__(self) -> None:
         self.drawn: tuple[_Generator, ...] = ()  # from these, samples draw
         self._others: tuple[_Generator, ...] = GENERATORS
-        self._expected: list[int | float] = []
+        self._seed: int | None = None
+        self._first: tuple[int | float, ...] = ()  # what the others draw first after `_seed`
 
     def begin(self, seed: int) -> None:
-        """Before a micro-batch is read."""
-        self._expected.clear()
+        """Before a micro-batch is read. A seed that changes seldom, such as one of the epoch, costs less."""
+        if seed != self._seed:
+            self._seed = seed
+            self._first = tuple((one.seed(seed), one.draw())[1] for one in self._others)
         for generator in self._others:
-            generator.seed(seed)
-            self._expected.append(generator.draw())
             generator.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -69,7 +77,9 @@ class SampleSeeding:
 
     def found_more(self) -> bool:
         """After a micro-batch was read: whether samples drew from generators that were not known to be drawn from."""
-        found = tuple(one for one, number in zip(self._others, self._expected, strict=True) if one.draw() != number)
-        self.drawn += found
-        self._others = tuple(one for one in self._others if one not in found)
+        found = tuple(one for one, number in zip(self._others, self._first, strict=True) if one.draw() != number)
+        if found:
+            self.drawn += found
+            self._others = tuple(one for one in self._others if one not in found)
+            self._seed = None
         return bool(found)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, Micro
-from lockstep.data.order import EvaluationPlan
+from lockstep.data.loader import Loader, Micro, is_default
+from lockstep.data.order import EvaluationPlan, mix
+from lockstep.data.randomness import seed_forward
 from lockstep.dist import sharding
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import World
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
 _SHOWN = 4  # samples
+_EVALUATION = 0xE7A1  # a word of the seeds of evaluation, which tells them from those of training
 
 
 def _nothing(*_: Any) -> None:
@@ -73,7 +75,7 @@ def evaluate(
         samples += micro.samples
         if metrics is not None:
             task.update_metrics(metrics, output, micro.batch)
-            if world.rank == 0 and not shown and not getattr(type(task).report, "is_default", False):
+            if world.rank == 0 and not shown and not is_default(task.report):
                 with contextlib.suppress(DataError):  # metrics may look at outputs that are not one per sample
                     shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
@@ -135,6 +137,7 @@ def _forwards(forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: W
     try:
         with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
             for micro in micros:
+                seed_forward(mix(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)
                 yield micro
                 world.heart.beats += 1
                 tick()

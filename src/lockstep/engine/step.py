@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.data.loader import Micro
 from lockstep.data.order import mix
-from lockstep.data.randomness import seed_all
+from lockstep.data.randomness import seed_forward
 from lockstep.dist import sharding, strategy
 from lockstep.dist.precision import Precision
 from lockstep.dist.strategy import Buckets, Losses
@@ -135,7 +135,7 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
             run.unsettled = run.check_unused = False
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
-            _seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
+            seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
             without_trace = batch_norm.without_trace(run.forward) if micro.filler else contextlib.nullcontext()
             with strategy.sync(run.forward, last, world), without_trace:
                 with run.precision.autocast():
@@ -214,10 +214,3 @@ def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: 
         factor = coefficients[head] * world / whole[head] if whole[head] else 0.0
         factors.append(torch.full_like(value, factor / rest))
     return factors, rest
-
-
-def _seed_forward(seed: int, device: torch.device) -> None:
-    """Seed what a model or a loss may draw in one micro-batch, such as dropout."""
-    seed_all(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -52,13 +52,13 @@ class Task(abc.ABC):
         (seed, epoch, sample) alone."""
         return sample
 
-    prepare.is_default = True  # type: ignore[attr-defined]
+    prepare.default = prepare  # type: ignore[attr-defined]
 
     def collate(self, samples: list[Any]) -> Batch:
         """A batch of prepared samples."""
         return default_collate(samples)
 
-    collate.is_default = True  # type: ignore[attr-defined]
+    collate.default = collate  # type: ignore[attr-defined]
 
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
         """How many units the loss of this batch sums over, by head, from the labels alone (valid labels, tokens,
@@ -120,7 +120,7 @@ class Task(abc.ABC):
         """
         return ""
 
-    report.is_default = True  # type: ignore[attr-defined]
+    report.default = report  # type: ignore[attr-defined]
 
     def export(self, model: nn.Module, folder: Path) -> None:  # noqa: B027 - it may be left as it is
         """Write what users of the weights need besides them (labels, a tokenizer) into `folder`, beside `model.safetensors`."""
