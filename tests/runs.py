@@ -30,16 +30,16 @@ def config(**sections):
     return base
 
 
-_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a port of their own
+_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a store of their own
 
 
 @contextlib.contextmanager
 def shared_folder():
     """A folder that is the same on all ranks of a `run_ranks`, and gone afterwards."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    port = os.environ.get("MASTER_PORT")
-    _fits[port] += 1
-    name = f"lockstep-test-{port}-{_fits[port]}" if world > 1 else f"lockstep-test-{os.getpid()}"
+    store = Path(os.environ.get("LOCKSTEP_STORE", "none"))
+    _fits[store] += 1
+    name = f"{store.parent.name}-{store.name}-{_fits[store]}" if world > 1 else f"lockstep-test-{os.getpid()}"
     folder = Path(tempfile.gettempdir(), name)
     try:
         yield folder

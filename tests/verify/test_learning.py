@@ -243,7 +243,7 @@ def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():
 
 
 def test_a_mean_is_named_as_the_likely_cause():
-    assert "returns a mean" in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, is_mean=True, coupling=0.5)).reason
+    assert "returns a mean" in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
 
 
 def test_a_step_in_evaluation_mode_is_a_fault_on_any_rank():

@@ -140,7 +140,11 @@ def _first_operation(bench: Bench, step: int) -> str:
 
 
 def resume(bench: Bench) -> Verdict:
-    """Killed with SIGKILL at a random step and resumed: bit for bit the undisturbed run's weights and optimizer state."""
+    """Killed with SIGKILL at a random step and resumed: bit for bit the undisturbed run's weights and optimizer state.
+
+    The resumed run has other states of the global generators around each step, and, of several loader workers, one less: what
+    a run draws must depend on neither.
+    """
     bench.undisturbed()
     every = max(1, bench.steps // 4)
     rank, step = random.randrange(bench.nproc), random.randrange(every + 1, bench.steps)
@@ -148,12 +152,14 @@ def resume(bench: Bench) -> Verdict:
     answers = bench.ranks.run(bench.nproc, bench.wrap, trial.fit, one)
     killed = answers[rank]
     words = f"rank {rank} was killed after step {step}"
-    if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL:
-        return fault(f"the run failed before it could be killed: {killed.exit_code if isinstance(killed, Ended) else killed.error}")
+    if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL or killed.why:
+        return fault(f"the run failed before it could be killed: {killed if isinstance(killed, Ended) else killed.error}")
     before = compare.last_checkpoint(bench.folder / "killed")
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
-    seen = bench.train("resumed", bench.nproc, bench.saving(), Adjustment(part=bench.part), folder="killed")
+    workers = bench.config["data"]["workers"]
+    config = bench.saving(data__workers=max(min(1, workers), workers - 1))
+    seen = bench.train("resumed", bench.nproc, config, Adjustment(part=bench.part), Watch(disturb=True), folder="killed")
     mine, reference = compare.last_checkpoint(bench.folder / "killed"), compare.last_checkpoint(bench.folder / "undisturbed")
     if mine is None or reference is None:
         return fault(f"{words}: the {'resumed' if reference else 'undisturbed'} run left no checkpoint")
@@ -171,4 +177,5 @@ def resume(bench: Bench) -> Verdict:
         return passed(f"{words}{lag}: weights and optimizer state bit-identical", **more)
     if _first_difference(bench.undisturbed(), _again(bench)) is not None:
         return not_shown("the same run twice already differs, see determinism", **more)
-    return fault(f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run", **more)
+    text = f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run"
+    return fault(f"{text}; either they were not restored, or something was drawn from a generator that nothing had seeded", **more)
