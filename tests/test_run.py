@@ -131,6 +131,74 @@ def test_finished_run_says_so_and_evaluates(tmp_path, capsys):
     assert longer["step"] == 12
 
 
+def curve(folder, steps, allow_change=(), **schedule):
+    """Train to `steps` on a cosine; the learning rate by step, of all that was logged."""
+    settings = runs.config(train={"steps": steps}, schedule={"name": "cosine"} | schedule, log={"every_steps": 1})
+    Trainer(settings, run_dir=folder, quiet=True, allow_change=allow_change).fit(own_tasks.Plain())
+    return {entry["step"]: entry["train/lr"] for entry in entries(folder)}
+
+
+def test_longer_or_shorter_training_on_another_curve_is_refused_with_the_jump(tmp_path):
+    first = curve(tmp_path, 10)
+    weights = checkpoint(tmp_path)
+    for steps in (20, 5):
+        with pytest.raises(LockstepError) as caught:
+            curve(tmp_path, steps)
+        assert caught.value.exit_code == 2
+        assert caught.value.where == f"train.steps={steps}"
+        assert f"the cosine schedule had 10 steps and has {steps} now: after 10 updates the learning rate goes from {first[10]:.4g} to " in str(caught.value)
+        for remedy in ("schedule.total_steps=10 ", "--allow-change train.steps ", "--fresh "):
+            assert remedy in caught.value.remedy
+    assert checkpoint(tmp_path) == weights
+
+
+def checkpoint(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "checkpoints").rglob("*")) if path.is_file()}
+
+
+def test_longer_training_may_keep_its_curve(tmp_path):
+    first = curve(tmp_path, 10)
+    longer = curve(tmp_path, 14, total_steps=10)
+    assert longer == first | dict.fromkeys(range(11, 15), first[10])
+    assert first[10] > 0
+    assert curve(tmp_path / "at-once", 14, total_steps=10) == longer
+    with pytest.raises(LockstepError, match=r"schedule\.total_steps=12: the cosine schedule had 10 steps and has 12 now"):
+        curve(tmp_path, 16, total_steps=12)
+
+
+def test_beginning_of_a_curve_may_be_trained_first(tmp_path):
+    whole = curve(tmp_path / "whole", 12)
+    curve(tmp_path / "halved", 5, total_steps=12)
+    assert curve(tmp_path / "halved", 12) == whole
+    assert checkpoint(tmp_path / "halved").keys() >= checkpoint(tmp_path / "whole").keys()
+
+
+@pytest.mark.parametrize("allowed", ["train.steps", "train.epochs", "train", "schedule.total_steps"])
+def test_another_curve_may_be_allowed_and_is_told(tmp_path, allowed):
+    first = curve(tmp_path, 10)
+    assert curve(tmp_path, 20, allow_change=[allowed])[11] > 10 * first[10]
+    assert "warning: the cosine schedule had 10 steps and has 20 now: after 10 updates the learning rate goes from" in (tmp_path / "train.log").read_text()
+    assert curve(tmp_path, 20)  # it is the run's now
+
+
+def test_length_of_a_curve_is_free_until_it_matters(tmp_path):
+    curve(tmp_path, 3, warmup_steps=3)
+    assert curve(tmp_path, 8, warmup_steps=3) == curve(tmp_path / "at-once", 8, warmup_steps=3)
+    with pytest.raises(LockstepError, match=r"train\.epochs=2: the cosine schedule had 8 steps and has 20 now"):
+        Trainer(runs.config(train={"steps": None, "epochs": 2}, schedule={"name": "cosine", "warmup_steps": 3}), run_dir=tmp_path, quiet=True).fit(
+            own_tasks.Plain()
+        )
+
+
+@pytest.mark.parametrize(("warmup", "told"), [(20, True), (30, True), (19, False), (0, False)])
+def test_warm_up_that_never_ends_is_told(tmp_path, capsys, warmup, told):
+    settings = runs.config(task={"kind": "toy"}, schedule={"warmup_steps": warmup})
+    Trainer(settings, run_dir=tmp_path).fit()
+    text = f"warning: schedule.warmup_steps={warmup} lasts for all 20 steps: the learning rate only rises, to {min(1, 20 / max(1, warmup)):.3g} of optim.lr"
+    assert (text in (tmp_path / "train.log").read_text()) == told
+    assert (text in capsys.readouterr().out) == told
+
+
 def test_other_config_in_the_same_directory_is_refused_by_name(tmp_path):
     Trainer(runs.config(task={"kind": "toy"}), run_dir=tmp_path, quiet=True).fit()
     other = runs.config(task={"kind": "toy"}, optim={"lr": 0.5}, batch={"global": 48})

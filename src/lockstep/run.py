@@ -220,7 +220,7 @@ class Trainer:
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         if found is not None:
-            complaints += self._resume(found, run, model, print_of_data)
+            made.told += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         feed = Feed(self._loader(data, task, world, training=True), plan, world.rank, run.step, stop)
@@ -253,7 +253,7 @@ class Trainer:
                 where=str(found.path),
                 remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
             )
-        told = []
+        told = rundir.same_curve(self.config, run, found.manifest, self.allow_change)
         averages = run.averages.tensors if run.averages and any(name.startswith("ema.") for name in found.index) else None
         states.check_fits(found.index, model, averages)
         optimizer = run.optimizer if found.manifest["optimizer"] == self._kind_of_optimizer() else None
@@ -298,6 +298,7 @@ class Trainer:
             about: dict[str, Any] = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
             about |= {"data": job.data, "optimizer": self._kind_of_optimizer(), "config": config_digest(self.config), "versions": versions}
+            about["schedule_steps"] = run.schedule.length
             saver.save(run.step, tensors, values, about)
             run.world.heart.enter(Phase(before))
 
