@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.errors import LockstepError, Preempted, UsageError, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 app = typer.Typer(
     add_completion=False,
@@ -217,7 +217,8 @@ def _is_first() -> bool:
 def _reporting(debug: bool) -> Iterator[None]:
     """Turn exceptions into messages and exit codes. A rank that a launcher started leaves its words to it."""
     try:
-        yield
+        with exits_are_failures():
+            yield
     except typer.Exit:
         raise
     except Preempted as stopped:

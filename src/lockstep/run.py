@@ -40,7 +40,7 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError
+from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError, exits_are_failures
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -157,6 +157,7 @@ class Trainer:
             precision = Precision(self.config.precision, world.device)
             return evaluation.predict(task, forward, loader, self._eval_plan(data), world, precision)
 
+    @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of what `Task.input_data` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
         task = task or self.task()
@@ -183,13 +184,16 @@ class Trainer:
 
     # ---- the objects
 
+    @exits_are_failures()
     def task(self) -> Task:
         """The config's task, newly made."""
         assembly.seed(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
-    def _join(self) -> contextlib.AbstractContextManager[World]:
-        return join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir)
+    @contextlib.contextmanager
+    def _join(self) -> Iterator[World]:
+        with join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+            yield world
 
     def _training(self, task: Task, world: World) -> Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
