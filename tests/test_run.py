@@ -1,11 +1,13 @@
 """Whole runs through the public interface: what is written, how a run goes on, and what is refused."""
 
+import contextlib
 import json
 
 import pytest
 import torch
 import yaml
 
+import lockstep.run
 from lockstep import LockstepError, Trainer
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
@@ -263,6 +265,13 @@ def test_evaluation_of_a_run_on_two_ranks_is_that_of_training(tmp_path):
         assert answer["loss"] == results["eval/loss"]
 
 
+def test_run_of_one_rank_is_evaluated_on_two(tmp_path):
+    settings = runs.config(train={"steps": 4, "eval_every_steps": 4}, parallel={"strategy": "single"})
+    _, results = runs.fit(own_tasks.Masked(eval_length=19), settings, tmp_path)
+    for answer in run_ranks(2, rank_cases.evaluate_run, tmp_path, "Masked", {"eval_length": 19}, "single"):
+        assert answer["loss"] == results["eval/loss"]
+
+
 def test_empty_data_sets_are_errors(tmp_path):
     with pytest.raises(LockstepError, match="training data set is empty"):
         runs.fit(own_tasks.Plain(0), runs.config(), tmp_path / "train")
@@ -275,6 +284,31 @@ def test_empty_data_sets_are_errors(tmp_path):
 def test_single_strategy_on_several_ranks_is_an_error():
     for message in run_ranks(2, rank_cases.error_of, "Plain", {}, runs.config(parallel={"strategy": "single"})):
         assert "2 ranks would train 2 models" in message
+
+
+def test_exit_is_a_failure_before_this_rank_leaves_the_others(tmp_path, monkeypatch):
+    """So that they are told of it, as of any error."""
+    seen = []
+    join = lockstep.run.join_world
+
+    @contextlib.contextmanager
+    def joined(*arguments):
+        with join(*arguments) as world:
+            try:
+                yield world
+            except Exception as error:
+                seen.append(error)
+                raise
+
+    class Exiting(own_tasks.Plain):
+        def loss(self, model, batch):
+            raise SystemExit(0)
+
+    monkeypatch.setattr(lockstep.run, "join_world", joined)
+    with pytest.raises(LockstepError, match=r"in loss: the task called sys\.exit\(0\)") as caught:
+        Trainer(runs.config(), run_dir=tmp_path, quiet=True).fit(Exiting())
+    assert seen == [caught.value]
+    assert not caught.value.may_pass
 
 
 def test_prediction_without_predict_is_an_error(tmp_path):

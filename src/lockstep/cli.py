@@ -203,6 +203,9 @@ def _check_nproc(nproc: str) -> None:
 def _ranks_of(nproc: str) -> int:
     _check_nproc(nproc)
     if nproc != "auto":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if int(nproc) > cores:
+            print(f"warning: {nproc} ranks on {cores} CPU cores slow each other down; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
         return int(nproc)
     import torch
 

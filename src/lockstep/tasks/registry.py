@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -73,13 +74,12 @@ def _from_file(kind: str) -> type[Task]:
 
 def _import(path: Path) -> ModuleType:
     """The module of a Python file; of a file in a package (a folder with `__init__.py`) as a part of it."""
+    if str(path.parent) not in sys.path[:1]:
+        sys.path.insert(0, str(path.parent))
     packages, root = package_of(path)
-    for place in (str(path.parent), str(root)):  # the package's name is looked up in its parent first
-        if place in sys.path:
-            sys.path.remove(place)
-        sys.path.insert(0, place)
+    other = _other_of(packages[0], root) if packages else None
     try:
-        if packages and _is_ours(packages[0], root):
+        if packages and other is None:
             return importlib.import_module(".".join([*packages, path.stem]))
         module_name = f"lockstep_user_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -92,8 +92,8 @@ def _import(path: Path) -> ModuleType:
         if "relative import" not in str(error):
             raise
         remedy = f"put an empty __init__.py into {path.parent}, which makes it a package, or write `from NAME import ...` without the dot"
-        if packages:
-            remedy = f"give the folder {root / packages[0]} another name: {packages[0]!r} is another package, which is loaded already"
+        if other:
+            remedy = f"give the folder {root / packages[0]} another name: Python finds {other} under this one"
         raise UsageError(f"cannot be imported: {error}", where=str(path), remedy=remedy) from error
     return module
 
@@ -108,7 +108,14 @@ def package_of(path: Path) -> tuple[list[str], Path]:
     return packages, folder
 
 
-def _is_ours(package: str, root: Path) -> bool:
-    """Whether importing `package` gives that in `root`, and not one of this name that is loaded already."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and str(root / package) in (spec.submodule_search_locations or ())
+def _other_of(package: str, root: Path) -> str | None:
+    """Where Python finds a package of this name that is not the one in `root`; None where it finds that."""
+    if str(root) not in sys.path:
+        sys.path.append(str(root))  # last: what else lies there must not hide a library
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module that was made by hand
+        return package
+    if spec is None or any(os.path.realpath(place) == str(root / package) for place in spec.submodule_search_locations or ()):
+        return None
+    return spec.origin or package
