@@ -1,5 +1,6 @@
 """The command line in this process: commands, exit codes, and what is said of wrong input."""
 
+import csv
 import json
 import sys
 
@@ -67,6 +68,15 @@ class Lazy(Mine):
 class Sparse(Mine):
     def model(self):
         return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "bags": nn.EmbeddingBag(9, 4, sparse=True), "fine": nn.Embedding(9, 4)})
+
+class Outputs(Mine):
+    def eval_data(self):
+        return TensorDataset(torch.arange(12.0).reshape(3, 4) / 8, torch.zeros(3, 1))
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1 if model.training else float("nan"))
+    def predict(self, model, batch):
+        inputs = batch[0]
+        return {"half": inputs.bfloat16(), "both": (inputs.repeat(1, 500), None), "array": inputs.numpy()}
 
 class Loads(Mine):
     def __init__(self, train, **more):
@@ -148,6 +158,33 @@ def test_all_errors_are_told_at_once(call):
     done = call("train", "digits", "optim.lrr=1", "train.epochs=x", "task.widht=3", "seeed=1")
     for expected in ("optim.lr?", "train.epochs", "task.width?", "did you mean seed?"):
         assert expected in done.stderr
+
+
+def not_json(text):
+    raise AssertionError(f"{text} is not JSON")
+
+
+def test_outputs_of_any_kind_are_printed_and_written_whole(call):
+    import numpy as np
+    from safetensors.torch import load_file
+
+    assert call("train", "mine.py:Outputs", "train.steps=1", "log.tensorboard=false").exit_code == 0
+    results = json.loads(call("evaluate", "runs/mine").stdout, parse_constant=not_json)
+    assert results["eval/loss"] is None
+    rows = [json.loads(line)["output"] for line in call("predict", "runs/mine").stdout.splitlines()]
+    inputs = [[0.0, 0.125, 0.25, 0.375], [0.5, 0.625, 0.75, 0.875], [1.0, 1.125, 1.25, 1.375]]
+    assert rows == [{"half": one, "both": [one * 500, None], "array": one} for one in inputs]
+    for name in ("out.csv", "out.npz", "out.safetensors"):
+        done = call("predict", "runs/mine", "--out", name)
+        assert done.exit_code == 0, done.stderr
+        assert done.stderr.startswith(f"3 predictions: {name}")
+    assert "left out: truth, output/both/1" in done.stderr
+    with open("out.csv", newline="") as file:
+        assert [json.loads(row["output/both"]) for row in csv.DictReader(file)] == [[one * 500, None] for one in inputs]
+    arrays, tensors = np.load("out.npz"), load_file("out.safetensors")
+    assert arrays["output/both/0"].shape == tuple(tensors["output/both/0"].shape) == (3, 2000)
+    assert arrays["output/half"].tolist() == tensors["output/half"].tolist() == arrays["output/array"].tolist() == inputs
+    assert call("predict", "runs/mine", "--out", "out.pickle").exit_code == 2
 
 
 def test_missing_data_exits_with_1_and_names_the_folder(call, tmp_path):

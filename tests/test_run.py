@@ -1,6 +1,7 @@
 """Whole runs through the public interface: what is written, how a run goes on, and what is refused."""
 
 import contextlib
+import io
 import json
 
 import pytest
@@ -33,6 +34,70 @@ def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
     assert "165 trainable" in log
     assert "step 10/10" in log
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+
+
+class Tabled(own_tasks.Classes):
+    """Its accuracy is a number that is not finite; its confusion matrix goes into tables.jsonl."""
+
+    def loss(self, model, batch):
+        return super().loss(model, batch) * (1.0 if model.training else float("nan"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
+def test_damaged_logs_are_repaired_with_one_message_each_and_hold_json(tmp_path):
+    settings = runs.config(train={"steps": 5, "eval_every_steps": 5})
+    runs.fit(Tabled(), settings, tmp_path)
+    for name in ("metrics.jsonl", "tables.jsonl"):
+        with (tmp_path / name).open("ab") as file:
+            file.write(b"\0" * 100 + b"\n" + b'{"step": 5, "torn')
+    runs.fit(Tabled(), settings | {"train": {"steps": 10, "eval_every_steps": 5}}, tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    for name, steps in (("metrics.jsonl", [5, 5, 10, 10]), ("tables.jsonl", [5, 10])):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == steps
+        assert log.count(f"{name}: 2 of ") == 1
+    assert entries(tmp_path)[-1]["eval/loss"] is None
+    assert "eval/loss nan" in log
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
+@pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "tables.jsonl", "tensorboard"])
+def test_log_that_cannot_be_opened_ends_no_training(tmp_path, capsys, name):
+    (tmp_path / name).touch() if name == "tensorboard" else (tmp_path / name).mkdir()
+    settings = runs.config(train={"steps": 10, "eval_every_steps": 5}, log={"tensorboard": True})
+    assert Trainer(settings, run_dir=tmp_path).fit(own_tasks.Classes())["step"] == 10
+    said = capsys.readouterr()
+    assert said.err.count(f"warning: {name} cannot be written: ") == 1
+    assert said.out.count(f"warning: {name} cannot be written: ") == 1
+    if name != "train.log":
+        assert (tmp_path / "train.log").read_text().count(f"warning: {name} cannot be written: ") == 1
+
+
+def test_tensorboard_on_a_full_disk_goes_on_in_another_file(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from lockstep.observe.tensorboard import TensorBoard
+
+    writer = TensorBoard(tmp_path)
+    writer.record({"step": 1, "loss": 0.5})
+    whole = writer.writer._writer
+    writer.writer._writer = io.BytesIO()
+    writer.writer._writer.write = lambda data: whole.write(data[:7]) and full()
+    with pytest.raises(OSError, match="full"):
+        writer.record({"step": 2, "loss": 0.25})
+    whole.close()
+    writer.record({"step": 3, "loss": 0.125})
+    writer.close()
+    found = {}
+    for path in tmp_path.iterdir():
+        events = EventAccumulator(str(path))
+        events.Reload()
+        found |= {event.step: event.value for event in events.Scalars("loss")}
+    assert found == {1: 0.5, 3: 0.125}
+
+
+def full():
+    raise OSError(28, "full")
 
 
 def test_tensorboard_holds_the_logged_values(tmp_path):

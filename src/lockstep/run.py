@@ -321,10 +321,11 @@ class Trainer:
         """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
         loader, plan = self._loader(data, task, world, training=False), self._eval_plan(data)
+        tables = rundir.Tables(self.run_dir, tell)
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             if run is not None:
-                rundir.keep_tables(self.run_dir, run.step, values)
+                tables.keep(run.step, values)
             if text := task.report(values, [(data[index], output) for index, output in outputs]):
                 tell(text)
 

@@ -11,7 +11,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from lockstep.dist.world import World
 from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.observe.jsonl import JsonLines
+from lockstep.observe.steady import Guard, together
+from lockstep.observe.tensorboard import TensorBoard
+from lockstep.observe.textlog import TextLog
 
 _OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task")
 _MICRO = "micro.json"
@@ -236,28 +240,26 @@ def _environment(world: World) -> dict[str, Any]:
 
 def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, notes: Sequence[str], quiet: bool) -> list[Watcher]:
     """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
-    from lockstep.observe.console import ConsoleWatcher
-    from lockstep.observe.jsonl import JsonLines
-    from lockstep.observe.steady import Steady
-    from lockstep.observe.tensorboard import TensorBoard
-    from lockstep.observe.textlog import TextLog
+    from lockstep.observe.console import ConsoleWatcher  # rich takes a while
 
-    log = Steady(TextLog(folder / "train.log", stop))
-    log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
-    summary = [*notes, *model_summary(made, run), *_endless_warmup(config, run, stop)]
-    for text in summary:
-        log.message(text)
-    found: list[Watcher] = [log, Steady(JsonLines(folder / "metrics.jsonl", run.step))]
+    writers: dict[str, Callable[[], Any]] = {
+        "train.log": lambda: TextLog(folder / "train.log", stop),
+        "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", run.step),
+    }
     if config.log.tensorboard:
-        found.append(Steady(TensorBoard(folder / "tensorboard", run.step)))
+        writers["tensorboard"] = lambda: TensorBoard(folder / "tensorboard", run.step)
     if not quiet:
-        console = ConsoleWatcher(stop, run.step)
+        writers["the console"] = lambda: ConsoleWatcher(stop, run.step)
+    found = together(writers)
+    log, console = found[0], found[-1]
+    log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
+    if not quiet:
         batch = config.batch
         console.message(f"{config.name}: {run.world.size} x {run.world.device.type}, global batch {batch.global_}, steps {run.step} to {stop}, {folder}")
-        for text in summary:
-            console.message(text)
-        found.append(console)
-    return found
+    for text in (*notes, *model_summary(made, run), *_endless_warmup(config, run, stop)):
+        for one in found:
+            one.message(text)
+    return [*found]
 
 
 def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
@@ -269,15 +271,27 @@ def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
     return [f"warning: schedule.warmup_steps={warmup} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
 
 
-def keep_tables(folder: Path, step: int, values: Mapping[str, Any]) -> None:
-    """Append what an evaluation's metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
-    from lockstep.observe.jsonl import JsonLines
+class Tables:
+    """Appends what evaluations' metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
 
-    tables = {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
-    if tables:
-        lines = JsonLines(folder / "tables.jsonl", step - 1)
-        lines.record({"step": step, **tables})
-        lines.close()
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.path, self.tell = folder / "tables.jsonl", tell
+        self.guard = Guard(self.path.name, tell)
+
+    def keep(self, step: int, values: Mapping[str, Any]) -> None:
+        """Those of the evaluation at `step`, by name."""
+        tables = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
+        if tables:
+            self.guard(self._write, {"step": step, **tables})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        lines = JsonLines(self.path, entry["step"] - 1)
+        if lines.note:
+            self.tell(lines.note)
+        try:
+            lines.record(entry)
+        finally:
+            lines.close()
 
 
 def model_summary(made: Assembled, run: Training) -> list[str]:
