@@ -195,7 +195,8 @@ def roots(forward: nn.Module, losses: Losses, gradients: Sequence[Tensor], last:
     if last and not finds_unused:
         unused, parameters = _unused(forward, _leaves(losses)), dict(unwrap(forward).named_parameters())
         missing = [parameters[name] for name, is_unused in unused.items() if is_unused]
-        tensors, grads = tensors + missing, grads + [torch.zeros_like(parameter) for parameter in missing]
+        tensors += missing
+        grads += [torch.zeros_like(parameter) for parameter in missing]
     return tensors, grads
 
 
