@@ -169,12 +169,12 @@ def rehearse(forward: nn.Module, batch: Any, precision: Precision, look: Callabl
             losses: Losses = forward(batch)
         if look is not None:
             look(losses)
-        tensors, zeros = roots(forward, losses, [torch.zeros_like(loss) for loss in losses.values()], last=True)
+        tensors, zeros = roots(forward, losses, {head: torch.zeros_like(loss) for head, loss in losses.items()}, last=True)
         torch.autograd.backward(tensors, zeros)
 
 
-def roots(forward: nn.Module, losses: Losses, gradients: Sequence[Tensor], last: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """What `torch.autograd.backward` takes for the gradient of sum_k gradients[k] * losses[k], without computing that sum.
+def roots(forward: nn.Module, losses: Losses, gradients: Losses, last: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What `torch.autograd.backward` takes for the gradient of sum_k gradients[k] * losses[k], over the heads of `gradients`.
 
     A head without units may be a constant. In the last pass of a step, parameters that are then out of reach are roots
     themselves, with gradients of zeros: the other ranks wait for theirs.
@@ -182,13 +182,14 @@ def roots(forward: nn.Module, losses: Losses, gradients: Sequence[Tensor], last:
     Raises:
         TrainingError: a constant under a strategy that cannot do without its parameters.
     """
-    tensors = [loss for loss in losses.values() if loss.requires_grad]
-    grads = [gradient for loss, gradient in zip(losses.values(), gradients, strict=True) if loss.requires_grad]
-    constants = [head for head, loss in losses.items() if not loss.requires_grad]
+    tensors = [losses[head] for head in gradients if losses[head].requires_grad]
+    grads = [gradient for head, gradient in gradients.items() if losses[head].requires_grad]
+    constants = [head for head in gradients if not losses[head].requires_grad]
     if not constants:
         return tensors, grads
     finds_unused = isinstance(forward, DistributedDataParallel) and forward.find_unused_parameters
-    if is_sharded(forward) or (finds_unused and last and not tensors):
+    all_train = all(parameter.requires_grad for parameter in forward.parameters())  # else that may be why
+    if (is_sharded(forward) and all_train) or (finds_unused and last and not tensors):
         remedy = "let it depend on its parameters where it has no units, such as a sum over an empty selection of the model's output"
         where = "parallel.strategy=fsdp" if is_sharded(forward) else "parallel.find_unused_parameters"
         raise TrainingError(f"the loss of head {constants[0]!r} is a constant, which depends on no parameter", where=where, remedy=remedy)
