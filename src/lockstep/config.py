@@ -74,6 +74,7 @@ class TextTask(Section):
     subset: str | None = None
     header: bool = True
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    quoting: Literal["minimal", "none"] | None = None
 
 
 class UserTask(Section):

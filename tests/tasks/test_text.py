@@ -15,6 +15,7 @@ from tests import runs, text_cases
 from tests.ranks import run_ranks
 from tests.text_cases import SIZES, SMALL
 
+ROLES = ["mixed", "neg", "pos"]
 ROWS = [("good film", "pos"), ("bad film", "neg"), ("very good", "pos"), ("very bad", "neg"), ("so so", "mixed"), ("neither", "mixed")]
 
 
@@ -193,7 +194,29 @@ def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_pa
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [(row["input"], row["text"]) for row in rows] == [("standard input:1", "good film"), ("standard input:2", ""), ("standard input:3", "very bad")]
-    assert all(abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5 for row in rows)
+    for row in (rows[0], rows[2]):
+        assert abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5
+        assert row["prediction"]
+        assert not row["reason"]
+    assert [rows[1][name] for name in ("prediction", "probability", "probabilities/mixed")] == ["", "", ""]
+    assert "the text is empty" in rows[1]["reason"]
+
+
+@pytest.mark.parametrize("texts", [["", " \t", "good film", "\u200b"], [""]], ids=["among others", "alone"])
+def test_a_text_without_tokens_gets_no_class(trained, texts):
+    folder, _ = trained
+    rows = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(texts)
+    for row in rows:
+        if row["text"] == "good film":
+            assert row["prediction"] in ROLES
+            assert "reason" not in row
+        else:
+            assert (row["prediction"], row["probability"], row["probabilities"]) == (None, None, dict.fromkeys(ROLES))
+            assert "the text is empty" in row["reason"]
+    alone = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(["good film"])[0]
+    for row in rows:
+        if row["text"] == "good film":
+            assert row["probabilities"] == pytest.approx(alone["probabilities"], abs=2e-6)
 
 
 def test_exported_folder_gives_a_pipeline_the_same_probabilities(trained, tmp_path):
@@ -357,6 +380,34 @@ def test_label_that_training_lacks_is_an_error_with_file_and_line(few, tmp_path)
 def test_one_label_is_nothing_to_learn(few, tmp_path):
     with pytest.raises(DataError, match=r"1 labels \(pos\)"):
         Text(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([(f"text {number}", f"label {number}") for number in range(8)], {}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
+        ([(f"text {number}", f"label {number}") for number in range(8)], {"multi_label": True}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
+        ([(f"text {number}", "ab"[number % 2]) for number in range(4)], {}, "is 0.1 of 4 texts"),
+    ],
+    ids=["all once", "all once, several labels", "few"],
+)
+def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evaluation_goes_on(few, tmp_path, rows, options, words):
+    train = table(tmp_path / "a.csv", rows)
+    task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, **options}
+    settings = runs.config(task=task, data={"train": train}, batch={"global": 4}, train={"steps": 1})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    assert words in (tmp_path / "run" / "train.log").read_text()
+    with pytest.raises(DataError, match="no text is held back for evaluation") as caught:
+        Trainer(settings | {"train": {"steps": 1, "eval_every_steps": 1}}, run_dir=tmp_path / "other", quiet=True).fit()
+    assert words in caught.value.what
+    assert caught.value.where == train
+    assert "data.eval" in caught.value.remedy
+
+
+def test_labels_that_no_evaluation_text_has_are_named(few, tmp_path):
+    rows = [*((f"text {number}", "often") for number in range(20)), ("what", "once"), ("is this", "seldom")]
+    notes = Text(**few | {"train": table(tmp_path / "a.csv", rows), "eval_fraction": 0.1}).notes()
+    assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in notes
 
 
 def test_unwritable_run_directory_is_an_error(few, tmp_path):

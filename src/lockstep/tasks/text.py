@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from lockstep.data.labels import count_labels, match_labels, split
 from lockstep.data.table import SUFFIXES, Source, lines_of
 from lockstep.data.text import Given, GivenTexts, TextData, Texts, TextSample, Tokens, given, read_texts, tokenise
 from lockstep.errors import DataError, UsageError
-from lockstep.tasks import hugging_face, tables
+from lockstep.tasks import hugging_face, tables, text_notes
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ Batch = dict[str, Tensor]
 
 _ROLES = ("text", "pair", "label")
 _LINE = 100  # characters of a text in the log
+_NO_TOKENS = "the text is empty, or has no letter that the tokenizer knows"
 _NEW = 8  # names of weights in the log
 
 
@@ -49,7 +51,7 @@ class Text(Task):
         class_weights: `balanced`, or a weight by label: the loss is a weighted mean, as torch's cross_entropy has it.
         new_head: replace the last layer of a model that already classifies.
         empty: `raise` or `drop` texts without letters.
-        subset: the hub's configuration of a data set. header, delimiter: of CSV.
+        subset: the hub's configuration of a data set. header, delimiter, quoting: of CSV; see `Source`.
     """
 
     def __init__(
@@ -70,14 +72,15 @@ class Text(Task):
         subset: str | None = None,
         header: bool = True,
         delimiter: str | None = None,
+        quoting: str | None = None,
     ) -> None:
-        self.source = Source.parse(train, "train", subset, header, delimiter)
-        self.eval_source = Source.parse(eval, "test", subset, header, delimiter) if eval else None
+        self.reading = (subset, header, delimiter, quoting)
+        self.source = Source.parse(train, "train", *self.reading)
+        self.eval_source = Source.parse(eval, "test", *self.reading) if eval else None
         self.model_name, self.scratch, self.max_length = model, dict(scratch or {}), max_length
         self.columns, self.empty = dict(columns or {}), empty
         self.multi_label, self.separator, self.class_weights, self.new_head = multi_label, label_separator, class_weights, new_head
         self.fraction, self.split_seed = eval_fraction, split_seed
-        self.subset, self.header, self.delimiter = subset, header, delimiter
         self.kept: Path | None = None
         self.trained = False
         self._tokens: dict[Path, Tokens] = {}
@@ -133,7 +136,20 @@ class Text(Task):
     def eval_data(self) -> TextData | None:
         if self._eval_texts is not None:
             return self._data(self._eval_texts)
+        if self._nothing_held_back:
+            remedy = "give data.eval, a larger task.eval_fraction or more texts of each label; "
+            remedy += "or, to train without evaluation, task.eval_fraction=0 and train.eval_every_epochs=0"
+            raise DataError(self._nothing_held_back, where=self._train_texts.source, remedy=remedy)
         return None if self._rows[1] is None else self._data(self._train_texts, self._rows[1])
+
+    @property
+    def _nothing_held_back(self) -> str | None:
+        """Why no text is left for evaluation, where some should be."""
+        if self._rows[1] is None or len(self._rows[1]):
+            return None
+        sizes = np.unique(self._train_texts.codes, axis=0, return_counts=True)[1]
+        once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur once" if (sizes == 1).any() else ""
+        return f"no text is held back for evaluation: task.eval_fraction is {self.fraction} of {len(self._train_texts)} texts{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
         if texts.folder not in self._tokens:
@@ -192,10 +208,13 @@ class Text(Task):
     def collate(self, samples: list[Any]) -> Batch:
         """Pad to the longest of these samples. `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens); `labels`."""
         ids, types, labels = map(list, zip(*samples, strict=True))
+        masks = [torch.ones_like(one) if len(one) else one.new_zeros(1) for one in ids]
+        ids = [one if len(one) else one.new_full((1,), self.tokenizer.pad_token_id) for one in ids]  # a text without tokens
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
         batch = {"input_ids": pad_sequence(ids, padding_value=float(self.tokenizer.pad_token_id), **pad)}
-        batch["attention_mask"] = pad_sequence([torch.ones_like(one) for one in ids], **pad)
+        batch["attention_mask"] = pad_sequence(masks, **pad)
         if types[0] is not None:
+            types = [one if len(one) else one.new_zeros(1) for one in types]
             batch["token_type_ids"] = pad_sequence(types, padding_value=float(self.tokenizer.pad_token_type_id), **pad)
         batch["labels"] = torch.stack(labels) if isinstance(labels[0], Tensor) else torch.tensor(labels)
         return batch
@@ -249,7 +268,9 @@ class Text(Task):
         return logits.float().sigmoid() if self.multi_label else logits.float().softmax(dim=-1)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._probabilities(self._logits(model, batch))
+        """Probabilities by class: (samples, classes). NaN for a text without tokens, of which the model can say nothing."""
+        probabilities = self._probabilities(self._logits(model, batch))
+        return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
     def loss_and_output(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
@@ -284,23 +305,12 @@ class Text(Task):
     def notes(self) -> list[str]:
         """What was read, by class, and what was cut off; and which weights are new."""
         found = [f"not in {self.model_name}, so new: {', '.join(self._new[:_NEW])}{', ...' if len(self._new) > _NEW else ''}"] if self._new else []
-        for name, data in (("training", self.train_data()), ("evaluation", self.eval_data())):
-            if data is None:
-                continue
-            texts, tokens = data.texts, data.tokens
-            counts = count_labels(self.labels, data.labels if data.rows is None else data.labels[data.rows])
-            columns = ", ".join(
-                f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in texts.columns.items() if role in _ROLES and value
-            )
-            found.append(
-                f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {int(data.lengths.mean())} on average, {int(data.lengths.max())} at most"
-            )
-            found.append(f"  by label: {tables.listed(counts)}")
-            if tokens.truncated:
-                share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
-                found.append(f"  cut to {self.max_length} tokens: {tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens")
-            if texts.dropped:
-                found.append(f"  left out: {texts.dropped:,} empty texts")
+        found += text_notes.of_data("training", self.train_data(), self.labels, self.max_length)
+        if self._nothing_held_back:
+            return [*found, self._nothing_held_back]
+        held = self.eval_data()
+        if held is not None:
+            found += text_notes.of_data("evaluation", held, self.labels, self.max_length) + text_notes.of_absent_labels(held, self.labels)
         return found
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
@@ -319,6 +329,8 @@ class Text(Task):
         return f"  {right}: {found['prediction']!r} ({found['probability']:.3f}), truth {truth!r}: {' '.join(text.split())}"
 
     def describe(self, output: Tensor) -> dict[str, Any]:
+        if output.isnan().all():
+            return {"prediction": None, "probability": None, "probabilities": dict.fromkeys(self.labels), "reason": _NO_TOKENS}
         probabilities = {label: round(value, 6) for label, value in zip(self.labels, output.tolist(), strict=True)}
         if self.multi_label:
             chosen: Any = [label for label, value in probabilities.items() if value > 0.5]
@@ -341,7 +353,7 @@ class Text(Task):
             if one == "-":
                 rows += [Given(f"standard input:{line}", text, None) for line, text in enumerate(lines_of(sys.stdin.read()), start=1)]
             elif Path(one).is_file() or (one.endswith(SUFFIXES) and " " not in one):
-                source = Source.parse(one, "train", self.subset, self.header, self.delimiter)
+                source = Source.parse(one, "train", *self.reading)
                 rows += given(source, self.columns.get("text"), self.columns.get("pair"), self.columns.get("label"))
             else:
                 rows.append(Given(f"argument {number + 1}", one, None))

@@ -1,0 +1,42 @@
+"""What the log's head says of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.data.labels import count_labels
+from lockstep.data.text import TextData
+from lockstep.tasks import tables
+
+_ROLES = ("text", "pair", "label")
+_SHOWN = 8
+
+
+def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -> list[str]:
+    """What was read, by class, what was cut off, and what was left out. name: `training` or `evaluation`."""
+    texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
+    columns = ", ".join(f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in texts.columns.items() if role in _ROLES and value)
+    lengths = f"{int(data.lengths.mean())} on average, {int(data.lengths.max())} at most" if len(data) else "none"
+    found = [
+        f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {lengths}",
+        f"  by label: {tables.listed(counts)}",
+    ]
+    if tokens.truncated:
+        share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
+        found.append(f"  cut to {max_length} tokens: {tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens")
+    if texts.dropped:
+        found.append(f"  left out: {texts.dropped:,} empty texts")
+    return found + [f"  {told}" for told in texts.told]
+
+
+def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
+    """Labels that no text of the evaluation has."""
+    absent = [label for label, count in _counts(data, labels).items() if not count]
+    if not absent:
+        return []
+    shown = ", ".join(absent[:_SHOWN]) + (", ..." if len(absent) > _SHOWN else "")
+    return [f"  not evaluated, since no text there has them: {len(absent)} of {len(labels)} labels ({shown})"]
+
+
+def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:
+    return count_labels(labels, data.labels if data.rows is None else data.labels[data.rows])
