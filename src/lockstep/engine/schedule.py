@@ -18,6 +18,7 @@ class Schedule:
         total: updates of the whole training.
         steps_per_epoch: updates of one epoch (for `step`).
         warmup_steps: updates over which the factor rises linearly: update u (from 0) gets (u + 1) / warmup_steps.
+        warmup_share: the same as a share of `total`, rounded up; it counts instead of `warmup_steps` where it is given.
         end_factor: factor that linear, cosine and polynomial reach after `total` updates.
         step_epochs, gamma: `step` multiplies by `gamma` every `step_epochs` epochs.
         power: of `polynomial`.
@@ -31,18 +32,26 @@ class Schedule:
     step_epochs: float = 1
     gamma: float = 0.1
     power: float = 1.0
+    warmup_share: float | None = None
+
+    @property
+    def warmup(self) -> int:
+        """Updates of the warm-up."""
+        if self.warmup_share is None:
+            return self.warmup_steps
+        return math.ceil(self.warmup_share * self.total - 1e-9)  # 0.1 * 30 is a little above 3
 
     def __call__(self, update: int) -> float:
         if self.name == "one_cycle":
             return self._one_cycle(update)
-        if update < self.warmup_steps:
-            return self._shape(update) * (update + 1) / self.warmup_steps
+        if update < self.warmup:
+            return self._shape(update) * (update + 1) / self.warmup
         return self._shape(update)
 
     def _shape(self, update: int) -> float:
         if self.name == "step":  # decays at epoch ends, wherever the warm-up ended
             return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
-        done = min(1.0, max(0, update - self.warmup_steps) / max(1, self.total - self.warmup_steps))
+        done = min(1.0, max(0, update - self.warmup) / max(1, self.total - self.warmup))
         if self.name == "linear":
             return self.end_factor + (1 - self.end_factor) * (1 - done)
         if self.name == "cosine":
@@ -54,7 +63,7 @@ class Schedule:
     def _one_cycle(self, update: int) -> float:
         """Smith and Topin 2018, with the phases and factors of torch's OneCycleLR: 1/25 up to 1, down to 1/250000."""
         start, end = 1 / 25, 1 / 25 / 1e4
-        peak = float(self.warmup_steps) if self.warmup_steps else 0.3 * self.total
+        peak = float(self.warmup) if self.warmup else 0.3 * self.total
         peak = max(peak - 1, 1e-9)
         if update <= peak:
             low, done = start, update / peak

@@ -32,7 +32,6 @@ Batch = dict[str, Tensor]
 _ROLES = ("text", "pair", "label")
 _LINE = 100  # characters of a text in the log
 _NO_TOKENS = "the text is empty, or has no letter that the tokenizer knows"
-_NEW = 8  # names of weights in the log
 
 
 @final
@@ -43,8 +42,8 @@ class Text(Task):
         train, eval: a file, a saved `datasets` folder, or a name on the hub, the latter two with `:SPLIT`. Without `eval`,
             `eval_fraction` of every class is held back, drawn by `split_seed`.
         model: name on the Hugging Face hub, or a local folder; None: a new model as `scratch` says.
-        scratch: `architecture` (a model type of transformers), `sizes` (keys of its config), and `vocab_size` and
-            `lowercase` of the tokenizer that is trained on the training texts.
+        scratch: `architecture` (`embedding_bag`, or a model type of transformers), `sizes` (keys of its config), and
+            `vocab_size` and `lowercase` of the tokenizer that is trained on the training texts.
         max_length: tokens; longer texts are cut, counted and reported.
         columns: `text` (several are joined), `pair`, `label`; None: those with a usual name.
         multi_label: labels are lists, or text with `label_separator` between labels.
@@ -85,6 +84,7 @@ class Text(Task):
         self.trained = False
         self._tokens: dict[Path, Tokens] = {}
         self._new: list[str] = []
+        self._parameters = 0
         self._moved: Tensor | None = None
 
     def attach(self, folder: Path, trained: bool) -> None:
@@ -173,7 +173,7 @@ class Text(Task):
         mine = range(len(texts)) if rows is None else rows.tolist()
         words = (texts.text(row, part) for part in range(1 + texts.has_pairs) for row in mine)
         digest = f"{texts.folder.name} {self.fraction, self.split_seed, self.eval_source is None}"
-        return hugging_face.train_tokenizer(words, digest, self.scratch.get("vocab_size", 8000), self.scratch.get("lowercase", True))
+        return hugging_face.train_tokenizer(words, digest, self.scratch.get("vocab_size", 20000), self.scratch.get("lowercase", True))
 
     @cached_property
     def config(self) -> Any:
@@ -190,12 +190,13 @@ class Text(Task):
             labels = hugging_face.check_labels(config, labels, self.model_name, self.new_head)
         else:
             sizes = self.scratch.get("sizes", {})
-            config = hugging_face.new_config(self.scratch.get("architecture", "bert"), sizes, self.max_length, self.tokenizer)
+            config = hugging_face.new_config(self.scratch.get("architecture", hugging_face.EMBEDDING_BAG), sizes, self.max_length, self.tokenizer)
         hugging_face.set_labels(config, labels, self.multi_label, self.tokenizer.pad_token_id)
         return config
 
     def model(self) -> nn.Module:
         model, self._new = hugging_face.make_model(self.config, None if self.trained else self.model_name, self.new_head)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
     # ---- from texts to a loss
@@ -304,8 +305,9 @@ class Text(Task):
 
     def notes(self) -> list[str]:
         """What was read, by class, and what was cut off; and which weights are new."""
-        found = [f"not in {self.model_name}, so new: {', '.join(self._new[:_NEW])}{', ...' if len(self._new) > _NEW else ''}"] if self._new else []
-        found += text_notes.of_data("training", self.train_data(), self.labels, self.max_length)
+        training = self.train_data()
+        found = text_notes.of_model(self.model_name, self.config.model_type, self._parameters, self._new, len(training))
+        found += text_notes.of_data("training", training, self.labels, self.max_length)
         if self._nothing_held_back:
             return [*found, self._nothing_held_back]
         held = self.eval_data()
