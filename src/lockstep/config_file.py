@@ -190,11 +190,13 @@ def _suggest(raw: dict[str, Any]) -> None:
     """Fill in what suits the task. A section with another `name` (of an optimizer, of a schedule) is left as it is."""
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
+    if not isinstance(kind, str) or kind not in BUILT_IN:
+        return
     try:
-        suggestions = BUILT_IN[kind].model_validate(task).suggestions() if isinstance(kind, str) and kind in BUILT_IN else {}
+        checked = BUILT_IN[kind].model_validate(task)
     except ValidationError:  # is told elsewhere
         return
-    for section, values in suggestions.items():
+    for section, values in checked.suggestions().items():
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue

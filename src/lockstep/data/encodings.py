@@ -1,4 +1,4 @@
-"""From the bytes of a text file to its text: by the byte order mark, else UTF-8; and what to do about a file that is neither."""
+"""From the bytes of a text file to its text: by the byte order mark, else UTF-8; and the remedy for a file that is neither."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def read_text(path: Path) -> str:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions") from error
+        remedy = "check the path and its permissions"
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     mark, encoding = next(((mark, name) for mark, name in _MARKS if raw.startswith(mark)), (b"", ""))
     if not mark and (guessed := _without_mark(raw)):
         remedy = f"convert it: iconv -f {guessed} -t utf-8 {path.name}"
-        raise DataError(f"not UTF-8: zero bytes between the letters, as {guessed.upper()} has them", where=str(path), remedy=remedy)
+        what = f"not UTF-8: zero bytes between the letters, as {guessed.upper()} has them"
+        raise DataError(what, where=str(path), remedy=remedy)
     try:
         return raw[len(mark) :].decode(encoding or "utf-8")
     except UnicodeDecodeError as error:
@@ -82,9 +84,6 @@ def _explained(raw: bytes, place: int, name: str) -> tuple[str, str]:
         )
     high = [byte for byte in raw if byte > 127]
     if 4 * len(high) <= len(raw) and not _NOT_IN_CP1252.intersection(high):
-        guess = "windows-1252" if any(byte < 0xA0 for byte in high) else "latin1"
-        return (
-            what,
-            f"it may be {'Windows-1252' if guess != 'latin1' else 'Latin-1'}; if so, convert it: iconv -f {guess} -t utf-8 {name}",
-        )
+        guess, called = ("windows-1252", "Windows-1252") if any(byte < 0xA0 for byte in high) else ("latin1", "Latin-1")
+        return what, f"it may be {called}; if so, convert it: iconv -f {guess} -t utf-8 {name}"
     return what, f"convert it from the encoding that it was written in: iconv -f ENCODING -t utf-8 {name}"

@@ -18,12 +18,14 @@ from lockstep.errors import DataError, did_you_mean
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
 _SHOWN = 40  # characters of a column's name
+_LETTERS = "where quotes are letters of the texts, set task.quoting=none"
 
 
 @dataclass
 class Table:
     """Columns of equal length, by name. name: of the source. lines: of the rows in its file; None where they are counted from 0.
-    classes: names that a column's numbers stand for, where the source has them. told: what a person should know of how it was read."""
+    classes: names that a column's numbers stand for, where the source has them. told: what a person should know of the
+    way in which it was read."""
 
     columns: dict[str, list[Any]]
     name: str
@@ -50,7 +52,8 @@ class Source:
 
     name: a file, a folder that `datasets` saved, `docstrings` (embedded), or a name on the hub; the latter two kinds of data
     set with `:SPLIT`. subset: the hub's configuration. header: whether the first line of CSV names columns, else they are 0, 1, ...
-    quoting: of CSV: `minimal`, a field may stand in double quotes, or `none`, quotes are letters; None: `none` for .tsv, else `minimal`.
+    quoting: of CSV: `minimal`, a field may stand in double quotes, or `none`, quotes are letters; None: `none` for .tsv, and
+    `minimal` for .csv.
     """
 
     name: str
@@ -62,7 +65,12 @@ class Source:
 
     @staticmethod
     def parse(
-        text: str, split: str = "train", subset: str | None = None, header: bool = True, delimiter: str | None = None, quoting: str | None = None
+        text: str,
+        split: str = "train",
+        subset: str | None = None,
+        header: bool = True,
+        delimiter: str | None = None,
+        quoting: str | None = None,
     ) -> Source:
         """From `NAME` or `NAME:SPLIT`; a file has no split."""
         name, colon, wanted = text.partition(":")
@@ -155,7 +163,7 @@ def _read_csv(path: Path, header: bool, delimiter: str, quoted: bool) -> Table:
             rows.append(row)
             lines.append(at)
     except csv.Error as error:
-        remedy = 'a quoted field must end with " before a delimiter or a line break; where quotes are letters of the texts, set task.quoting=none'
+        remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
         raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
     if not rows:
         raise DataError("no rows", where=str(path), remedy="the file needs one row per sample" + (" below its header" if header else ""))
@@ -166,19 +174,20 @@ def _read_csv(path: Path, header: bool, delimiter: str, quoted: bool) -> Table:
 def _of_ragged(row: Sequence[str], quoted: bool) -> str:
     """What to do about a row of another number of fields."""
     if not quoted:
-        return 'no text may hold the delimiter or a line break; where such texts stand in "quotes", set task.quoting=minimal'
+        return 'no text may hold the delimiter or a line break; where they stand in "quotes", set task.quoting=minimal'
     remedy = 'put texts that hold the delimiter or line breaks into "quotes", and double quotes in them'
     has_quotes = any('"' in field or "\n" in field for field in row)
-    return f"{remedy}; where quotes are letters of the texts, set task.quoting=none" if has_quotes else remedy
+    return f"{remedy}; {_LETTERS}" if has_quotes else remedy
 
 
 def _told_of_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A word on fields that look quoted where quotes are letters: those that a writer of CSV would have put into quotes, all of them well-formed."""
-    quotes = [field for row in rows for field in row if '"' in field]
-    formed = [field for field in quotes if len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")]
-    if not formed or len(formed) < len(quotes):
+    """A word on fields that look quoted where quotes are letters: all that have quotes are as a writer of CSV quotes them."""
+    with_quotes = [field for row in rows for field in row if '"' in field]
+    quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
+    if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
         return ()
-    return (f'{len(formed):,} fields stand in "quotes", which are read as part of them: if they enclose the fields, set task.quoting=minimal',)
+    what = f'{len(quoted):,} fields stand in "quotes", which are read as part of them'
+    return (f"{what}: if they enclose the fields, set task.quoting=minimal",)
 
 
 def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:

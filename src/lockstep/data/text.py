@@ -43,8 +43,8 @@ class Texts:
     """Texts and labels of one source, as they were read; a folder of the cache.
 
     names: of the labels, in this source, sorted (numbers by value), or as the source has them. codes: label of each text,
-    as its place in `names`, -1 where there is none; with several labels per text, 0 and 1 of shape (texts, names). dropped: how many
-    empty texts were left out. told: what a person should know of how they were read.
+    as its place in `names`, -1 where there is none; with several labels per text, 0 and 1 of shape (texts, names).
+    dropped: how many empty texts were left out. told: what a person should know of the way in which they were read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +138,8 @@ def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, s
     np.save(folder / "places.npy", np.array(kept if rows.lines is None else [rows.lines[row] for row in kept], dtype=np.int64))
     np.save(folder / "codes.npy", codes)
     about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": rows.lines is not None}
-    (folder / "about.json").write_text(json.dumps({"names": names, "columns": about, "dropped": len(blank), "source": rows.name, "told": rows.told}))
+    read = {"names": names, "columns": about, "dropped": len(blank), "source": rows.name, "told": rows.told}
+    (folder / "about.json").write_text(json.dumps(read))
 
 
 def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
@@ -267,7 +268,8 @@ def given(source: Source, text: str | int | Sequence[str | int] | None, pair: st
 
 
 class GivenTexts(Dataset[TextSample]):
-    """Texts without labels, tokenised in memory. One from which the tokenizer reads nothing has no token at all, not even a special one."""
+    """Texts without labels, tokenised in memory. A text in which the tokenizer finds nothing has no token at all, not even
+    a special one."""
 
     def __init__(self, rows: Sequence[Given], tokenizer: Tokenizer, max_length: int) -> None:
         self.rows = rows
@@ -275,11 +277,14 @@ class GivenTexts(Dataset[TextSample]):
         found: Any = {"input_ids": []}
         nothing: list[int] = []
         if rows:
-            found = tokenizer([one.text for one in rows], pairs, truncation=True, max_length=max_length)
-            nothing = tokenizer([""], None if pairs is None else [""], truncation=True, max_length=max_length)["input_ids"][0]
+            cut: Any = {"truncation": True, "max_length": max_length}
+            found = tokenizer([one.text for one in rows], pairs, **cut)
+            nothing = tokenizer([""], None if pairs is None else [""], **cut)["input_ids"][0]
         self.ids = [np.array([] if one == nothing else one, dtype=np.int32) for one in found["input_ids"]]
-        types = found["token_type_ids"] if pairs is not None and "token_type_ids" in found else None
-        self.types = None if types is None else [np.array(one[: len(mine)], dtype=np.uint8) for one, mine in zip(types, self.ids, strict=True)]
+        self.types: list[Array] | None = None
+        if pairs is not None and "token_type_ids" in found:
+            types = zip(found["token_type_ids"], self.ids, strict=True)
+            self.types = [np.array(one[: len(mine)], dtype=np.uint8) for one, mine in types]
         self.lengths = np.array([max(1, len(one)) for one in self.ids], dtype=np.int64)
 
     def __len__(self) -> int:

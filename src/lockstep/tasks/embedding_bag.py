@@ -1,8 +1,8 @@
 """A bag of embeddings as a Hugging Face model: what learns most from few texts where nothing is pretrained.
 
-The class scores of a text are a linear function of the mean of its tokens' embeddings: fastText without n-grams (Joulin et
-al. 2017, arXiv:1607.01759). An exported model has this file beside it, by which `trust_remote_code=True` loads it without Lockstep;
-so it imports nothing of the package.
+The class scores of a text are a linear function of the mean of its tokens' embeddings: fastText without n-grams (Joulin
+et al. 2017, arXiv:1607.01759). An exported model has this file beside it, by which `trust_remote_code=True` loads it
+without Lockstep; so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 class EmbeddingBagConfig(PreTrainedConfig):
-    """vocab_size: of the tokenizer. hidden_size: of an embedding. initializer_range: standard deviation of new embeddings."""
+    """vocab_size: of the tokenizer. hidden_size: of an embedding. initializer_range: standard deviation of embeddings."""
 
     model_type = "embedding_bag"
     vocab_size: int = 8000
@@ -29,7 +29,8 @@ class EmbeddingBagConfig(PreTrainedConfig):
 
 
 class EmbeddingBagForSequenceClassification(PreTrainedModel):
-    """(texts, tokens) of ids to (texts, classes) of logits. Word order, and which text of a pair a token is in, do not count."""
+    """Token ids (texts, tokens) to logits (texts, classes). Neither word order nor the text of a pair that a token is in
+    counts."""
 
     config_class = EmbeddingBagConfig
     base_model_prefix = "embeddings"
@@ -67,5 +68,6 @@ AUTO_MAP = {
 def register() -> None:
     """Let transformers' Auto classes know it, as they know their own."""
     AutoConfig.register(EmbeddingBagConfig.model_type, EmbeddingBagConfig, exist_ok=True)
-    AutoModelForSequenceClassification.register(EmbeddingBagConfig, EmbeddingBagForSequenceClassification, exist_ok=True)
+    auto = AutoModelForSequenceClassification
+    auto.register(EmbeddingBagConfig, EmbeddingBagForSequenceClassification, exist_ok=True)
     EmbeddingBagConfig.register_for_auto_class()

@@ -83,7 +83,8 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
     """The config of a model from scratch.
 
     Args:
-        architecture: `embedding_bag`, or a model type of transformers, such as `bert`. sizes: keys of its config, such as `hidden_size`.
+        architecture: `embedding_bag`, or a model type of transformers, such as `bert`. sizes: keys of its config, such as
+            `hidden_size`.
 
     Raises:
         UsageError: unknown architecture or key; names what there is.

@@ -149,7 +149,8 @@ class Text(Task):
             return None
         sizes = np.unique(self._train_texts.codes, axis=0, return_counts=True)[1]
         once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur once" if (sizes == 1).any() else ""
-        return f"no text is held back for evaluation: task.eval_fraction is {self.fraction} of {len(self._train_texts)} texts{once}"
+        share = f"task.eval_fraction is {self.fraction} of {len(self._train_texts)} texts"
+        return f"no text is held back for evaluation: {share}{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
         if texts.folder not in self._tokens:
@@ -173,7 +174,8 @@ class Text(Task):
         mine = range(len(texts)) if rows is None else rows.tolist()
         words = (texts.text(row, part) for part in range(1 + texts.has_pairs) for row in mine)
         digest = f"{texts.folder.name} {self.fraction, self.split_seed, self.eval_source is None}"
-        return hugging_face.train_tokenizer(words, digest, self.scratch.get("vocab_size", 20000), self.scratch.get("lowercase", True))
+        size, lowercase = self.scratch.get("vocab_size", 20000), self.scratch.get("lowercase", True)
+        return hugging_face.train_tokenizer(words, digest, size, lowercase)
 
     @cached_property
     def config(self) -> Any:
@@ -189,8 +191,8 @@ class Text(Task):
             config = hugging_face.load_config(self.model_name)
             labels = hugging_face.check_labels(config, labels, self.model_name, self.new_head)
         else:
-            sizes = self.scratch.get("sizes", {})
-            config = hugging_face.new_config(self.scratch.get("architecture", hugging_face.EMBEDDING_BAG), sizes, self.max_length, self.tokenizer)
+            sizes, architecture = self.scratch.get("sizes", {}), self.scratch.get("architecture", hugging_face.EMBEDDING_BAG)
+            config = hugging_face.new_config(architecture, sizes, self.max_length, self.tokenizer)
         hugging_face.set_labels(config, labels, self.multi_label, self.tokenizer.pad_token_id)
         return config
 
@@ -210,9 +212,10 @@ class Text(Task):
         """Pad to the longest of these samples. `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens); `labels`."""
         ids, types, labels = map(list, zip(*samples, strict=True))
         masks = [torch.ones_like(one) if len(one) else one.new_zeros(1) for one in ids]
-        ids = [one if len(one) else one.new_full((1,), self.tokenizer.pad_token_id) for one in ids]  # a text without tokens
+        padding = self.tokenizer.pad_token_id
+        ids = [one if len(one) else one.new_full((1,), padding) for one in ids]  # a text without tokens
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
-        batch = {"input_ids": pad_sequence(ids, padding_value=float(self.tokenizer.pad_token_id), **pad)}
+        batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
         batch["attention_mask"] = pad_sequence(masks, **pad)
         if types[0] is not None:
             types = [one if len(one) else one.new_zeros(1) for one in types]
@@ -269,7 +272,7 @@ class Text(Task):
         return logits.float().sigmoid() if self.multi_label else logits.float().softmax(dim=-1)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Probabilities by class: (samples, classes). NaN for a text without tokens, of which the model can say nothing."""
+        """Probabilities by class: (samples, classes). NaN for a text without tokens: the model knows nothing of it."""
         probabilities = self._probabilities(self._logits(model, batch))
         return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
@@ -312,7 +315,8 @@ class Text(Task):
             return [*found, self._nothing_held_back]
         held = self.eval_data()
         if held is not None:
-            found += text_notes.of_data("evaluation", held, self.labels, self.max_length) + text_notes.of_absent_labels(held, self.labels)
+            found += text_notes.of_data("evaluation", held, self.labels, self.max_length)
+            found += text_notes.of_absent_labels(held, self.labels)
         return found
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
@@ -332,7 +336,8 @@ class Text(Task):
 
     def describe(self, output: Tensor) -> dict[str, Any]:
         if output.isnan().all():
-            return {"prediction": None, "probability": None, "probabilities": dict.fromkeys(self.labels), "reason": _NO_TOKENS}
+            nothing = {"prediction": None, "probability": None, "probabilities": dict.fromkeys(self.labels)}
+            return nothing | {"reason": _NO_TOKENS}
         probabilities = {label: round(value, 6) for label, value in zip(self.labels, output.tolist(), strict=True)}
         if self.multi_label:
             chosen: Any = [label for label, value in probabilities.items() if value > 0.5]

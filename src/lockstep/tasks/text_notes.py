@@ -16,11 +16,16 @@ _FEW = 10_000
 
 
 def of_model(name: str | None, kind: str, parameters: int, new: Sequence[str], texts: int) -> list[str]:
-    """Which weights are new. name: of a pretrained model. kind: `model_type`. new: names of weights that the pretrained model lacks."""
+    """Which weights are new.
+
+    Args:
+        name: of a pretrained model, and new: names of the weights that it lacks. kind: `model_type` of the model.
+    """
     if name is not None:
         return [f"not in {name}, so new: {', '.join(new[:_SHOWN])}{', ...' if len(new) > _SHOWN else ''}"] if new else []
     size = f" of {parameters:,} parameters" if parameters else ""
-    found = [f"no task.model: a new {kind}{size} learns from these {texts:,} texts alone; task.model=NAME fine-tunes a pretrained model, which learns more"]
+    what = f"no task.model: a new {kind}{size} learns from these {texts:,} texts alone"
+    found = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
     if kind != EMBEDDING_BAG and texts < _FEW:
         few = f"fewer than {_FEW:,} texts are few for a new transformer"
         found.append(f"  {few}: expect less than from words counted (TF-IDF) or from task.scratch.architecture={EMBEDDING_BAG}")
@@ -30,7 +35,8 @@ def of_model(name: str | None, kind: str, parameters: int, new: Sequence[str], t
 def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -> list[str]:
     """What was read, by class, what was cut off, and what was left out. name: `training` or `evaluation`."""
     texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
-    columns = ", ".join(f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in texts.columns.items() if role in _ROLES and value)
+    named = {role: texts.columns[role] for role in _ROLES if texts.columns[role]}
+    columns = ", ".join(f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in named.items())
     lengths = f"{int(data.lengths.mean())} on average, {int(data.lengths.max())} at most" if len(data) else "none"
     found = [
         f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {lengths}",
@@ -38,7 +44,8 @@ def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -
     ]
     if tokens.truncated:
         share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
-        found.append(f"  cut to {max_length} tokens: {tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens")
+        cut = f"{tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens"
+        found.append(f"  cut to {max_length} tokens: {cut}")
     if texts.dropped:
         found.append(f"  left out: {texts.dropped:,} empty texts")
     return found + [f"  {told}" for told in texts.told]
