@@ -188,6 +188,13 @@ def test_samples_of_every_step_are_the_same_on_any_number_of_ranks(tmp_path):
     assert ledgers[0] == ledgers[1] == ledgers[2]
 
 
+@pytest.mark.parametrize(("least", "steps"), [(7, 7), (3, 4), (None, 4)])
+def test_few_samples_are_trained_with_for_as_many_steps_as_the_config_says_at_least(tmp_path, least, steps):
+    train = {"epochs": 2, "min_steps": least, "steps": None}
+    settings = runs.config(task={"kind": "toy", "samples": 48}, train=train, schedule={"name": "linear", "warmup_share": 0.5})
+    assert Trainer(settings, run_dir=tmp_path, quiet=True).fit()["step"] == steps
+
+
 def test_finished_run_says_so_and_evaluates(tmp_path, capsys):
     settings = runs.config(task={"kind": "toy"}, train={"steps": 10, "eval_every_steps": 10})
     first = Trainer(settings, run_dir=tmp_path, quiet=True).fit()

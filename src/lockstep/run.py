@@ -203,7 +203,8 @@ class Trainer:
         assembly.seed(config)
         data = task.train_data()
         plan = self._plan(data, world)
-        stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
+        length = config.train
+        stop = length.steps or max((length.epochs or 1) * plan.steps_per_epoch, length.min_steps or 0)
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
         made, forward = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
         model = made.model

@@ -36,7 +36,7 @@ from lockstep.observe.textlog import TextLog
 
 _OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task")
 _MICRO = "micro.json"
-_CURVE = ("train.steps", "train.epochs", "schedule.total_steps")  # what may make the schedule's curve another
+_CURVE = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")  # what may make the schedule's curve another
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
@@ -264,11 +264,12 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
 
 def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
     """A line where the learning rate never leaves its warm-up. No error: a recipe is often tried for a few steps first."""
-    warmup, length = config.schedule.warmup_steps, min(stop, run.schedule.length)
+    warmup, length = run.schedule.warmup, min(stop, run.schedule.length)
     if warmup < max(length, 2):
         return []
-    best = run.schedule(length - 1)
-    return [f"warning: schedule.warmup_steps={warmup} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
+    share, best = config.schedule.warmup_share, run.schedule(length - 1)
+    key = f"warmup_steps={warmup}" if share is None else f"warmup_share={share}"
+    return [f"warning: schedule.{key} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
 
 
 class Tables:

@@ -191,7 +191,7 @@ _engine(
 _engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
 _engine("schedule one update late", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"))
 _engine("skipped updates advance the schedule", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"), base="overflow")
-_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup_steps", "False"))
+_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine("learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
 _engine(
     "learning rate scaled by the number of ranks",
