@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset
 
 from lockstep.data.loader import Chunks, map_tensors
+from lockstep.engine import checked
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 
@@ -108,7 +109,7 @@ class Adjusted(Task):
         return self.task.predict(model, batch)
 
     def metrics(self) -> MetricCollection | None:
-        return self.task.metrics()
+        return checked.metrics(self.task)
 
     def update_metrics(self, metrics: MetricCollection, output: Any, batch: Any) -> None:
         self.task.update_metrics(metrics, output, batch)
