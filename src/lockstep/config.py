@@ -300,13 +300,16 @@ class ComputeConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """every_steps: 0 saves at the end only. mode: async trains on while it writes.
+    """A checkpoint is due every so many minutes or steps, whichever comes first, and at the end.
+
+    every_steps: 0 leaves it to the minutes. every_minutes: null leaves it to the steps. mode: async trains on while it writes.
 
     Kept are the `keep_last` newest, those of every `keep_every_steps`-th step, and the best: `keep_best: max eval/accuracy`
-    also saves after each evaluation.
+    also saves before each evaluation.
     """
 
     every_steps: Annotated[int, Field(ge=0)] = 0
+    every_minutes: PositiveFloat | None = 10.0
     mode: Literal["async", "sync"] = "async"
     keep_last: PositiveInt = 3
     keep_best: Annotated[str, AfterValidator(_best)] | None = None
