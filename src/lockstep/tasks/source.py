@@ -91,13 +91,12 @@ def now(path: Path, kept: Mapping[str, str]) -> Parts:
 def of_class(kind: type) -> Parts:
     """A task's class, its bases, and the classes and functions that they name, as far as these are the user's and have a source."""
     found: Parts = {}
-    files: dict[str, dict[str, str]] = {}
     pending: list[Any] = [one for one in kind.__mro__ if _is_users(one)]
     home = _home(kind)
     while pending:
         one = pending.pop()
         name = f"{one.__module__}.{one.__qualname__}"
-        if name in found or not (text := _text(one, files)):
+        if name in found or not (text := _text(one)):
             continue
         found[name] = text
         space = vars(sys.modules[one.__module__])
@@ -207,13 +206,11 @@ def _home(one: Any) -> Path | None:
     return package_of(Path(file).resolve())[1] if file else None
 
 
-def _text(one: Any, files: dict[str, dict[str, str]]) -> str | None:
+def _text(one: Any) -> str | None:
     """The source of a class or function; of a class that was typed in a notebook that of its methods. None where there is none."""
     file = getattr(sys.modules.get(one.__module__), "__file__", None)
     if file:
-        if file not in files:
-            files[file] = _definitions(_read(Path(file)) or "")
-        return files[file].get(one.__qualname__)
+        return _definitions(_read(Path(file)) or "").get(one.__qualname__)
     members: Iterable[Any] = vars(one).values() if inspect.isclass(one) else [one]
     texts = []
     for member in members:
@@ -224,6 +221,7 @@ def _text(one: Any, files: dict[str, dict[str, str]]) -> str | None:
     return "\n".join(texts) or None
 
 
+@functools.lru_cache(maxsize=16)
 def _definitions(text: str) -> dict[str, str]:
     """The source of each class and function of a file, by its qualified name."""
     found: dict[str, str] = {}
@@ -231,6 +229,8 @@ def _definitions(text: str) -> dict[str, str]:
 
     def visit(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             inner = prefix
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
@@ -274,6 +274,7 @@ def _does_nothing(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+@functools.lru_cache(maxsize=128)
 def _units(text: str) -> dict[str, tuple[str, int]]:
     """(code without comments and docstrings, first line) of each function; of what stands around them under the name of the class, or ""."""
     tree = _tree(text)
