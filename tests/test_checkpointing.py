@@ -332,8 +332,8 @@ def test_other_training_data_are_refused(tmp_path):
             return data
 
     with pytest.raises(LockstepError, match="samples differ"):
-        runs.fit(Altered(length=50), runs.config(), tmp_path)
-    assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data"], quiet=True).fit(Altered(length=50))["step"] == 20
+        runs.fit(Altered(length=50), runs.config(), tmp_path, allow_change=["task"])
+    assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data", "task"], quiet=True).fit(Altered(length=50))["step"] == 20
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])

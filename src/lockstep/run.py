@@ -90,7 +90,9 @@ class Trainer:
         with signals.listening() as flag, self._join() as world, rundir.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config:
             self.config = config
             task = task or self.task()
+            changed = rundir.keep_source(self.run_dir, task, config, world, self.allow_change)
             job = self._training(task, world)
+            job.made.told += changed
             watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, task.notes(), self.quiet)
             batches: Iterator[list[Micro]] = job.batches
             if witness is not None:
@@ -321,8 +323,9 @@ class Trainer:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
         self._attach(task, world, trained=True)
         made, forward = assembly.assemble(self.config, task, world)
-        if world.rank == 0 and (complaints or made.told) and not self.quiet:
-            print("\n".join([*complaints, *made.told]), file=sys.stderr)
+        if world.rank == 0 and not self.quiet:
+            for text in (*complaints, *made.told, *rundir.changed_source(self.run_dir, task, self.config)):
+                print(text, file=sys.stderr)
         assembly.load(found, made.model)
         return made.model, forward
 
