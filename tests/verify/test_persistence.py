@@ -261,7 +261,7 @@ class Killing:
         return answers
 
 
-def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, shapes=None):
+def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, shapes=None, **sections):
     """`resume` where the run was resumed from step `begun` and ended at `last` with other plain values."""
     ranks = ranks or Killing()
     answers = {
@@ -269,7 +269,7 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
         "again": again or [run(), run()],
         "resumed": [seen([1.0], samples=[(begun, 0, (1,))] if begun < 12 else []), seen()],
     }
-    made = bench(answers, folder=tmp_path, ranks=ranks)
+    made = bench(answers, folder=tmp_path, ranks=ranks, **sections)
     killed, undisturbed = tmp_path / "killed" / "checkpoints", tmp_path / "undisturbed" / "checkpoints"
     commit(undisturbed, 12, skipped=0, loss_scale=None)
     commit(killed, 3, skipped=0, loss_scale=None)
@@ -277,6 +277,8 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
 
     def training(name, *arguments, **more):
         if name == "resumed":
+            _, config, _, watch = arguments
+            ranks.resumed = config["data"]["workers"], watch.disturb
             assert more["folder"] == "killed"
             shares = [{"weight": torch.arange(10.0) + 12}, {"bias": torch.ones(3)}]
             commit(killed, last, shares, values, skipped=0, loss_scale=None)
@@ -294,10 +296,20 @@ def test_a_run_that_was_killed_and_ends_alike_passes(tmp_path):
     assert 3 < step < 12
 
 
+@pytest.mark.parametrize(("workers", "resumed_with"), [(0, 0), (1, 1), (2, 1), (4, 3)])
+def test_a_run_is_resumed_with_disturbed_generators_and_fewer_workers(tmp_path, workers, resumed_with):
+    ranks = Killing()
+    _, trial = resumed(tmp_path, ranks=ranks, data={"workers": workers})
+    assert trial.config["data"]["workers"] == workers
+    assert trial.watch is None
+    assert ranks.resumed == (resumed_with, True)
+
+
 def test_a_run_that_ends_otherwise_is_a_fault(tmp_path):
     verdict, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11})
     assert verdict.status == "fault"
     assert "optimizer.weight.steps and 0 others differ from the undisturbed run" in verdict.reason
+    assert "a generator that nothing had seeded" in verdict.reason
 
 
 def test_state_that_no_checkpoint_holds_is_a_fault(tmp_path):

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.loader import Chunks, map_tensors
+from lockstep.data.loader import Chunks, is_default, map_tensors
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 
@@ -54,7 +54,7 @@ class Adjusted(Task):
     def __init__(self, task: Task, adjustment: Adjustment) -> None:
         self.task, self.how = task, adjustment
         unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
-        unchanged += [] if adjustment.plain and not getattr(task.prepare, "is_default", False) else ["prepare"]
+        unchanged += [] if adjustment.plain and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if adjustment.reverse else ["collate"]
         unchanged += [] if adjustment.double else ["weight", "predict", "update_metrics"]
         unchanged += [] if adjustment.double or adjustment.exact else ["loss", "loss_and_output"]
