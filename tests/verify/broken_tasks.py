@@ -87,6 +87,22 @@ class Classes(Task):
         return sample[1]
 
 
+class Targets(Dataset):
+    def __init__(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(0))
+        self.inputs = torch.randn(length, FEATURES, generator=generator)
+        self.targets = 2.0 * (self.inputs @ teacher).tanh() + 1.0
+        chance = torch.rand(length, 1, generator=generator) ** 2
+        self.mask = torch.rand(length, 5, generator=generator) < chance + 0.05
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index], self.mask[index]
+
+
 class Masked(Task):
     """Right: five targets per sample, of which few and unevenly many are valid; the loss is a mean over valid ones."""
 
@@ -118,22 +134,6 @@ class Masked(Task):
         return round(float(sample[1][0]), 3)
 
 
-class Targets(Dataset):
-    def __init__(self, length, seed):
-        generator = torch.Generator().manual_seed(seed)
-        teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(0))
-        self.inputs = torch.randn(length, FEATURES, generator=generator)
-        self.targets = 2.0 * (self.inputs @ teacher).tanh() + 1.0
-        chance = torch.rand(length, 1, generator=generator) ** 2
-        self.mask = torch.rand(length, 5, generator=generator) < chance + 0.05
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def __getitem__(self, index):
-        return self.inputs[index], self.targets[index], self.mask[index]
-
-
 class Tensors(Classes):
     """Right: a data set of tensors, none of which is prepared: inputs, labels and, where there are some, importances."""
 
@@ -154,6 +154,18 @@ class Tensors(Classes):
 
     def truth(self, sample):
         return int(sample[1])
+
+
+class Many(Masked):
+    """Right: a data set that reads many samples at once."""
+
+    def train_data(self):
+        return ManyTargets(self.length, 1)
+
+
+class ManyTargets(Targets):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
 
 class OnTheObject(Tensors):

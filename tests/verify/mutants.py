@@ -63,6 +63,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "sync": ("Classes", "checkpoint.mode=sync"),
     "tensors": ("Tensors",),
     "on-the-object": ("OnTheObject",),
+    "many": ("Many",),
     "rarely": ("Rarely",),
     "mixed-in-loss": ("MixedInLoss",),
     "mixed-in-loss-by-python": ("MixedInLoss", "task.generator=random"),
@@ -696,7 +697,23 @@ _engine(
     "samples",
     ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[start : start + max(1, size + (number < extra) - 1)]"),
 )
-_engine("each sample of odd number read as its neighbour", "gradients", ("data.loader:Chunks._read_all", "prepare(data[index]", "prepare(data[index // 2 * 2]"))
+_engine(
+    "each sample of odd number read as its neighbour",
+    "gradients",
+    ("data.loader:Chunks._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
+)
+_engine(
+    "each sample of odd number read as its neighbour, without draws",
+    "gradients",
+    ("data.loader:Chunks._read_all", "return [data[index] for", "return [data[index // 2 * 2] for"),
+    base="masked",
+)
+_engine(
+    "neighbours where the data set reads many at once",
+    "gradients",
+    ("data.loader:Chunks._read_all", "self.read_many(list(indices))", "self.read_many([index - 1 for index in indices])"),
+    base="many",
+)
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
@@ -731,6 +748,12 @@ _engine(
         "units[head] = units.get(head, 0.0) + weights[head]",
         "units[head] = units.get(head, 0.0) + 1; sums[head] += value / weights[head] - value",
     ),
+)
+_engine(
+    "random numbers of an evaluation not seeded",
+    "evaluation",
+    ("engine.evaluate:_forwards", "seed_forward(mix(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)", "pass"),
+    base="mixed-in-loss",
 )
 _engine("rank 0's metric states only", "evaluation", ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"))
 _engine("evaluation in training mode", "evaluation", ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"), base="dropout")

@@ -353,6 +353,13 @@ def test_different_predictions_pass():
     assert verdict.rows[1] == {"sample": 1, "truth": 1, "prediction": 1, "probability": 0.02}
 
 
+def test_predictions_that_are_drawn_show_nothing():
+    answers = {"learned-1": seen(FALLING), "trivial": trivial(), "nature": Nature(predicting=["multinomial"])}
+    verdict = learning.predictions(bench(answers))
+    assert verdict.status == "not shown"
+    assert "Task.predict draws random numbers (multinomial)" in verdict.reason
+
+
 def test_all_predicted_alike_where_truths_differ_is_a_fault():
     assert described(rows([1, 1, 1], [0, 1, 0])).status == "fault"
     assert described(rows([1, 1, 1], [1, 1, 1])).status == "passed"

@@ -10,6 +10,7 @@ import torch
 from lockstep.data.order import StepPlan
 from lockstep.verify import persistence
 from lockstep.verify.bench import TrialFailed
+from lockstep.verify.nature import Nature
 from lockstep.verify.persistence import _first_difference
 from lockstep.verify.ranks import Ended
 from lockstep.verify.trial import Answer
@@ -130,9 +131,9 @@ def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_
 # ---- evaluation
 
 
-def evaluated(many=None, one=None, plain=None, evaluation=50):
+def evaluated(many=None, one=None, plain=None, evaluation=50, **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
-    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)]}
+    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": Nature(epsilon=1e-16, **nature)}
     answers |= {f"evaluated-{how}": base | (values or {}) for how, values in (("together", many), ("alone", one), ("by-hand", plain))}
     return persistence.evaluation(bench(answers, batch={"global": BATCH}))
 
@@ -159,6 +160,15 @@ def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
     assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
     assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
     assert evaluated(**{where: {"samples": 49}}).status == "fault"
+
+
+@pytest.mark.parametrize("what", ["evaluating", "predicting"])
+def test_an_evaluation_that_draws_random_numbers_is_compared_between_ranks_alone(what):
+    drawing = {what: ["randn_like"]}
+    verdict = evaluated(plain={"accuracy": 0.5}, **drawing)
+    assert (verdict.status, verdict.value) == ("passed", 0.0)
+    assert verdict.notes == ["not compared with a plain loop: the evaluation draws random numbers (randn_like)"]
+    assert evaluated(many={"accuracy": 0.5}, **drawing).status == "fault"
 
 
 def test_the_same_nan_is_no_difference():

@@ -196,6 +196,8 @@ def predictions(bench: Bench) -> Verdict:
     known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
     if known.no_data or known.no_predict:
         return not_shown("there is no evaluation data" if known.no_data else "the task has no predict")
+    if bench.nature.predicting:
+        return not_shown(f"Task.predict draws random numbers ({', '.join(bench.nature.predicting[:3])}), others for each micro-batch")
     how, folder = Adjustment(eval_part=_SHOWN), str(bench.folder / f"learned-{bench.last_factor}")
     rows = bench.ask("predicted-by-hand", 1, predict_by_hand, bench.natural(), folder, how)
     engine = bench.ask("predicted", bench.nproc, trial.predict, bench.natural(), folder, how)

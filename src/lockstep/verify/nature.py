@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +27,18 @@ from lockstep.verify.operations import Drawing
 class Nature:
     """What was found in a forward and backward pass of some samples.
 
-    random: operations that draw random numbers, as the task is. still_random: also without dropout. mixed: generators that
-    `collate` draws from. dropouts: probabilities set to zero. norms: BatchNorm modules; unfixable: those without running
-    statistics. double: whether float64 works; else not_double says why not. epsilon: relative rounding of the number format
-    that the loss comes in. coupling: difference between the loss of a batch and the sum over its halves, relative to the loss,
-    of the head where it is largest. means: heads of which the loss of a batch is the mean over its halves instead.
+    random: operations that draw random numbers, as the task is. still_random: also without dropout. evaluating, predicting: in
+    the loss and in a prediction in evaluation mode. mixed: generators that `collate` draws from. dropouts: probabilities set to
+    zero. norms: BatchNorm modules; unfixable: those without running statistics. double: whether float64 works; else not_double
+    says why not. epsilon: relative rounding of the number format that the loss comes in. coupling: difference between the loss
+    of a batch and the sum over its halves, relative to the loss, of the head where it is largest. means: heads of which the
+    loss of a batch is the mean over its halves instead.
     """
 
     random: list[str] = field(default_factory=list)
     still_random: list[str] = field(default_factory=list)
+    evaluating: list[str] = field(default_factory=list)
+    predicting: list[str] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)
     dropouts: int = 0
     norms: int = 0
@@ -95,7 +99,11 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         nature.norms = len(batch_norms(model))
         nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
         (whole, _), *_ = _halves(task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed)
-        nature.random = _drawn(task, model, whole)
+        nature.random = _drawn(task.loss, model, whole)
+        nature.evaluating = _drawn(task.loss, model.eval(), whole)
+        with contextlib.suppress(Exception):  # whether it can predict is for other checks to say
+            nature.predicting = _drawn(task.predict, model, whole)
+        model.train()
         nature.dropouts = silence(model)
         for double in (True, False):
             exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
@@ -103,7 +111,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
                 seed(trainer.config)
                 model = exact.model().to(world.device).train()
                 whole, *halves = _halves(exact, world.device, part, trainer.config.seed, trainer.config.data.on_error)
-                nature.still_random = _drawn(exact, model, whole[0])
+                nature.still_random = _drawn(exact.loss, model, whole[0])
                 _measure(nature, exact, model, whole, halves)
                 break
             except Exception as error:
@@ -129,11 +137,11 @@ def _halves(task: Task, device: torch.device, part: int, seed: int, on_error: On
     return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in cuts]
 
 
-def _drawn(task: Task, model: nn.Module, batch: Any) -> list[str]:
+def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
     """Sources of randomness in a forward pass."""
     before = _generators()
     with Drawing() as mode, torch.no_grad():
-        task.loss(model, batch)
+        call(model, batch)
     after = _generators()
     moved = [name for name in after if after[name] != before[name]]
     # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
