@@ -9,8 +9,9 @@ import torch
 
 from lockstep.verify import trial
 from lockstep.verify.adjusted import Adjustment
+from lockstep.verify.generators import disturb
 from lockstep.verify.trial import Trial
-from lockstep.verify.witness import Watch, disturb, not_in_training
+from lockstep.verify.witness import Watch, not_in_training
 from tests import runs
 from tests.verify import broken_tasks, mutants
 

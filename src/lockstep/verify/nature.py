@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +17,7 @@ from lockstep.dist.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
+from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, readable, silence, total, units_of
 from lockstep.verify.operations import Drawing
 
@@ -130,29 +129,22 @@ def _halves(task: Task, device: torch.device, part: int, seed: int, on_error: On
     count = min(8, part, len(data))  # type: ignore[arg-type]
     samples = readable(Chunks(data, task, seed, True, on_error), range(count), 0)
     count = len(samples)
-    before = _generators()
+    before = generators.states()
     cuts = [(task.collate(cut), len(cut)) for cut in (samples, samples[: count // 2], samples[count // 2 :]) if cut]
     if mixed is not None:
-        mixed += [name for name, state in _generators().items() if state != before[name]]
+        mixed += [name for name, state in generators.states().items() if state != before[name]]
     return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in cuts]
 
 
 def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
     """Sources of randomness in a forward pass."""
-    before = _generators()
+    before = generators.states()
     with Drawing() as mode, torch.no_grad():
         call(model, batch)
-    after = _generators()
+    after = generators.states()
     moved = [name for name in after if after[name] != before[name]]
     # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
     return [name for name in moved if name != "torch"] + (list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else [])
-
-
-def _generators() -> dict[str, str]:
-    """The state of every source of random numbers that can be looked at."""
-    on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
-    torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
-    return {"torch": torch_state, "Python's random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
 
 
 def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:

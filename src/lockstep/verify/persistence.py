@@ -6,6 +6,7 @@ import math
 import random
 import signal
 from collections import Counter
+from dataclasses import replace
 
 from lockstep.data.order import StepPlan
 from lockstep.verify import compare, trial
@@ -74,7 +75,7 @@ def evaluation(bench: Bench) -> Verdict:
     how = Adjustment(eval_part=(2 * bench.nproc + 1) * micro + micro // 2 + 1)
     folder = str(bench.folder / "undisturbed")
     many = bench.ask("evaluated-together", bench.nproc, trial.evaluate, config, folder, how)
-    one = bench.ask("evaluated-alone", 1, trial.evaluate, config, folder, how)
+    one = bench.ask("evaluated-alone", 1, trial.evaluate, config, folder, replace(how, disturb=True))
     plain = bench.ask("evaluated-by-hand", 1, evaluate_by_hand, config, folder, how, micro)
     drawn = list(dict.fromkeys(bench.nature.evaluating + bench.nature.predicting))
     rows = [{"metric": key, f"{bench.nproc} ranks": many.get(key), "one process": one.get(key), "plain loop": plain.get(key)} for key in one | many]
