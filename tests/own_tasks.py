@@ -313,6 +313,29 @@ class ConstantHeads(Masked):
         return losses
 
 
+class Watched(TwoHeads):
+    """Head `b` is a number to look at, which depends on no parameter."""
+
+    def coefficients(self):
+        return {"b": 0.0}
+
+    def loss(self, model, batch):
+        losses = super().loss(model, batch)
+        return losses | {"b": losses["b"].detach()}
+
+
+class FrozenHead(ConstantHeads):
+    """Where the body and the second layer are frozen, the second head depends on nothing that trains."""
+
+    def __init__(self, **options):
+        super().__init__(constants=False, **options)
+
+    def model(self):
+        model = super().model()
+        model.body.requires_grad_(False)
+        return model
+
+
 class UnusedFrom(Plain):
     """A layer that one rank no longer uses from its n-th batch on."""
 

@@ -109,8 +109,8 @@ def evaluate_and_predict(lengths, micro):
     return answers
 
 
-def evaluate_run(run_dir, kind, options):
-    return Trainer(runs.config(), run_dir=Path(run_dir), quiet=True).evaluate(getattr(own_tasks, kind)(**options))
+def evaluate_run(run_dir, kind, options, strategy="ddp"):
+    return Trainer(runs.config(parallel={"strategy": strategy}), run_dir=Path(run_dir), quiet=True).evaluate(getattr(own_tasks, kind)(**options))
 
 
 def batchnorm_buffers(settings):

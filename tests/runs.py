@@ -108,6 +108,8 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
             continue  # plain torch would divide by zero; no unit means no update
         else:
             loss = losses / weights
+        if not loss.requires_grad:
+            continue
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))))

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import RunConfig, determining
+from lockstep.config import BUILT_IN, RunConfig, determining
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
 
@@ -279,6 +280,24 @@ def test_a_kind_that_is_no_text_is_refused(kind):
 @pytest.mark.parametrize("values", [{3: 4}, {"optim": {3: 4}}, {"task": {"kind": "toy", 3: 4}}, {"task": {"kind": "own.py:Mine", 3: 4}}, {None: 1}, {True: 1}])
 def test_a_key_that_is_no_text_is_refused(values):
     assert "file.yaml: " in refusal(TOY | values)
+
+
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "../../evil", "/tmp/evil", "a/b", "a\\b", "a\nb", "a\0b", "x" * 201])
+def test_a_name_that_is_not_one_folder_is_refused(name):
+    text = refusal(TOY | {"name": name})
+    assert f"file.yaml: name: {name!r} cannot be the name of one folder in runs/" in text
+    assert "--run-dir" in text
+
+
+@pytest.mark.parametrize("name", ["a", "..a", "a b", "caf\u00e9", ".hidden", "x" * 200])
+def test_a_name_that_is_one_folder_is_taken(name):
+    assert toy(name=name).name == name
+
+
+@pytest.mark.parametrize("text", ["eval/loss", "max loss", "best eval/loss", "max eval/", "max eval/a b", ""])
+def test_what_keep_best_wants_is_said_in_words(text):
+    found = refusal(TOY | {"checkpoint": {"keep_best": text}})
+    assert f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`" in found
 
 
 # ---- keys that exclude each other
@@ -609,16 +628,33 @@ ANYTHING = st.recursive(SIMPLE, lambda inner: st.one_of(st.lists(inner, max_size
 WHOLE = st.integers(1, 64)
 
 
+def is_section(annotation):
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def values_of(annotation):
+    """What may stand there, or anything at all."""
+    if is_section(annotation):
+        return st.one_of(sections(annotation), ANYTHING)
+    inner = [values_of(argument) for argument in get_args(annotation) if is_section(argument) or get_args(argument)]
+    if not inner:
+        return st.one_of(WHOLE, ANYTHING)
+    if get_origin(annotation) is list:
+        return st.one_of(st.lists(*inner, max_size=2), ANYTHING)
+    return st.one_of(*inner, st.dictionaries(KEYS, inner[-1], max_size=2), ANYTHING)
+
+
 def sections(model):
     """Dicts with some of the keys of a section, and one that may be any."""
-    known = {}
-    for name, field in model.model_fields.items():
-        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        known[field.alias or name] = st.one_of(sections(field.annotation), ANYTHING) if nested else st.one_of(WHOLE, ANYTHING)
+    known = {field.alias or name: values_of(field.annotation) for name, field in model.model_fields.items()}
     return st.builds(lambda found, more: found | more, st.fixed_dictionaries({}, optional=known), st.dictionaries(KEYS, ANYTHING, max_size=1))
 
 
-TASKS = st.one_of(ANYTHING, st.fixed_dictionaries({"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}))
+TASKS = st.one_of(
+    ANYTHING,
+    st.fixed_dictionaries({"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}),
+    *(st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind)) for kind, model in BUILT_IN.items()),
+)
 
 
 @FIXED
@@ -653,8 +689,9 @@ def some(**keys):
 
 
 ARGUMENTS = st.one_of(st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.booleans())
+NAMES = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1, max_size=8)
 RIGHT = some(
-    name=st.text(max_size=8),
+    name=NAMES.filter(lambda name: name.strip() not in ("", ".", "..")),
     seed=st.integers(0, 2**80),
     data=some(train=st.one_of(st.none(), st.text(max_size=8)), workers=WHOLE, drop_last=st.booleans()),
     batch=some(**{"global": WHOLE}),

@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 _GLOBAL_BATCH = 32
+_LONGEST_NAME = 200  # characters; file systems take 255 bytes
+
+
+def _folder_name(text: str) -> str:
+    """`runs/<name>` is where a run writes, and `--fresh` deletes: it must be a folder right there."""
+    if text.strip() in ("", ".", "..") or len(text) > _LONGEST_NAME or re.search(r"[/\\\x00-\x1f]", text):
+        allowed = f"up to {_LONGEST_NAME} letters, digits, - and _, or choose another place with --run-dir"
+        raise ValueError(f"{text!r} cannot be the name of one folder in runs/; use {allowed}")
+    return text
+
+
+def _best(text: str) -> str:
+    if not re.fullmatch(r"(min|max) eval/\S+", text):
+        remedy = "write `max eval/NAME` or `min eval/NAME`, such as `min eval/loss`"
+        raise ValueError(f"{text!r} does not say what is best; {remedy}")
+    return text
 
 
 class Section(BaseModel):
@@ -200,7 +217,10 @@ class OptimConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over updates; see `lockstep.engine.schedule.Schedule`."""
+    """Learning rate over updates; see `lockstep.engine.schedule.Schedule`.
+
+    total_steps: the curve's length in updates, where it is not the run's.
+    """
 
     name: Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -208,6 +228,7 @@ class ScheduleConfig(Section):
     step_epochs: PositiveFloat = 1
     gamma: PositiveFloat = 0.1
     power: PositiveFloat = 1.0
+    total_steps: PositiveInt | None = None
 
 
 class ParallelConfig(Section):
@@ -258,7 +279,7 @@ class CheckpointConfig(Section):
     every_steps: Annotated[int, Field(ge=0)] = 0
     mode: Literal["async", "sync"] = "async"
     keep_last: PositiveInt = 3
-    keep_best: Annotated[str, Field(pattern=r"^(min|max) eval/\S+$")] | None = None
+    keep_best: Annotated[str, AfterValidator(_best)] | None = None
     keep_every_steps: PositiveInt | None = None
 
 
@@ -272,7 +293,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     """A whole run. Everything but the task and its data has a default; in Python, the task may be given as an object instead."""
 
-    name: str = "run"
+    name: Annotated[str, AfterValidator(_folder_name)] = "run"
     seed: Annotated[int, Field(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     task: dict[str, Any] = {}
@@ -290,7 +311,8 @@ class RunConfig(Section):
 
 # ---- what determines the training
 
-_LENGTH = ("train.epochs", "train.steps", "train.eval_every_epochs", "train.eval_every_steps")
+# How long the schedule's curve is matters all the same: checkpoints record it, and resuming compares.
+_LENGTH = ("train.epochs", "train.steps", "train.eval_every_epochs", "train.eval_every_steps", "schedule.total_steps")
 _FREE = ("name", "device", "data.workers", "batch.micro", *_LENGTH, "optim.fused", "parallel", "compute", "checkpoint", "log")
 _NOT_FREE = ("parallel.param_dtype", "parallel.reduce_dtype")
 

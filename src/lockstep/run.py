@@ -40,7 +40,7 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError
+from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError, exits_are_failures
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -157,6 +157,7 @@ class Trainer:
             precision = Precision(self.config.precision, world.device)
             return evaluation.predict(task, forward, loader, self._eval_plan(data), world, precision)
 
+    @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
         """Predictions for people: of what `Task.input_data` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
         task = task or self.task()
@@ -183,13 +184,16 @@ class Trainer:
 
     # ---- the objects
 
+    @exits_are_failures()
     def task(self) -> Task:
         """The config's task, newly made."""
         assembly.seed(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
-    def _join(self) -> contextlib.AbstractContextManager[World]:
-        return join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir)
+    @contextlib.contextmanager
+    def _join(self) -> Iterator[World]:
+        with join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+            yield world
 
     def _training(self, task: Task, world: World) -> Job:
         """Everything that `trainer.fit` needs, with the newest checkpoint loaded."""
@@ -222,7 +226,7 @@ class Trainer:
         loader = self._loader(data, task, world, training=True)
         batch_norm.check_smallest_micro_batch(strategy.bare(forward.train()), plan, loader.one, run.precision)
         if found is not None:
-            complaints += self._resume(found, run, model, print_of_data)
+            made.told += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         feed = Feed(loader, plan, world.rank, run.step, stop)
@@ -255,7 +259,7 @@ class Trainer:
                 where=str(found.path),
                 remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
             )
-        told = []
+        told = rundir.same_curve(self.config, run, found.manifest, self.allow_change)
         averages = run.averages.tensors if run.averages and any(name.startswith("ema.") for name in found.index) else None
         states.check_fits(found.index, model, averages)
         optimizer = run.optimizer if found.manifest["optimizer"] == self._kind_of_optimizer() else None
@@ -302,6 +306,7 @@ class Trainer:
             about: dict[str, Any] = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
             about |= {"data": job.data, "optimizer": self._kind_of_optimizer(), "config": config_digest(self.config), "versions": versions}
+            about["schedule_steps"] = run.schedule.length
             saver.save(run.step, tensors, values, about)
             run.world.heart.enter(Phase(before))
 
@@ -320,10 +325,11 @@ class Trainer:
         """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data = _required(task)
         loader, plan = self._loader(data, task, world, training=False), self._eval_plan(data)
+        tables = rundir.Tables(self.run_dir, tell)
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             if run is not None:
-                rundir.keep_tables(self.run_dir, run.step, values)
+                tables.keep(run.step, values)
             if text := task.report(values, [(data[index], output) for index, output in outputs]):
                 tell(text)
 

@@ -1,5 +1,8 @@
 """P4: the metric on N ranks is the metric on one. Against plain torch and torchmetrics in one process."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 
@@ -74,6 +77,38 @@ def test_split_gives_one_output_per_sample():
     parts = split(batch, 3)
     assert [part["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 5]]
     assert parts[2]["b"] == (torch.tensor(1.0), 3)
+
+
+@dataclasses.dataclass
+class Found:
+    logits: torch.Tensor
+    more: object = None
+
+
+def test_split_takes_whatever_a_task_may_return():
+    assert split(None, 2) == [None, None]
+    assert split((), 2) == [(), ()]
+    assert [part.tolist() for part in split(np.arange(4).reshape(2, 2), 2)] == [[0, 1], [2, 3]]
+    parts = split({"a": Found(torch.ones(2), {"b": None, "c": (torch.zeros(2), ["x", "y"])})}, 2)
+    assert parts == [{"a": {"logits": 1.0, "more": {"b": None, "c": (0.0, name)}}} for name in "xy"]
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    (first, _) = split(outputs.SequenceClassifierOutput(logits=torch.ones(2, 3)), 2)
+    assert {name: value.tolist() for name, value in first.items()} == {"logits": [1.0, 1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [
+        ({"a": {"loss": torch.tensor(1.0)}}, r"output 'a/loss' of shape \(\) for 2 samples"),
+        ((torch.ones(2), np.ones(3)), r"output '1' of shape \(3,\) for 2 samples"),
+        (Found(torch.ones(2), [1, 2, 3]), r"output 'more' of type list of 3 cannot be split into 2 samples"),
+        ({"a": object()}, "output 'a' of type object cannot be split into 2 samples"),
+    ],
+)
+def test_part_of_an_output_that_is_not_one_per_sample_is_named(output, named):
+    with pytest.raises(LockstepError, match=named) as caught:
+        split(output, 2)
+    assert "first dimension is the batch" in caught.value.remedy
 
 
 def test_output_that_is_not_one_per_sample_is_an_error():

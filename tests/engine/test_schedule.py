@@ -172,6 +172,37 @@ def test_one_cycle_stays_at_its_end_after_all_updates():
     assert [schedule(update) for update in (19, 20, 300)] == close([1 / 25e4] * 3)
 
 
+# ---- a curve of another length than the training
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle"])
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("end_factor", [0.0, 0.1])
+def test_a_curve_of_its_own_length_is_that_of_a_training_of_this_length_and_keeps_its_last_rate(name, warmup, end_factor):
+    options = {"warmup_steps": warmup, "end_factor": end_factor}
+    of_its_own, whole = Schedule(name, 50, total_steps=20, **options), Schedule(name, 20, **options)
+    assert ours(of_its_own, 20) == ours(whole, 20)
+    assert ours(of_its_own, 50)[20:] == [whole(19)] * 30
+    assert whole(19) > 0
+    assert ours(Schedule(name, 10, total_steps=20, **options), 10) == ours(whole, 10)
+
+
+@pytest.mark.parametrize("name", ["constant", "step"])
+def test_what_has_no_length_is_the_same_with_any(name):
+    assert ours(Schedule(name, 50, 5, total_steps=20), 60) == ours(Schedule(name, 50, 5), 60)
+    assert Schedule(name, 50).same_until(Schedule(name, 20), 20)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("end_factor", [0.0, 0.3, 1.0])
+def test_two_lengths_are_the_same_until_their_rates_differ(name, warmup, end_factor):
+    one, other = (Schedule(name, total, 5, warmup_steps=warmup, end_factor=end_factor) for total in (20, 30))
+    for updates in range(20):
+        assert one.same_until(other, updates) == (ours(one, updates) == ours(other, updates))
+    assert one.same_until(dataclasses.replace(other, total_steps=20), 20)
+
+
 # ---- purity
 
 

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,7 +130,12 @@ def test_a_skipped_update_is_not_compared(tmp_path):
 def broken(monkeypatch, change):
     """The engine's factors, changed."""
     factors = step._factors
-    monkeypatch.setattr(step, "_factors", lambda *arguments: change(arguments, factors(*arguments)))
+
+    def changed(*arguments):
+        found, rest = factors(*arguments)
+        return change(arguments, found), rest
+
+    monkeypatch.setattr(step, "_factors", changed)
 
 
 def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
@@ -141,7 +147,9 @@ def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
 
 
 def test_a_forgotten_coefficient_is_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda arguments, factors: [factor / arguments[2].get(head, 1.0) for head, factor in zip(arguments[0], factors, strict=True)])
+    broken(
+        monkeypatch, lambda arguments, factors: [factor / arguments[0].coefficients.get(head, 1.0) for head, factor in zip(arguments[1], factors, strict=True)]
+    )
     assert train(tmp_path, "TwoHeads").updates[0].difference > 0.01
 
 
@@ -164,9 +172,15 @@ def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
 
 
 def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path):
-    sample = Chunks.sample
     wrong = {"by": 1}
-    monkeypatch.setattr(Chunks, "sample", lambda self, index, epoch: sample(self, (index + wrong["by"]) % len(self.data), epoch))
+    for method in ("_read_all", "sample"):
+        read = getattr(Chunks, method)
+
+        def shifted(self, which, epoch, read=read):
+            places = (np.array(which) + wrong["by"]) % len(self.data)
+            return read(self, tuple(places.tolist()) if places.ndim else int(places), epoch)
+
+        monkeypatch.setattr(Chunks, method, shifted)
     plain = witness.plain_gradient
 
     def of_the_plan(*arguments):

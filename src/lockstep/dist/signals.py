@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE = "stop"  # in the folder of hearts: by which signal the launcher was asked to stop; ranks that start later see it
 LAUNCHED = "LOCKSTEP_LAUNCHED"  # set in ranks that our launcher started: it speaks for them, and decides on second signals
-_ONCE_S = 1.0  # a terminal, a launcher and a scheduler may all pass on one and the same request
+_ONCE_S = 1.0  # a launcher and a scheduler may both pass on one and the same request
+_KEY_S = 0.2  # of one Ctrl-C, what a wrapper passes on came 5 ms after the terminal's at most (2 cores, 6 busy processes)
 _EVERY_S = 1.0
+
+
+def is_another(number: int, asked_at: float) -> bool:
+    """Whether a signal that arrives now is a request of its own, and not that of `asked_at` (monotonic seconds) once more."""
+    return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
 class StopFlag:
@@ -52,7 +58,7 @@ class StopFlag:
 
     def note(self, number: int) -> bool:
         """Set the flag; True where it had been set before by another request."""
-        again = self.signal is not None and time.monotonic() - self.asked_at > _ONCE_S
+        again = self.signal is not None and is_another(number, self.asked_at)
         if self.signal is None:
             self.asked_at = time.monotonic()
             self.signal = signal.Signals(number)

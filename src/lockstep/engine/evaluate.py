@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -109,24 +111,42 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
     return [merged.get(index) for index in range(plan.length)]
 
 
-def split(output: Any, count: int) -> list[Any]:
-    """A batch's output as `count` outputs of one sample each, on the CPU: along the first dimension of every tensor."""
-    if isinstance(output, Tensor):
+def split(output: Any, count: int, name: str = "") -> list[Any]:
+    """A batch's output as `count` outputs of one sample each, on the CPU: along the first dimension of every tensor and array.
+
+    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item per
+    sample; None stays None.
+
+    Args:
+        name: of `output` in what it is a part of, for errors.
+
+    Raises:
+        DataError: what has no part per sample; names it.
+    """
+    what = f"output {name!r}" if name else "an output"
+    if output is None:
+        return [None] * count
+    if isinstance(output, Tensor | np.ndarray):
         if output.ndim == 0 or len(output) != count:
             raise DataError(
-                f"an output of shape {tuple(output.shape)} for {count} samples",
+                f"{what} of shape {tuple(output.shape)} for {count} samples",
                 where="Task.predict",
                 remedy="return tensors whose first dimension is the batch",
             )
-        return list(output.detach().cpu())
+        return list(output.detach().cpu()) if isinstance(output, Tensor) else list(output)
+    if dataclasses.is_dataclass(output) and not isinstance(output, type | Mapping):
+        output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     if isinstance(output, Mapping):
-        parts = {key: split(value, count) for key, value in output.items()}
+        parts = {key: split(value, count, f"{name}/{key}" if name else str(key)) for key, value in output.items()}
         return [{key: part[number] for key, part in parts.items()} for number in range(count)]
     if isinstance(output, tuple):
-        return list(zip(*(split(value, count) for value in output), strict=True))
+        columns = [split(value, count, f"{name}/{place}" if name else str(place)) for place, value in enumerate(output)]
+        return list(zip(*columns, strict=True)) if columns else [()] * count
     if isinstance(output, list) and len(output) == count:
         return output
-    raise DataError(f"an output of type {type(output).__name__} cannot be split into {count} samples", where="Task.predict")
+    kind = f"list of {len(output)}" if isinstance(output, list) else type(output).__name__
+    remedy = "return tensors whose first dimension is the batch, a dict or tuple of them, or a list with one item per sample"
+    raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
 
 
 def _forwards(forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:

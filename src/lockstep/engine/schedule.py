@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 ScheduleName = Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"]
+_OF_A_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Schedule:
         end_factor: factor that linear, cosine and polynomial reach after `total` updates.
         step_epochs, gamma: `step` multiplies by `gamma` every `step_epochs` epochs.
         power: of `polynomial`.
+        total_steps: length of the curve in updates, where it is not that of the training: a longer training keeps the
+            rate of the curve's last update, a shorter one sees its beginning. `constant` and `step` have no length.
     """
 
     name: ScheduleName = "constant"
@@ -34,8 +37,23 @@ class Schedule:
     step_epochs: float = 1
     gamma: float = 0.1
     power: float = 1.0
+    total_steps: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Of the curve, in updates."""
+        return self.total_steps or self.total
+
+    def same_until(self, other: Schedule, updates: int) -> bool:
+        """Whether the first `updates` updates have the same rates with `other`, the same schedule of another length."""
+        if self.name not in _OF_A_LENGTH or self.length == other.length or updates == 0:
+            return True
+        # Curves of one shape and two lengths that have parted do not meet again.
+        return self(updates - 1) == other(updates - 1)
 
     def __call__(self, update: int) -> float:
+        if self.total_steps is not None and self.name in _OF_A_LENGTH:
+            update = min(update, self.total_steps - 1)
         if self.name == "one_cycle":
             return self._one_cycle(update)
         if update < self.warmup_steps:
@@ -45,7 +63,7 @@ class Schedule:
     def _shape(self, update: int) -> float:
         if self.name == "step":  # decays at epoch ends, wherever the warm-up ended
             return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
-        done = min(1.0, max(0, update - self.warmup_steps) / max(1, self.total - self.warmup_steps))
+        done = min(1.0, max(0, update - self.warmup_steps) / max(1, self.length - self.warmup_steps))
         if self.name == "linear":
             return self.end_factor + (1 - self.end_factor) * (1 - done)
         if self.name == "cosine":
@@ -57,12 +75,12 @@ class Schedule:
     def _one_cycle(self, update: int) -> float:
         """Smith and Topin 2018, with the phases and factors of torch's OneCycleLR: 1/25 up to 1, down to 1/250000."""
         start, end = 1 / 25, 1 / 25 / 1e4
-        peak = float(self.warmup_steps) if self.warmup_steps else 0.3 * self.total
+        peak = float(self.warmup_steps) if self.warmup_steps else 0.3 * self.length
         peak = max(peak - 1, 1e-9)
         if update <= peak:
             low, done = start, update / peak
         else:
-            low, done = end, 1 - min(1.0, (update - peak) / max(self.total - 1 - peak, 1e-9))
+            low, done = end, 1 - min(1.0, (update - peak) / max(self.length - 1 - peak, 1e-9))
         return low + (1 - low) * (1 - math.cos(math.pi * done)) / 2
 
 
