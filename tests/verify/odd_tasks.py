@@ -258,6 +258,13 @@ class Smoothed(Classes):
     smoothing = 0.1
 
 
+class SampledPredictions(Classes):
+    """Predictions are drawn."""
+
+    def predict(self, model, batch):
+        return torch.multinomial(super().predict(model, batch), 1)
+
+
 class LargeTargets(Small):
     """Targets around a million, which vary by a thousand."""
 

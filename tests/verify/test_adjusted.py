@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from lockstep import Task
 from lockstep.data.loader import Chunks
 from lockstep.data.order import Chunk
+from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, Silenced, _part, batch_norms, fix, in_double, silence, total
 from tests import own_tasks
 from tests.verify import clean_tasks
@@ -448,6 +449,17 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
     assert [Chunks(task.train_data(), task, 0, True).at_once for task in (forth, back)] == [True, False]
     assert not torch.equal(one[0], other[0])
     torch.testing.assert_close(forth.loss(model, one), back.loss(model, other), rtol=1e-12, atol=0)
+
+
+def test_disturbing_changes_generators_and_nothing_else():
+    plain = clean_tasks.Horizons()
+    task, batch = Adjusted(plain, Adjustment(disturb=True)), batch_of(plain)
+    torch.manual_seed(0)
+    before = generators.states()
+    assert task.weight(batch) == plain.weight(batch)
+    between = generators.states()
+    task.weight(batch)
+    assert all(len({before[name], between[name], after}) == 3 for name, after in generators.states().items())
 
 
 def test_plain_samples_are_prepared_as_for_evaluation():

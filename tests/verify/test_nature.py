@@ -52,6 +52,14 @@ def test_other_random_operations_are_named_and_an_obstacle():
     assert "randn_like, bernoulli" in found.obstacle()
 
 
+def test_random_numbers_in_evaluation_mode_are_told_from_those_of_training():
+    found = nature("Dropout", RIGHT)
+    assert (found.evaluating, found.predicting) == ([], [])
+    assert nature("Noisy").evaluating == ["randn_like", "bernoulli"]
+    found = nature("SampledPredictions")
+    assert (found.random, found.evaluating, found.predicting) == ([], [], ["multinomial"])
+
+
 def test_pythons_and_numpys_random_numbers_are_found():
     assert nature("PythonsRandom").still_random == ["Python's random"]
     found = nature("NumpysRandom")

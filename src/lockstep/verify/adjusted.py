@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.data.loader import Chunks, is_default, map_tensors
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
+from lockstep.verify.generators import disturb
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -32,7 +33,8 @@ class Adjustment:
 
     exact: no dropout, BatchNorm with fixed statistics. double: float64 model and inputs. reverse: the samples of a
     micro-batch in reversed order: the same sums, rounded in another way. part: this many training samples, evenly spread over
-    the data set. eval_part: the same for evaluation. plain: training samples are prepared as for evaluation.
+    the data set. eval_part: the same for evaluation. plain: training samples are prepared as for evaluation. disturb: between
+    reading a micro-batch and its forward pass, the global generators are put into other states.
     """
 
     exact: bool = False
@@ -41,6 +43,7 @@ class Adjustment:
     part: int | None = None
     eval_part: int | None = None
     plain: bool = False
+    disturb: bool = False
 
 
 @final
@@ -52,11 +55,12 @@ class Adjusted(Task):
     """
 
     def __init__(self, task: Task, adjustment: Adjustment) -> None:
-        self.task, self.how = task, adjustment
+        self.task, self.how, self.weighed = task, adjustment, 0
         unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
         unchanged += [] if adjustment.plain and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if adjustment.reverse else ["collate"]
-        unchanged += [] if adjustment.double else ["weight", "predict", "update_metrics"]
+        unchanged += [] if adjustment.double else ["predict", "update_metrics"]
+        unchanged += [] if adjustment.double or adjustment.disturb else ["weight"]
         unchanged += [] if adjustment.double or adjustment.exact else ["loss", "loss_and_output"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
@@ -100,6 +104,9 @@ class Adjusted(Task):
         return self.task.collate(samples[::-1] if self.how.reverse else samples)
 
     def weight(self, batch: Any) -> Any:
+        if self.how.disturb:  # this is the last that the engine asks for before the forward pass
+            self.weighed += 1
+            disturb(self.weighed)
         return self.task.weight(self._converted(batch))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:

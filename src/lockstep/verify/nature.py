@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +17,7 @@ from lockstep.dist.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
+from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, readable, silence, total, units_of
 from lockstep.verify.operations import Drawing
 
@@ -26,15 +26,18 @@ from lockstep.verify.operations import Drawing
 class Nature:
     """What was found in a forward and backward pass of some samples.
 
-    random: operations that draw random numbers, as the task is. still_random: also without dropout. mixed: generators that
-    `collate` draws from. dropouts: probabilities set to zero. norms: BatchNorm modules; unfixable: those without running
-    statistics. double: whether float64 works; else not_double says why not. epsilon: relative rounding of the number format
-    that the loss comes in. coupling: difference between the loss of a batch and the sum over its halves, relative to the loss,
-    of the head where it is largest. means: heads of which the loss of a batch is the mean over its halves instead.
+    random: operations that draw random numbers, as the task is. still_random: also without dropout. evaluating, predicting: in
+    the loss and in a prediction in evaluation mode. mixed: generators that `collate` draws from. dropouts: probabilities set to
+    zero. norms: BatchNorm modules; unfixable: those without running statistics. double: whether float64 works; else not_double
+    says why not. epsilon: relative rounding of the number format that the loss comes in. coupling: difference between the loss
+    of a batch and the sum over its halves, relative to the loss, of the head where it is largest. means: heads of which the
+    loss of a batch is the mean over its halves instead.
     """
 
     random: list[str] = field(default_factory=list)
     still_random: list[str] = field(default_factory=list)
+    evaluating: list[str] = field(default_factory=list)
+    predicting: list[str] = field(default_factory=list)
     mixed: list[str] = field(default_factory=list)
     dropouts: int = 0
     norms: int = 0
@@ -95,7 +98,11 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         nature.norms = len(batch_norms(model))
         nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
         (whole, _), *_ = _halves(task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed)
-        nature.random = _drawn(task, model, whole)
+        nature.random = _drawn(task.loss, model, whole)
+        nature.evaluating = _drawn(task.loss, model.eval(), whole)
+        with contextlib.suppress(Exception):  # whether it can predict is for other checks to say
+            nature.predicting = _drawn(task.predict, model, whole)
+        model.train()
         nature.dropouts = silence(model)
         for double in (True, False):
             exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
@@ -103,7 +110,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
                 seed(trainer.config)
                 model = exact.model().to(world.device).train()
                 whole, *halves = _halves(exact, world.device, part, trainer.config.seed, trainer.config.data.on_error)
-                nature.still_random = _drawn(exact, model, whole[0])
+                nature.still_random = _drawn(exact.loss, model, whole[0])
                 _measure(nature, exact, model, whole, halves)
                 break
             except Exception as error:
@@ -122,29 +129,22 @@ def _halves(task: Task, device: torch.device, part: int, seed: int, on_error: On
     count = min(8, part, len(data))  # type: ignore[arg-type]
     samples = readable(Chunks(data, task, seed, True, on_error), range(count), 0)
     count = len(samples)
-    before = _generators()
+    before = generators.states()
     cuts = [(task.collate(cut), len(cut)) for cut in (samples, samples[: count // 2], samples[count // 2 :]) if cut]
     if mixed is not None:
-        mixed += [name for name, state in _generators().items() if state != before[name]]
+        mixed += [name for name, state in generators.states().items() if state != before[name]]
     return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in cuts]
 
 
-def _drawn(task: Task, model: nn.Module, batch: Any) -> list[str]:
+def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
     """Sources of randomness in a forward pass."""
-    before = _generators()
+    before = generators.states()
     with Drawing() as mode, torch.no_grad():
-        task.loss(model, batch)
-    after = _generators()
+        call(model, batch)
+    after = generators.states()
     moved = [name for name in after if after[name] != before[name]]
     # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
     return [name for name in moved if name != "torch"] + (list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else [])
-
-
-def _generators() -> dict[str, str]:
-    """The state of every source of random numbers that can be looked at."""
-    on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
-    torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
-    return {"torch": torch_state, "Python's random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
 
 
 def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:

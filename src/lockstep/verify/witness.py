@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +17,7 @@ from lockstep.dist import sharding, strategy
 from lockstep.run import Job
 from lockstep.tasks.task import Task
 from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk
 from lockstep.verify.oracle import Update, plain_gradient
 from lockstep.verify.shadow import Shadow
@@ -250,13 +249,6 @@ class Witness:
             self.seen.operations = operations.seen
         else:
             self.seen.talk[step] = operations.talk
-
-
-def disturb(number: int) -> None:
-    """Put the global generators into states that no training is in."""
-    random.seed(f"disturbed {number}")
-    np.random.seed(random.getrandbits(32))
-    torch.manual_seed(random.getrandbits(63))
 
 
 def not_in_training(model: nn.Module) -> list[str]:
