@@ -288,7 +288,12 @@ _engine(
 # ---- samples that are seeded only where they draw
 
 SEEDING = "data.randomness:SampleSeeding.found_more"
-_engine("first micro-batch that draws not read again", "gradients", (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"))
+_engine(
+    "first micro-batch that draws not read again",
+    "gradients",
+    (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"),
+    base="rarely",
+)
 _engine("samples that draw found, and not seeded", "gradients", (SEEDING, "self.drawn += found", "pass"))
 _engine(
     "nobody looks for draws after a micro-batch without any",
