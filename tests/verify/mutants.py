@@ -65,6 +65,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "on-the-object": ("OnTheObject",),
     "many": ("Many",),
     "rarely": ("Rarely",),
+    "forked": ("Forked",),
     "mixed-in-loss": ("MixedInLoss",),
     "mixed-in-loss-by-python": ("MixedInLoss", "task.generator=random"),
     "mixed-in-collate": ("MixedInCollate",),
@@ -300,6 +301,12 @@ _engine(
     "gradients",
     (SEEDING, "if found:", "self._others, self._seed = (self._others, self._seed) if found else ((), None)\nif found:"),
     base="rarely",
+)
+_engine(
+    "nobody looks for draws that leave no trace",
+    "gradients",
+    (AT_ONCE, "if not self.looked:", "if False:"),
+    base="forked",
 )
 _engine(
     "only torch's generator seeded for samples",
