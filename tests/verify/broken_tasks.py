@@ -196,6 +196,14 @@ class Rarely(Classes):
         return inputs, label
 
 
+class Forked(Classes):
+    """Right: the augmentation draws from a generator that is put back afterwards."""
+
+    def prepare(self, sample, epoch, training):
+        with torch.random.fork_rng(devices=[]):
+            return super().prepare(sample, epoch, training)
+
+
 class MixedInLoss(Classes):
     """Right: each sample of a batch is mixed with its neighbour in the loss, by a share from NumPy's or Python's generator.
 

@@ -65,6 +65,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "on-the-object": ("OnTheObject",),
     "many": ("Many",),
     "rarely": ("Rarely",),
+    "forked": ("Forked",),
     "mixed-in-loss": ("MixedInLoss",),
     "mixed-in-loss-by-python": ("MixedInLoss", "task.generator=random"),
     "mixed-in-collate": ("MixedInCollate",),
@@ -288,13 +289,24 @@ _engine(
 # ---- samples that are seeded only where they draw
 
 SEEDING = "data.randomness:SampleSeeding.found_more"
-_engine("first micro-batch that draws not read again", "gradients", (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"))
+_engine(
+    "first micro-batch that draws not read again",
+    "gradients",
+    (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"),
+    base="rarely",
+)
 _engine("samples that draw found, and not seeded", "gradients", (SEEDING, "self.drawn += found", "pass"))
 _engine(
     "nobody looks for draws after a micro-batch without any",
     "gradients",
     (SEEDING, "if found:", "self._others, self._seed = (self._others, self._seed) if found else ((), None)\nif found:"),
     base="rarely",
+)
+_engine(
+    "nobody looks for draws that leave no trace",
+    "gradients",
+    (AT_ONCE, "if not self.looked:", "if False:"),
+    base="forked",
 )
 _engine(
     "only torch's generator seeded for samples",

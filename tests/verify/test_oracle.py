@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from lockstep.data.loader import Chunks
 from lockstep.dist import sharding
 from lockstep.engine import step
 from lockstep.errors import TrainingError, UsageError
-from lockstep.verify import trial, witness
+from lockstep.verify import trial
 from lockstep.verify.adjusted import Adjustment
 from lockstep.verify.oracle import Update
 from lockstep.verify.trial import Trial
@@ -129,18 +128,18 @@ def test_a_skipped_update_is_not_compared(tmp_path):
 
 
 def broken(monkeypatch, change):
-    """The engine's factors, changed."""
+    """The engine's factors, each changed by a function of the training, the head and the factor."""
     factors = step._factors
 
-    def changed(*arguments):
-        found, rest = factors(*arguments)
-        return change(arguments, found), rest
+    def changed(run, *arguments):
+        found, rest = factors(run, *arguments)
+        return {head: change(run, head, factor) for head, factor in found.items()}, rest
 
     monkeypatch.setattr(step, "_factors", changed)
 
 
 def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda _, factors: [1.01 * factor for factor in factors])
+    broken(monkeypatch, lambda run, head, factor: 1.01 * factor)
     found = train(tmp_path, "Masked").updates
     for one in found.values():
         assert one.difference == pytest.approx(0.01, rel=1e-6)
@@ -148,14 +147,12 @@ def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
 
 
 def test_a_forgotten_coefficient_is_seen(monkeypatch, tmp_path):
-    broken(
-        monkeypatch, lambda arguments, factors: [factor / arguments[0].coefficients.get(head, 1.0) for head, factor in zip(arguments[1], factors, strict=True)]
-    )
+    broken(monkeypatch, lambda run, head, factor: factor / run.coefficients.get(head, 1.0))
     assert train(tmp_path, "TwoHeads").updates[0].difference > 0.01
 
 
 def test_samples_counted_instead_of_labels_are_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda _, factors: [torch.full_like(factor, 1 / 24) for factor in factors])
+    broken(monkeypatch, lambda run, head, factor: torch.full_like(factor, 1 / 24))
     assert train(tmp_path, "Masked").updates[2].difference > 0.01
 
 
@@ -172,27 +169,18 @@ def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
     assert found.difference > 1
 
 
-def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path):
-    wrong = {"by": 1}
-    for method in ("_read_all", "sample"):
-        read = getattr(Chunks, method)
+@pytest.mark.parametrize("name", ["Masked", "Dropout"])
+def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path, name):
+    """Where tensors are read at once, and where samples are read one by one."""
+    read, ways = Chunks.__getitem__, set()
 
-        def shifted(self, which, epoch, read=read):
-            places = (np.array(which) + wrong["by"]) % len(self.data)
-            return read(self, tuple(places.tolist()) if places.ndim else int(places), epoch)
+    def shifted(self, chunk):
+        ways.add(self.at_once)
+        return read(self, chunk._replace(indices=tuple((index + 1) % len(self.data) for index in chunk.indices)))
 
-        monkeypatch.setattr(Chunks, method, shifted)
-    plain = witness.plain_gradient
-
-    def of_the_plan(*arguments):
-        wrong["by"] = 0
-        try:
-            return plain(*arguments)
-        finally:
-            wrong["by"] = 1
-
-    monkeypatch.setattr(witness, "plain_gradient", of_the_plan)
-    assert train(tmp_path, "Masked").updates[0].difference > 0.01
+    monkeypatch.setattr(Chunks, "__getitem__", shifted)
+    assert train(tmp_path, name).updates[0].difference > 0.01
+    assert ways == {name == "Masked"}
 
 
 def test_the_same_unreadable_samples_are_left_out(tmp_path):
