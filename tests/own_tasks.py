@@ -150,7 +150,7 @@ class Failing(Plain):
         self.rank, self.at, self.calls = rank, at, 0
 
     def loss(self, model, batch):
-        self.calls += 1
+        self.calls += model.training  # not those of the dry run
         if self.calls == self.at and os.environ["RANK"] == str(self.rank):
             raise ValueError("the cat sat on the cable")
         return super().loss(model, batch)
@@ -311,6 +311,29 @@ class ConstantHeads(Masked):
             else:
                 losses[head] = ((layer(hidden) - targets).square().mean(dim=1) * mask[:, number]).sum()
         return losses
+
+
+class Watched(TwoHeads):
+    """Head `b` is a number to look at, which depends on no parameter."""
+
+    def coefficients(self):
+        return {"b": 0.0}
+
+    def loss(self, model, batch):
+        losses = super().loss(model, batch)
+        return losses | {"b": losses["b"].detach()}
+
+
+class FrozenHead(ConstantHeads):
+    """Where the body and the second layer are frozen, the second head depends on nothing that trains."""
+
+    def __init__(self, **options):
+        super().__init__(constants=False, **options)
+
+    def model(self):
+        model = super().model()
+        model.body.requires_grad_(False)
+        return model
 
 
 class UnusedFrom(Plain):

@@ -11,6 +11,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,26 @@ class RankFailed(AssertionError):
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
     answers = _ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s)
-    answers = [(f"the process ended with exit code {one.exit_code}", "") if isinstance(one, Ended) else one for one in answers]
-    failed = {rank: answer for rank, answer in enumerate(answers) if len(answer) == 2}
+    failed = {rank: str(one) if isinstance(one, Ended) else one.error for rank, one in enumerate(answers) if isinstance(one, Ended) or one.error}
     if failed:
-        raise RankFailed("\n".join(f"rank {rank}: {text}\n{trace}" for rank, (text, trace) in failed.items()))
-    return [answer[0] for answer in answers]
+        raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))
+    return [answer.value for answer in answers]
 
 
-def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """What it returns, in a tuple of one; or an error's text and traceback."""
+@dataclass
+class Answer:
+    """What a function returned on a rank, or the text and the traceback of its error."""
+
+    value: Any = None
+    error: str = ""
+
+
+def _answer(function: Callable[..., Any], *arguments: Any) -> Answer:
     warnings.simplefilter("error")
     try:
-        return (function(*arguments),)
+        return Answer(function(*arguments))
     except BaseException as error:
-        return f"{type(error).__name__}: {error}", traceback.format_exc()
+        return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 def close() -> None:

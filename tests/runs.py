@@ -30,16 +30,16 @@ def config(**sections):
     return base
 
 
-_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a port of their own
+_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a store of their own
 
 
 @contextlib.contextmanager
 def shared_folder():
     """A folder that is the same on all ranks of a `run_ranks`, and gone afterwards."""
     world = int(os.environ.get("WORLD_SIZE", 1))
-    port = os.environ.get("MASTER_PORT")
-    _fits[port] += 1
-    name = f"lockstep-test-{port}-{_fits[port]}" if world > 1 else f"lockstep-test-{os.getpid()}"
+    store = Path(os.environ.get("LOCKSTEP_STORE", "none"))
+    _fits[store] += 1
+    name = f"{store.parent.name}-{store.name}-{_fits[store]}" if world > 1 else f"lockstep-test-{os.getpid()}"
     folder = Path(tempfile.gettempdir(), name)
     try:
         yield folder
@@ -48,10 +48,10 @@ def shared_folder():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def fit(task, settings, run_dir=None):
+def fit(task, settings, run_dir=None, allow_change=()):
     """Final weights, by name, and what `fit` returned."""
     with shared_folder() as folder, whole_weights(task):
-        results = Trainer(settings, run_dir=run_dir or folder, quiet=True).fit(task)
+        results = Trainer(settings, run_dir=run_dir or folder, quiet=True, allow_change=allow_change).fit(task)
     return task.built, results
 
 
@@ -108,6 +108,8 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
             continue  # plain torch would divide by zero; no unit means no update
         else:
             loss = losses / weights
+        if not loss.requires_grad:
+            continue
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm or float("inf"))))

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from typing import get_args, get_origin
 
 import pytest
 import yaml
@@ -7,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import RunConfig, determining
+from lockstep.config import BUILT_IN, RunConfig, determining
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
 
@@ -281,6 +282,24 @@ def test_a_key_that_is_no_text_is_refused(values):
     assert "file.yaml: " in refusal(TOY | values)
 
 
+@pytest.mark.parametrize("name", ["", " ", ".", "..", "../../evil", "/tmp/evil", "a/b", "a\\b", "a\nb", "a\0b", "x" * 201])
+def test_a_name_that_is_not_one_folder_is_refused(name):
+    text = refusal(TOY | {"name": name})
+    assert f"file.yaml: name: {name!r} cannot be the name of one folder in runs/" in text
+    assert "--run-dir" in text
+
+
+@pytest.mark.parametrize("name", ["a", "..a", "a b", "caf\u00e9", ".hidden", "x" * 200])
+def test_a_name_that_is_one_folder_is_taken(name):
+    assert toy(name=name).name == name
+
+
+@pytest.mark.parametrize("text", ["eval/loss", "max loss", "best eval/loss", "max eval/", "max eval/a b", ""])
+def test_what_keep_best_wants_is_said_in_words(text):
+    found = refusal(TOY | {"checkpoint": {"keep_best": text}})
+    assert f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`" in found
+
+
 # ---- keys that exclude each other
 
 
@@ -509,6 +528,7 @@ def test_a_damaged_config_of_a_run_is_refused_with_its_path(text, tmp_path):
         "parallel.strategy=single",
         "parallel.timeout_s=5",
         "train.epochs=99",
+        "train.min_steps=99",
         "train.eval_every_epochs=1",
     ],
 )
@@ -532,6 +552,7 @@ def test_how_a_run_is_run_does_not_determine_it(override):
         ("batch.global=51", "batch.global"),
         ("schedule.name=cosine", "schedule.name"),
         ("schedule.warmup_steps=3", "schedule.warmup_steps"),
+        ("schedule.warmup_share=0.5", "schedule.warmup_share"),
         ("precision=bf16", "precision"),
         ("data.train=other", "data.train"),
         ("data.drop_last=true", "data.drop_last"),
@@ -542,6 +563,64 @@ def test_how_a_run_is_run_does_not_determine_it(override):
 def test_what_changes_the_weights_determines_the_run(override, key):
     old, new = determining(load("toy")), determining(load("toy", [override]))
     assert [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)] == [key]
+
+
+def test_warm_up_is_given_in_one_way():
+    assert "file.yaml: schedule: give either warmup_steps or warmup_share" in refusal(TOY | {"schedule": {"warmup_steps": 3, "warmup_share": 0.1}})
+    assert "schedule.warmup_share: 1.5" in refusal(TOY | {"schedule": {"warmup_share": 1.5}})
+    found = load("digits", ["schedule.warmup_share=0.25"])
+    assert (found.schedule.warmup_steps, found.schedule.warmup_share) == (0, 0.25)  # instead of the recipe's 20 steps
+
+
+def test_least_steps_go_with_epochs():
+    assert "give either min_steps (with epochs) or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
+    found = toy("train.steps=3", train={"epochs": 2, "min_steps": 9})
+    assert (found.train.epochs, found.train.min_steps, found.train.steps) == (None, None, 3)
+
+
+# ---- what suits a task where nothing is said
+
+
+TEXT = {"task": {"kind": "text"}}
+
+
+def suited(values, *overrides):
+    found = parse(values, "file.yaml", overrides)
+    return found.optim.lr, found.train.epochs, found.train.min_steps, found.schedule.name, found.schedule.warmup_share
+
+
+def test_text_has_rate_and_length_that_suit_its_model():
+    scratch, fine, bert = suited(TEXT), suited(TEXT, "task.model=x"), suited(TEXT, "task.scratch.architecture=bert")
+    assert scratch == suited({"task": {"kind": "text"}}) == suited(load("text").model_dump(by_alias=True))
+    assert scratch[0] > bert[0] > fine[0]  # the rates
+    assert all(one[1:] == (one[1], one[2], "linear", 0.1) and one[1] and one[2] for one in (scratch, fine, bert))
+    assert suited(TOY) == (1e-3, None, None, "constant", None)
+
+
+def test_what_is_given_is_not_suggested():
+    rate, epochs, least, *_ = suited(TEXT, "task.model=x")
+    assert suited(TEXT, "task.model=x", "train.epochs=1") == (rate, 1, None, "linear", 0.1)
+    assert suited(TEXT, "task.model=x", "train.steps=7") == (rate, None, None, "linear", 0.1)
+    assert suited(TEXT | {"train": {"steps": 7}}, "task.model=x") == (rate, None, None, "linear", 0.1)
+    assert suited(TEXT | {"train": {"min_steps": 7}}, "task.model=x") == (rate, epochs, 7, "linear", 0.1)
+    assert suited(TEXT | {"schedule": {"warmup_steps": 0}}, "task.model=x") == (rate, epochs, least, "linear", None)
+    assert suited(TEXT | {"schedule": {"name": "cosine"}}, "task.model=x") == (rate, epochs, least, "cosine", None)
+    found = parse(TEXT | {"optim": {"name": "SGD"}})
+    assert (found.optim.lr, found.optim.clip_norm) == (1e-3, None)
+    assert parse(TEXT | {"optim": {"clip_norm": None}}).optim.clip_norm is None
+
+
+def test_what_was_suggested_is_recorded_and_read_back_alone(write):
+    kept = yaml.safe_load(to_yaml(parse(TEXT)))
+    kept["schedule"].pop("warmup_share")  # as an earlier version wrote it
+    kept["train"].pop("min_steps")
+    found = parse(kept, needs_task=False)
+    assert (found.train.min_steps, found.schedule.warmup_share) == (None, None)
+
+
+def test_a_wrong_section_is_told_and_nothing_is_suggested():
+    assert "task.max_length" in refusal({"task": {"kind": "text", "max_length": "x"}})
+    assert "optim" in refusal(TEXT | {"optim": 3})
 
 
 def test_another_task_determines_the_run():
@@ -609,16 +688,33 @@ ANYTHING = st.recursive(SIMPLE, lambda inner: st.one_of(st.lists(inner, max_size
 WHOLE = st.integers(1, 64)
 
 
+def is_section(annotation):
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def values_of(annotation):
+    """What may stand there, or anything at all."""
+    if is_section(annotation):
+        return st.one_of(sections(annotation), ANYTHING)
+    inner = [values_of(argument) for argument in get_args(annotation) if is_section(argument) or get_args(argument)]
+    if not inner:
+        return st.one_of(WHOLE, ANYTHING)
+    if get_origin(annotation) is list:
+        return st.one_of(st.lists(*inner, max_size=2), ANYTHING)
+    return st.one_of(*inner, st.dictionaries(KEYS, inner[-1], max_size=2), ANYTHING)
+
+
 def sections(model):
     """Dicts with some of the keys of a section, and one that may be any."""
-    known = {}
-    for name, field in model.model_fields.items():
-        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-        known[field.alias or name] = st.one_of(sections(field.annotation), ANYTHING) if nested else st.one_of(WHOLE, ANYTHING)
+    known = {field.alias or name: values_of(field.annotation) for name, field in model.model_fields.items()}
     return st.builds(lambda found, more: found | more, st.fixed_dictionaries({}, optional=known), st.dictionaries(KEYS, ANYTHING, max_size=1))
 
 
-TASKS = st.one_of(ANYTHING, st.fixed_dictionaries({"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}))
+TASKS = st.one_of(
+    ANYTHING,
+    st.fixed_dictionaries({"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}),
+    *(st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind)) for kind, model in BUILT_IN.items()),
+)
 
 
 @FIXED
@@ -653,8 +749,9 @@ def some(**keys):
 
 
 ARGUMENTS = st.one_of(st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.booleans())
+NAMES = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1, max_size=8)
 RIGHT = some(
-    name=st.text(max_size=8),
+    name=NAMES.filter(lambda name: name.strip() not in ("", ".", "..")),
     seed=st.integers(0, 2**80),
     data=some(train=st.one_of(st.none(), st.text(max_size=8)), workers=WHOLE, drop_last=st.booleans()),
     batch=some(**{"global": WHOLE}),

@@ -21,12 +21,12 @@ ALLOWED = {
     "data": {"errors", "data"},
     "checkpoint": {"errors", "dist"},
     "engine": {"errors", "dist", "data", "checkpoint", "engine"},
-    "observe": set(),
+    "observe": {"errors", "observe"},
     "tasks": {"errors", "models", "data"},
     "config": set(),
     "config_file": {"errors", "config"},
     "verify": {"errors", "run", "assembly", "checkpoint", "data", "dist", "engine", "tasks", "verify"},
-    "observe.rows": {"errors"},
+    "observe.rows": {"errors", "observe"},
     "cli": {"errors", "config_file", "dist", "checkpoint", "observe.rows", "run", "rundir", "verify"},
 }
 

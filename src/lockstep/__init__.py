@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
 __all__ = ["LockstepError", "RunConfig", "Task", "Trainer"]
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {"LockstepError": "errors", "RunConfig": "config", "Task": "tasks.task", "Trainer": "run"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Importing torch takes seconds; `import lockstep` and `lockstep --help` must not wait for it.
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

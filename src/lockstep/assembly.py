@@ -21,6 +21,7 @@ from lockstep.dist import sharding, strategy
 from lockstep.dist.sharding import Sharding
 from lockstep.dist.strategy import Buckets, Forward
 from lockstep.dist.world import World
+from lockstep.engine import checked
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import scaled_lr
@@ -59,23 +60,25 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
         init: load `train.init_from`.
 
     Raises:
-        TrainingError: nothing to train.
+        TrainingError: nothing to train, or parameters that cannot be trained.
         UsageError: a config that does not fit the model or the ranks.
     """
     parallel, compute = config.parallel, config.compute
-    sharded = strategy.resolve(parallel.strategy, world) == "fsdp"
+    training = steps_per_epoch is not None
+    if training:
+        strategy.resolve(parallel.strategy, world)
+    sharded = parallel.strategy == "fsdp" and world.size > 1  # what only runs forward needs nothing else: `single` does on any number of ranks
     values: dict[str, Tensor] = {}
     told: list[str] = []
     seed(config)
     if sharded:
-        model, values, told = sharding.build(task.model, world)
+        model, values, told = sharding.build(lambda: _check_parameters(checked.model(task)), world)
     else:
-        model = task.model().to(world.device)
+        model = _check_parameters(checked.model(task)).to(world.device)
         if compute.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(set_to_none=True)  # a task may have trained it before, and left a gradient that the first step would add to
     blocks = find_blocks(model, parallel.shard_modules)
-    training = steps_per_epoch is not None
     unfreezing = None
     if steps_per_epoch is not None:
         unfreezing = _unfreezing(config, model, steps_per_epoch, step)
@@ -94,6 +97,29 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
     return Assembled(model, list(blocks), unfreezing, told), forward
+
+
+def _check_parameters(model: nn.Module) -> nn.Module:
+    """`model`, where its parameters have shapes and dense gradients.
+
+    Raises:
+        TrainingError: names the modules that are lazy or sparse, and the remedy.
+    """
+    lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
+    if lazy:
+        raise TrainingError(
+            f"the model is not complete: {', '.join(lazy[:5])} get a shape only when a batch passes through",
+            where="Task.model",
+            remedy="give lazy modules (LazyLinear, ...) their sizes, or let one batch pass through the model before it is returned",
+        )
+    sparse = [name or "the model" for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    if sparse:
+        raise TrainingError(
+            f"{', '.join(sparse[:5])} would have sparse gradients, of which norms, averages over ranks and most optimizers are not defined",
+            where="Task.model",
+            remedy="make the embedding with sparse=False, which learns the same",
+        )
+    return model
 
 
 def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step: int) -> Unfreezing | None:

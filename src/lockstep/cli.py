@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lockstep.errors import LockstepError, Preempted, UsageError, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 app = typer.Typer(
     add_completion=False,
@@ -83,11 +82,12 @@ def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
         if _is_launcher(nproc):
             _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
         else:
+            from lockstep.observe import rows
             from lockstep.run import Trainer
 
             results = Trainer(settings, run_dir=run_dir).evaluate()
             if _is_first():
-                print(json.dumps({f"eval/{name}": value for name, value in results.items()}))
+                print(rows.text({f"eval/{name}": value for name, value in results.items()}))
 
 
 @app.command()
@@ -98,7 +98,7 @@ def predict(
         typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data."),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write a .csv or .jsonl file instead of printing.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a .csv, .jsonl, .npz or .safetensors file instead of printing.")] = None,
     debug: Debug = False,
 ) -> None:
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
@@ -114,10 +114,10 @@ def predict(
         found = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
         if out is None:
             for row in found:
-                print(json.dumps(row, ensure_ascii=False))
+                print(rows.text(row))
         else:
-            rows.write(out, found)
-            print(f"{len(found)} predictions: {out}", file=sys.stderr)
+            left_out = rows.write(out, found)
+            print(f"{len(found)} predictions: {out}{'; left out: ' if left_out else ''}{', '.join(left_out)}", file=sys.stderr)
 
 
 @app.command()
@@ -203,6 +203,9 @@ def _check_nproc(nproc: str) -> None:
 def _ranks_of(nproc: str) -> int:
     _check_nproc(nproc)
     if nproc != "auto":
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if int(nproc) > cores:
+            print(f"warning: {nproc} ranks on {cores} CPU cores slow each other down; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
         return int(nproc)
     import torch
 
@@ -217,7 +220,8 @@ def _is_first() -> bool:
 def _reporting(debug: bool) -> Iterator[None]:
     """Turn exceptions into messages and exit codes. A rank that a launcher started leaves its words to it."""
     try:
-        yield
+        with exits_are_failures():
+            yield
     except typer.Exit:
         raise
     except Preempted as stopped:

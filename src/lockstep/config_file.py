@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import BUILT_IN, GroupConfig, RunConfig, UserTask
+from lockstep.config import BUILT_IN, RunConfig, UserTask
 from lockstep.errors import UsageError, did_you_mean
+
+Origin = Callable[[str], str]  # where a key was set: the command line, or a file
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,10 +88,12 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
     if "batch" in raw and any(key in given for key in ("batch.per_rank", "batch.accumulate")) and isinstance(raw["batch"], dict):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
-    for one, other in (("epochs", "steps"), ("eval_every_epochs", "eval_every_steps")):
+    for section, one, other in _EITHER:
         for mine, theirs in ((one, other), (other, one)):
-            if f"train.{mine}" in given and f"train.{theirs}" not in given and isinstance(raw.get("train"), dict):
-                raw["train"].pop(theirs, None)
+            place = raw.get(section)
+            if f"{section}.{mine}" in given and f"{section}.{theirs}" not in given and isinstance(place, dict):
+                place.pop(theirs, None)
+    _suggest(raw)
 
     def origin(path: str) -> str:
         """The override that set `path`, or what is above or below it; else the file."""
@@ -98,7 +103,7 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems += [_describe(fault, RunConfig, "", origin) for fault in error.errors()]
+        problems += _describe(error, RunConfig, raw, "", origin)
     if needs_task and "task" not in raw:
         problems.append(f"{where}: task: is missing")
     if isinstance(raw.get("task"), dict) and (needs_task or raw["task"]):
@@ -173,7 +178,36 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         raw = inner
 
 
-def _check_task(task: dict[str, Any], origin: Any) -> tuple[dict[str, Any] | None, list[str]]:
+# Two keys of a section that say the same: where the command line gives one, it takes the place of a file's other.
+_EITHER = [
+    ("train", "epochs", "steps"),
+    ("train", "min_steps", "steps"),
+    ("train", "eval_every_epochs", "eval_every_steps"),
+    ("schedule", "warmup_steps", "warmup_share"),
+]
+# Of a section, keys that say the same in another way: where the first is given, the others are not suggested.
+_INSTEAD = {"steps": ("epochs", "min_steps"), "epochs": ("min_steps",), "warmup_steps": ("warmup_share",)}
+
+
+def _suggest(raw: dict[str, Any]) -> None:
+    """Fill in what suits the task. A section with another `name` (of an optimizer, of a schedule) is left as it is."""
+    task = raw.get("task")
+    kind = task.get("kind") if isinstance(task, dict) else None
+    if not isinstance(kind, str) or kind not in BUILT_IN:
+        return
+    try:
+        checked = BUILT_IN[kind].model_validate(task)
+    except ValidationError:  # is told elsewhere
+        return
+    for section, values in checked.suggestions().items():
+        given = raw.setdefault(section, {})
+        if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
+            continue
+        instead = {other for key, others in _INSTEAD.items() if key in given for other in others}
+        raw[section] = {key: value for key, value in values.items() if key not in instead} | given
+
+
+def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | None, list[str]]:
     """The task section under its kind's own model; a user's own class checks its keys when it is made."""
     kind = task.get("kind")
     if isinstance(kind, str) and ".py:" in kind:
@@ -184,28 +218,77 @@ def _check_task(task: dict[str, Any], origin: Any) -> tuple[dict[str, Any] | Non
     try:
         return BUILT_IN[kind].model_validate(task).model_dump(), []
     except ValidationError as error:
-        return None, [_describe(fault, BUILT_IN[kind], "task.", origin) for fault in error.errors()]
+        return None, _describe(error, BUILT_IN[kind], task, "task.", origin)
 
 
-def _describe(fault: Any, model: type[BaseModel], prefix: str, origin: Any) -> str:
-    path = prefix + ".".join(str(part) for part in fault["loc"])
-    where = origin(path)
-    if fault["type"] == "extra_forbidden":
-        known = _keys(model, fault["loc"][:-1])
-        parent = path.rpartition(".")[0]
-        hint = did_you_mean(fault["loc"][-1], known, f"{parent}." if parent else "")
-        return f"{where}: {path}: unknown key; {hint}known here: {', '.join(known)}"
-    if fault["type"] == "missing":
-        return f"{where}: {path}: is missing"
-    message = fault["msg"].removeprefix("Value error, ")
-    return f"{where}: {path}: {message}" if fault["type"] == "value_error" else f"{where}: {path}: {fault['input']!r}: {message}"
+def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
+    """A line for each key that is wrong.
+
+    Of several kinds that a value may have, pydantic complains one by one: they share a line. Where one of them is wrong only
+    further inside, the value as a whole is not.
+    """
+    lines: dict[str, str] = {}
+    for fault in error.errors():
+        keys, section = _place(model, raw, fault["loc"])
+        path = prefix + ".".join(keys)
+        where = f"{origin(path)}: {path}"
+        message = fault["msg"].removeprefix("Value error, ")
+        if fault["type"] == "extra_forbidden":
+            known = _keys(section)
+            parent = path.rpartition(".")[0]
+            hint = did_you_mean(keys[-1], known, f"{parent}." if parent else "")
+            lines[path] = f"{where}: unknown key; {hint}known here: {', '.join(known)}"
+        elif path in lines:
+            lines[path] += f", or {message.removeprefix('Input should be ')}"
+        elif fault["type"] == "missing":
+            lines[path] = f"{where}: is missing"
+        elif fault["type"] == "model_type":
+            lines[path] = f"{where}: {fault['input']!r}: must be a section with keys of: {', '.join(_keys(section))}"
+        else:
+            lines[path] = f"{where}: {message}" if fault["type"] == "value_error" else f"{where}: {fault['input']!r}: {message}"
+    return [line for path, line in lines.items() if not any(other.startswith(f"{path}.") for other in lines)]
 
 
-def _keys(model: Any, loc: Iterable[Any]) -> list[str]:
-    """Keys of the section at `loc`."""
+def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys in pydantic's `loc` as a user writes them, and the innermost section that they lead into.
+
+    `loc` also names the kinds that it tried where a value may have several; these are no keys.
+    """
+    keys: list[str] = []
+    kinds, section, value = [model], model, raw
     for part in loc:
-        if isinstance(part, int):
+        inner = [one for kind in kinds for one in _inside(kind, part)]
+        held = part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
+        if not held and not any(part in _keys(kind) for kind in kinds):
             continue
-        field = next(f for name, f in model.model_fields.items() if part in (name, f.alias))
-        model = GroupConfig if part == "groups" else field.annotation
-    return [field.alias or name for name, field in model.model_fields.items()]
+        keys.append(str(part))
+        value = value[part] if held else None
+        kinds = inner
+        section = next((kind for kind in kinds if _keys(kind)), section)
+    return keys, section
+
+
+def _inside(kind: Any, part: str | int) -> list[Any]:
+    """What the item `part` of a value of `kind` may be."""
+    if _keys(kind):
+        return [one for name, field in kind.model_fields.items() if part == (field.alias or name) for one in _kinds(field.annotation)]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is dict:
+        return _kinds(arguments[1])
+    return [one for argument in arguments for one in _kinds(argument)] if origin in (list, tuple) and isinstance(part, int) else []
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The members of a union, however it is nested; else the annotation itself."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [one for member in get_args(annotation) for one in _kinds(member)]
+    return [annotation]
+
+
+def _keys(kind: Any) -> list[str]:
+    """Keys of a section; empty for what is none."""
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return []
+    return [field.alias or name for name, field in kind.model_fields.items()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 
 
@@ -88,6 +90,23 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     by_lower = {one.lower(): one for one in known}
     nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
     return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
+
+
+@contextlib.contextmanager
+def exits_are_failures() -> Iterator[None]:
+    """Turn a `SystemExit` of a task into an error: a training that it ended must not look as if it were done."""
+    try:
+        yield
+    except SystemExit as error:
+        libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not any(library in frame.filename for library in libraries)]
+        last = (own or frames)[-1]
+        raise TrainingError(
+            f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
+            where=f"{last.filename}:{last.lineno}, in {last.name}",
+            remedy="raise an exception where something is wrong; where nothing is, return",
+        ) from error
 
 
 def short_traceback(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,16 @@ from lockstep.dist.world import World
 from lockstep.engine.step import Training
 from lockstep.engine.trainer import Watcher
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.observe.jsonl import JsonLines
+from lockstep.observe.steady import Guard, together
+from lockstep.observe.tensorboard import TensorBoard
+from lockstep.observe.textlog import TextLog
+from lockstep.tasks import source
+from lockstep.tasks.task import Task
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task", "source")
 _MICRO = "micro.json"
+_CURVE = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")  # what may make the schedule's curve another
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
@@ -87,10 +95,14 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_cha
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))
-        _replace(folder / "environment.json", json.dumps(_environment(world), indent=1))
+        _replace(folder / "environment.json", json.dumps(_environment(world) | {"git": source.commit(_home(config))}, indent=1))
     except OSError as error:
-        raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir") from error
+        raise _unwritable(folder, error) from error
     return resolved
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -147,10 +159,11 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     old, new = (json.loads(json.dumps(determining(one))) for one in (recorded, resolved))  # a tuple is the list it was written as
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
+    known = {*keys, *_CURVE, "data", "task"}
     for allowed in allow_change:
-        if not any(f"{key}.".startswith(f"{allowed}.") for key in keys):
-            hint = did_you_mean(allowed, keys)
-            remedy = f"{hint}There are: {', '.join(sorted(keys))}"
+        if not any(f"{key}.".startswith(f"{allowed}.") for key in known):
+            hint = did_you_mean(allowed, known)
+            remedy = f"{hint}There are: {', '.join(sorted(known))}"
             raise UsageError(f"no key that determines the training is called {allowed!r}", where="--allow-change", remedy=remedy)
         changed -= {key for key in changed if f"{key}.".startswith(f"{allowed}.")}
     if changed:
@@ -161,6 +174,83 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
         )
     return resolved
+
+
+def _home(config: RunConfig) -> Path:
+    """The folder of the task's file; where there is none, that of this process."""
+    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
+    return Path(path).parent if is_file else Path()
+
+
+def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """Keep the task's source with the run, or compare it with that which the run began with; rank 0 for all.
+
+    Returns:
+        what is to be told of a change that is allowed.
+
+    Raises:
+        UsageError: the task's code has changed, and `allow_change` does not have `task`.
+    """
+
+    def keep() -> list[str]:
+        begun = any((folder / "checkpoints").glob("step-*"))
+        kept = source.read(folder / "source") if begun else {}
+        found = source.of_task(task, config.task.get("kind"), kept)
+        if kept and not found:
+            return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
+        change = source.difference(kept, found) if kept else None
+        if change and "task" not in allow_change:
+            remedy = "undo the change, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run and start anew"
+            raise UsageError(f"the task's code is not that which the run began with: {change}", where=str(folder), remedy=remedy)
+        try:
+            if kept != found:
+                source.write(folder / "source", source.of_task(task, config.task.get("kind")))
+            about = json.loads((folder / "environment.json").read_text()) | {"task": source.digest(found) if found else None}
+            _replace(folder / "environment.json", json.dumps(about, indent=1))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        return [f"warning: the task's code has changed: {change}"] if change else []
+
+    return world.on_first(keep)
+
+
+def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
+    """A warning, where the task's code is not that which the run was trained with."""
+    kept = source.read(folder / "source")
+    found = source.of_task(task, config.task.get("kind"), kept)
+    change = source.difference(kept, found) if kept and found else None
+    return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
+
+
+def same_curve(config: RunConfig, run: Training, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
+    """Compare the length of the schedule's curve with that which the checkpoint was made on, before `run` goes on from it.
+
+    Returns:
+        what is to be told of a change that is allowed.
+
+    Raises:
+        UsageError: the updates so far would have had other rates on the curve that the config asks for now.
+    """
+    now = run.schedule
+    then = dataclasses.replace(now, total_steps=manifest.get("schedule_steps", now.length))
+    done = manifest["step"] - manifest["skipped"]
+    if now.same_until(then, done):
+        return []
+    train = config.train
+    key, value = ("train.steps", train.steps) if train.steps else ("train.epochs", train.epochs or 1)
+    if config.schedule.total_steps:
+        key, value = "schedule.total_steps", config.schedule.total_steps
+    group = run.optimizer.param_groups[0]
+    before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
+    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now: after {done} updates the learning rate goes from {before} to {after}"
+    if any(f"{one}.".startswith(f"{allowed}.") for one in _CURVE for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        text,
+        where=f"{key}={value}",
+        remedy=f"schedule.total_steps={then.length} keeps the curve, and its last rate from its end on; --allow-change {key} goes on on the new curve; "
+        "--fresh deletes the run and starts anew",
+    )
 
 
 def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any: bool = False) -> None:
@@ -202,39 +292,59 @@ def _environment(world: World) -> dict[str, Any]:
 
 def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, notes: Sequence[str], quiet: bool) -> list[Watcher]:
     """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
-    from lockstep.observe.console import ConsoleWatcher
-    from lockstep.observe.jsonl import JsonLines
-    from lockstep.observe.steady import Steady
-    from lockstep.observe.tensorboard import TensorBoard
-    from lockstep.observe.textlog import TextLog
+    from lockstep.observe.console import ConsoleWatcher  # rich takes a while
 
-    log = Steady(TextLog(folder / "train.log", stop))
-    log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
-    summary = [*notes, *model_summary(made, run)]
-    for text in summary:
-        log.message(text)
-    found: list[Watcher] = [log, Steady(JsonLines(folder / "metrics.jsonl", run.step))]
+    writers: dict[str, Callable[[], Any]] = {
+        "train.log": lambda: TextLog(folder / "train.log", stop),
+        "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", run.step),
+    }
     if config.log.tensorboard:
-        found.append(Steady(TensorBoard(folder / "tensorboard", run.step)))
+        writers["tensorboard"] = lambda: TensorBoard(folder / "tensorboard", run.step)
     if not quiet:
-        console = ConsoleWatcher(stop, run.step)
+        writers["the console"] = lambda: ConsoleWatcher(stop, run.step)
+    found = together(writers)
+    log, console = found[0], found[-1]
+    log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
+    if not quiet:
         batch = config.batch
         console.message(f"{config.name}: {run.world.size} x {run.world.device.type}, global batch {batch.global_}, steps {run.step} to {stop}, {folder}")
-        for text in summary:
-            console.message(text)
-        found.append(console)
-    return found
+    for text in (*notes, *model_summary(made, run), *_endless_warmup(config, run, stop)):
+        for one in found:
+            one.message(text)
+    return [*found]
 
 
-def keep_tables(folder: Path, step: int, values: Mapping[str, Any]) -> None:
-    """Append what an evaluation's metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
-    from lockstep.observe.jsonl import JsonLines
+def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
+    """A line where the learning rate never leaves its warm-up. No error: a recipe is often tried for a few steps first."""
+    warmup, length = run.schedule.warmup, min(stop, run.schedule.length)
+    if warmup < max(length, 2):
+        return []
+    share, best = config.schedule.warmup_share, run.schedule(length - 1)
+    key = f"warmup_steps={warmup}" if share is None else f"warmup_share={share}"
+    return [f"warning: schedule.{key} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
 
-    tables = {name: value.tolist() for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
-    if tables:
-        lines = JsonLines(folder / "tables.jsonl", step - 1)
-        lines.record({"step": step, **tables})
-        lines.close()
+
+class Tables:
+    """Appends what evaluations' metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.path, self.tell = folder / "tables.jsonl", tell
+        self.guard = Guard(self.path.name, tell)
+
+    def keep(self, step: int, values: Mapping[str, Any]) -> None:
+        """Those of the evaluation at `step`, by name."""
+        tables = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
+        if tables:
+            self.guard(self._write, {"step": step, **tables})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        lines = JsonLines(self.path, entry["step"] - 1)
+        if lines.note:
+            self.tell(lines.note)
+        try:
+            lines.record(entry)
+        finally:
+            lines.close()
 
 
 def model_summary(made: Assembled, run: Training) -> list[str]:

@@ -45,6 +45,16 @@ def torch_then_numpy(index):
     return torch.rand(()) if torch.rand(()) < 0.8 else np.random.rand()
 
 
+def forked(index):
+    """Leaves the generator as it was."""
+    with torch.random.fork_rng():
+        return torch.rand(())
+
+
+def derived(index):
+    return np.random.default_rng(torch.initial_seed() % 2**32).random()
+
+
 def one_of_a_pair(index):
     """Both libraries draw normal numbers in pairs and keep the second: a draw of it moves nothing but the store."""
     return np.random.standard_normal() + random.gauss(0, 1)
@@ -61,6 +71,8 @@ DRAWS = {
     "conditional": torch_then_numpy,
     "pairs": one_of_a_pair,
     "a shuffle": lambda index: torch.randperm(9)[0] + random.choice(range(9)),
+    "forked": forked,
+    "derived": derived,
     "seeds itself": lambda index: (torch.manual_seed(index), torch.rand(()))[1],
 }
 
@@ -93,13 +105,15 @@ def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
             assert torch.equal(chunks[chunk].batch, expected), (draw, size, chunk)
 
 
-@pytest.mark.parametrize(("draw", "again"), [("never", 0), ("torch", 1), ("conditional", 1), ("all", 1)])
+@pytest.mark.parametrize(("draw", "again"), [("never", 0), ("torch", 0), ("all", 0), ("late", 20)])
 def test_a_micro_batch_is_read_again_at_most_once_for_each_generator(draw, again):
     task = FromNumbers(Numbers(DRAWS[draw]))
     chunks = Chunks(task.numbers, task, 3, True)
     for chunk in chunks_of(20):
         chunks[chunk]
-    assert len(task.numbers.read) == 2 * LENGTH + again * 20
+    assert len(chunks.seeding.drawn) == {"never": 0, "torch": 1, "late": 1, "all": 3}[draw]
+    look = 2 if draw in ("never", "late") else 1  # reads of the first sample
+    assert len(task.numbers.read) == 2 * LENGTH + again + look
 
 
 def test_a_generator_that_nobody_draws_from_is_not_seeded_for_each_sample(monkeypatch):

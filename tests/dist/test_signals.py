@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.dist import heart, signals
+from lockstep.dist import heart, launch, signals
 from lockstep.dist.heart import Heart
 from lockstep.dist.signals import ASKING, Agreement, StopFlag, listening
 from lockstep.errors import Preempted
 
 PATIENCE_S = 20
+ONCE_S, KEY_S = signals._ONCE_S, signals._KEY_S
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,8 @@ def no_launcher(monkeypatch):
     heart.own()  # in memory, whatever a test sets
     for name in (heart.FOLDER, signals.LAUNCHED):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(signals, "_ONCE_S", 1000.0)  # a second request would end the process that runs these tests
+    for name in ("_ONCE_S", "_KEY_S"):
+        monkeypatch.setattr(signals, name, 1000.0)  # a second request would end the process that runs these tests
 
 
 def threads():
@@ -160,17 +162,53 @@ def test_the_signal_is_named_as_the_user_sent_it(monkeypatch, tmp_path):
     assert flag.name == "SIGINT"
 
 
-def test_requests_within_a_second_are_one(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(signals, "_ONCE_S", 1.0)
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(signals, "_ONCE_S", ONCE_S)
+    monkeypatch.setattr(signals, "_KEY_S", KEY_S)
+    now = SimpleNamespace(monotonic=lambda: now.value, value=100.0)
+    monkeypatch.setattr(signals, "time", now)
+    return now
+
+
+@pytest.mark.parametrize("first", ASKING)
+def test_requests_within_a_second_are_one(clock, first):
     flag = StopFlag()
-    assert not flag.note(signal.SIGINT)
-    now = 100.9
+    assert not flag.note(first)
+    clock.value = 100.9
     assert not flag.note(signal.SIGTERM)
-    now = 101.1
+    assert not flag.note(signal.SIGUSR1)
+    clock.value = 101.1
     assert flag.note(signal.SIGTERM)
-    assert flag.signal is signal.SIGINT
+    assert flag.signal is first
+
+
+@pytest.mark.parametrize("first", ASKING)
+def test_a_key_that_is_pressed_again_is_a_request_of_its_own(clock, first):
+    flag = StopFlag()
+    flag.note(first)
+    clock.value = 100.15  # who presses it twice takes longer; what a wrapper passes on comes sooner
+    assert not flag.note(signal.SIGINT)
+    clock.value = 100.3
+    assert flag.note(signal.SIGINT)
+
+
+def test_launcher_tells_a_second_key_press_from_the_same_one(clock, monkeypatch):
+    handlers = {number: signal.getsignal(number) for number in ASKING}
+    ended = []
+    monkeypatch.setattr(launch, "time", clock)
+    monkeypatch.setattr(launch._Forwarding, "_end_at_once", lambda self, number: ended.append((clock.value, number)))
+    try:
+        stop = launch._Forwarding()
+        with pytest.raises(Preempted):
+            stop._handle(signal.SIGINT, None)
+        for clock.value in (100.1, 100.15, 100.3):
+            stop._handle(signal.SIGINT, None)
+        stop._handle(signal.SIGTERM, None)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended == [(100.3, signal.SIGINT)]
 
 
 # ---- what a thread does while the main thread computes; in processes, without torch
@@ -206,14 +244,14 @@ def child():
         process.communicate()
 
 
-@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
-def test_second_signal_ends_the_process_at_once(child, first, second):
+@pytest.mark.parametrize(("first", "second", "apart"), [(signal.SIGINT, signal.SIGINT, 0.3), (signal.SIGUSR1, signal.SIGTERM, 0.6)])
+def test_second_signal_ends_the_process_at_once(child, first, second, apart):
     process = child()
     assert process.stdout.readline() == "False\n"  # listening needs no torch
     process.send_signal(first)
     process.send_signal(first)  # the same request, on another way
     assert process.stdout.readline() == f"{first.name}\n"
-    time.sleep(0.6)
+    time.sleep(apart)
     assert process.poll() is None
     process.send_signal(second)
     _, errors = process.communicate(timeout=PATIENCE_S)
@@ -258,6 +296,42 @@ with signals.listening() as flag:
 """
     )
     assert process.communicate(timeout=PATIENCE_S)[0] == "True None\n"
+
+
+# ---- before the command line is imported
+
+
+EARLY = """
+import os, signal, sys
+from lockstep import __main__ as command
+sys.argv[1:] = {arguments}
+class Asking:  # the import system asks it first: what is imported next is interrupted
+    def find_spec(self, name, path=None, target=None):
+        if name == "lockstep.cli":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Asking())
+command.main()
+"""
+
+
+@pytest.mark.parametrize("number", ASKING)
+@pytest.mark.parametrize("rank", [None, "0"])
+def test_signal_while_the_command_line_is_imported_is_understood(child, number, rank):
+    process = child(EARLY.format(arguments=["train", "toy"], number=int(number)), **({"RANK": rank} if rank else {}))
+    out, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (75, "")
+    assert errors == ("" if rank else f"stopped by {number.name} before training began; nothing was lost; the same command goes on from there\n")
+
+
+def test_key_press_before_another_command_ends_it_without_a_traceback(child):
+    process = child(EARLY.format(arguments=["recipes"], number=int(signal.SIGINT)))
+    assert process.communicate(timeout=PATIENCE_S) == ("", "")
+    assert process.returncode == 130
+
+
+def test_importing_the_package_sets_no_handler(child):
+    process = child("import signal, lockstep.__main__, lockstep.cli; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+    assert process.communicate(timeout=PATIENCE_S)[0] == "True\n"
 
 
 # ---- agreement
@@ -344,6 +418,27 @@ def test_all_ranks_hear_of_a_request_to_one_at_the_same_call(monkeypatch, rank):
     assert yes[0] < 300 + 120  # about a second
 
 
+def test_ranks_agree_on_the_seconds_that_have_passed(monkeypatch):
+    ranks = Ranks(2, monkeypatch)
+    seen = {0: [], 1: []}
+    call = Agreement.__call__
+
+    def noting(agreement):
+        answer = call(agreement)
+        seen[ranks.here.rank].append(agreement.elapsed_s)
+        if ranks.here.call == 500:
+            agreement.restart()  # an evaluation: the time goes on
+        return answer
+
+    monkeypatch.setattr(Agreement, "__call__", noting)
+    ((talked, _), _) = ranks.run(1000, lambda rank, call: 0.01 * (1 + 2 * rank))
+    assert seen[0] == seen[1]
+    for number in talked:
+        assert seen[0][number] == pytest.approx(0.02 * (number + 1))  # the mean of both ranks
+    changes = [number for number in range(1, 1000) if seen[0][number] != seen[0][number - 1]]
+    assert {0, *changes} == set(talked)  # and not between
+
+
 def test_after_a_restart_they_talk_at_the_next_call(monkeypatch):
     ((talked, _), other) = Ranks(2, monkeypatch).run(700, lambda *_: 0.001, restart_at=600)
     assert 600 in talked
@@ -360,5 +455,6 @@ def test_one_rank_talks_to_nobody():
     flag = StopFlag()
     asked = Agreement(SimpleNamespace(size=1), flag)
     assert [asked() for _ in range(3)] == [False] * 3
+    assert 0 < asked.elapsed_s < asked.elapsed_s
     flag.note(signal.SIGINT)
     assert asked()

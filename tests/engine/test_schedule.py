@@ -172,6 +172,37 @@ def test_one_cycle_stays_at_its_end_after_all_updates():
     assert [schedule(update) for update in (19, 20, 300)] == close([1 / 25e4] * 3)
 
 
+# ---- a curve of another length than the training
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle"])
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("end_factor", [0.0, 0.1])
+def test_a_curve_of_its_own_length_is_that_of_a_training_of_this_length_and_keeps_its_last_rate(name, warmup, end_factor):
+    options = {"warmup_steps": warmup, "end_factor": end_factor}
+    of_its_own, whole = Schedule(name, 50, total_steps=20, **options), Schedule(name, 20, **options)
+    assert ours(of_its_own, 20) == ours(whole, 20)
+    assert ours(of_its_own, 50)[20:] == [whole(19)] * 30
+    assert whole(19) > 0
+    assert ours(Schedule(name, 10, total_steps=20, **options), 10) == ours(whole, 10)
+
+
+@pytest.mark.parametrize("name", ["constant", "step"])
+def test_what_has_no_length_is_the_same_with_any(name):
+    assert ours(Schedule(name, 50, 5, total_steps=20), 60) == ours(Schedule(name, 50, 5), 60)
+    assert Schedule(name, 50).same_until(Schedule(name, 20), 20)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("end_factor", [0.0, 0.3, 1.0])
+def test_two_lengths_are_the_same_until_their_rates_differ(name, warmup, end_factor):
+    one, other = (Schedule(name, total, 5, warmup_steps=warmup, end_factor=end_factor) for total in (20, 30))
+    for updates in range(20):
+        assert one.same_until(other, updates) == (ours(one, updates) == ours(other, updates))
+    assert one.same_until(dataclasses.replace(other, total_steps=20), 20)
+
+
 # ---- purity
 
 
@@ -202,3 +233,13 @@ def test_the_rate_is_scaled_from_the_reference_batch(scaling, factor):
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
 def test_the_rate_at_the_reference_batch_is_kept(scaling):
     assert scaled_lr(0.37, scaling, 48, 48) == 0.37
+
+
+# ---- warm-up as a share
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 200, 20), (0.1, 30, 3), (0.1, 31, 4), (0.3, 10, 3), (0.1, 3, 1), (1.0, 7, 7), (0.0, 9, 0)])
+def test_a_share_of_warm_up_is_that_many_steps(name, share, total, steps):
+    wanted = Schedule(name, total, 4, warmup_steps=steps)
+    assert ours(Schedule(name, total, 4, warmup_share=share), total + 2) == ours(wanted, total + 2)

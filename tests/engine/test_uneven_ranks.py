@@ -99,6 +99,27 @@ def test_constants_update_as_sums_over_nothing_do(world):
         assert runs.difference(weights, expected) < 1e-10
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_head_with_the_coefficient_0_may_be_a_constant(world):
+    expected, _ = runs.by_hand(own_tasks.Watched())
+    for strategy in ("ddp", "fsdp")[:world]:
+        settings = runs.config(batch={"micro": 5}, parallel={"strategy": strategy})
+        for weights, results in run_ranks(world, runs.fit_kind, "Watched", {}, settings):
+            assert runs.difference(weights, expected) < 1e-10
+            assert results["train/loss/b"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_head_over_frozen_parameters_may_be_a_constant(world):
+    def freeze(model, step):
+        model.second.requires_grad_(step >= 4)
+
+    expected, _ = runs.by_hand(own_tasks.FrozenHead(), steps=12, global_batch=6, before_step=freeze, optimizer=sgd)
+    settings = runs.config(batch={"global": 6, "micro": 3}, train={"steps": 12, "unfreeze": [{"match": ["second.*"], "step": 4}]}, **SGD)
+    for weights, _ in run_ranks(world, runs.fit_kind, "FrozenHead", {}, settings):
+        assert runs.difference(weights, expected) < 1e-10
+
+
 @pytest.mark.parametrize(
     ("method", "what", "words"),
     [

@@ -1,11 +1,12 @@
 """What a person sees: lines anywhere, a bar on a terminal only."""
 
 import io
+import subprocess
+import sys
 
 from rich.console import Console
 
 from lockstep.observe.console import ConsoleWatcher
-from lockstep.observe.jsonl import JsonLines
 from lockstep.observe.textlog import line
 
 ENTRY = {
@@ -46,10 +47,20 @@ def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
     assert line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
 
 
-def test_entries_after_the_resumed_step_are_dropped_and_so_is_a_torn_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 5}\n{"step": 10}\n{"step": 15}\n{"st')
-    log = JsonLines(path, resumed_at=10)
-    log.record({"step": 11})
-    log.close()
-    assert path.read_text() == '{"step": 5}\n{"step": 10}\n{"step": 11}\n'
+def test_reader_that_goes_away_ends_no_training():
+    code = """
+import os, sys
+from lockstep.observe.console import ConsoleWatcher
+from lockstep.observe.steady import together
+(console,) = together({"the console": lambda: ConsoleWatcher(9)})
+for _ in range(3):
+    console.message("text")
+console.close()
+print("trained on", file=sys.stderr)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 0
+    assert errors == "warning: the console cannot be written: Broken pipe; training goes on\ntrained on\n"

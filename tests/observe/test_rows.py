@@ -108,7 +108,7 @@ def test_another_suffix_is_a_usage_error(tmp_path, name):
     with pytest.raises(UsageError, match="unknown suffix") as caught:
         rows.check(tmp_path / name)
     assert caught.value.where == f"--out {tmp_path / name}"
-    assert caught.value.remedy == "end it with .csv or .jsonl"
+    assert caught.value.remedy == "end it with .csv, .jsonl, .npz or .safetensors"
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path, monkeypatch):

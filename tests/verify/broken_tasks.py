@@ -3,6 +3,7 @@
 The first paragraph of a broken task's docstring says what is wrong with it.
 """
 
+import functools
 import os
 import random
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from lockstep import Task
 
@@ -86,6 +87,22 @@ class Classes(Task):
         return sample[1]
 
 
+class Targets(Dataset):
+    def __init__(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(0))
+        self.inputs = torch.randn(length, FEATURES, generator=generator)
+        self.targets = 2.0 * (self.inputs @ teacher).tanh() + 1.0
+        chance = torch.rand(length, 1, generator=generator) ** 2
+        self.mask = torch.rand(length, 5, generator=generator) < chance + 0.05
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index], self.mask[index]
+
+
 class Masked(Task):
     """Right: five targets per sample, of which few and unevenly many are valid; the loss is a mean over valid ones."""
 
@@ -117,20 +134,118 @@ class Masked(Task):
         return round(float(sample[1][0]), 3)
 
 
-class Targets(Dataset):
-    def __init__(self, length, seed):
-        generator = torch.Generator().manual_seed(seed)
-        teacher = torch.randn(FEATURES, 5, generator=torch.Generator().manual_seed(0))
-        self.inputs = torch.randn(length, FEATURES, generator=generator)
-        self.targets = 2.0 * (self.inputs @ teacher).tanh() + 1.0
-        chance = torch.rand(length, 1, generator=generator) ** 2
-        self.mask = torch.rand(length, 5, generator=generator) < chance + 0.05
+class Tensors(Classes):
+    """Right: a data set of tensors, none of which is prepared: inputs, labels and, where there are some, importances."""
 
-    def __len__(self):
-        return len(self.inputs)
+    prepare, collate = Task.prepare, Task.collate
 
-    def __getitem__(self, index):
-        return self.inputs[index], self.targets[index], self.mask[index]
+    def train_data(self):
+        data = super().train_data()
+        return TensorDataset(data.inputs, data.labels, 1.0 + (torch.arange(len(data)) % 3))
+
+    def eval_data(self):
+        data = super().eval_data()
+        return TensorDataset(data.inputs, data.labels)
+
+    def loss(self, model, batch):
+        inputs, labels, *importances = batch
+        losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+        return (losses * importances[0]).sum() if importances else losses.sum()
+
+    def truth(self, sample):
+        return int(sample[1])
+
+
+class Many(Masked):
+    """Right: a data set that reads many samples at once."""
+
+    def train_data(self):
+        return ManyTargets(self.length, 1)
+
+
+class ManyTargets(Targets):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class OnTheObject(Tensors):
+    """Right: the same, with methods that are set on the object: preparation adds a number, and a batch is a dict."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.prepare = functools.partial(shifted, 0.5)
+        self.collate = functools.partial(with_scale, 0.5)
+
+
+def shifted(number, sample, epoch, training):
+    return sample[0] + number, *sample[1:]
+
+
+def with_scale(factor, samples):
+    inputs, *others = torch.utils.data.default_collate(samples)
+    return [factor * inputs, *others]
+
+
+class Rarely(Classes):
+    """Right: few samples are augmented, and NumPy draws for those alone."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = sample
+        if training and float(inputs[0]) > 0.8:
+            inputs = inputs + torch.from_numpy(np.random.normal(size=FEATURES)).float()
+        return inputs, label
+
+
+class Forked(Classes):
+    """Right: the augmentation draws from a generator that is put back afterwards."""
+
+    def prepare(self, sample, epoch, training):
+        with torch.random.fork_rng(devices=[]):
+            return super().prepare(sample, epoch, training)
+
+
+class MixedInLoss(Classes):
+    """Right: each sample of a batch is mixed with its neighbour in the loss, by a share from NumPy's or Python's generator.
+
+    generator: numpy or random.
+    """
+
+    def __init__(self, *arguments, generator="numpy", **options):
+        super().__init__(*arguments, **options)
+        self.generator = generator
+
+    def loss(self, model, batch):
+        inputs, labels = batch
+        share = np.random.beta(2, 2) if self.generator == "numpy" else random.betavariate(2, 2)
+        outputs = model(share * inputs + (1 - share) * inputs.roll(1, 0))
+        losses = [functional.cross_entropy(outputs, one, reduction="sum") for one in (labels, labels.roll(1))]
+        return self.factor * (share * losses[0] + (1 - share) * losses[1])
+
+
+class MixedInCollate(Classes):
+    """Right: the same in `collate`, for inputs alone."""
+
+    def prepare(self, sample, epoch, training):
+        return sample
+
+    def collate(self, samples):
+        inputs, labels = super().collate(samples)
+        share = np.random.beta(5, 1)
+        return share * inputs + (1 - share) * inputs.roll(1, 0), labels
+
+
+class FrozenNorm(Classes):
+    """Right: BatchNorm is frozen in the usual way, by a `train` of the model's own."""
+
+    def model(self):
+        return FrozenNetwork(self.dropout, norm=True)
+
+
+class FrozenNetwork(Network):
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
 
 
 class TwoHeads(Masked):
@@ -146,6 +261,19 @@ class TwoHeads(Masked):
         outputs = model(batch[0])
         size = (outputs.mean(dim=1) - batch[1].mean(dim=1)).square().sum()
         return {"values": ((outputs - batch[1]).square() * batch[2]).sum(), "size": size}
+
+
+class HeadsByRank(TwoHeads):
+    """Right: its dicts have another order on odd ranks."""
+
+    def weight(self, batch):
+        return self.ordered(super().weight(batch))
+
+    def loss(self, model, batch):
+        return self.ordered(super().loss(model, batch))
+
+    def ordered(self, heads):
+        return dict(sorted(heads.items(), reverse=int(os.environ["RANK"]) % 2 == 1))
 
 
 # ---- labels and inputs
@@ -316,6 +444,14 @@ class MaskedMean(Masked):
 
     def loss(self, model, batch):
         return super().loss(model, batch) / batch[2].sum().clamp(min=1)
+
+
+class MeanOfOneHead(TwoHeads):
+    """One of two losses is a mean over the valid targets of the micro-batch, the other a sum; the weights count them rightly."""
+
+    def loss(self, model, batch):
+        heads = super().loss(model, batch)
+        return heads | {"values": heads["values"] / batch[2].sum().clamp(min=1)}
 
 
 class WeightIsShare(Masked):

@@ -61,6 +61,16 @@ BASES: dict[str, tuple[str, ...]] = {
     "drop-last": ("Classes", "data.drop_last=true"),
     "unused": ("Classes", "parallel.find_unused_parameters=true"),
     "sync": ("Classes", "checkpoint.mode=sync"),
+    "tensors": ("Tensors",),
+    "on-the-object": ("OnTheObject",),
+    "many": ("Many",),
+    "rarely": ("Rarely",),
+    "forked": ("Forked",),
+    "mixed-in-loss": ("MixedInLoss",),
+    "mixed-in-loss-by-python": ("MixedInLoss", "task.generator=random"),
+    "mixed-in-collate": ("MixedInCollate",),
+    "heads-by-rank": ("HeadsByRank",),
+    "frozen-norm": ("FrozenNorm", "task.length=204"),
 }
 
 Edit = tuple[str, str, str]  # module:function of the package, its text, what stands there instead
@@ -191,7 +201,7 @@ _engine(
 _engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
 _engine("schedule one update late", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"))
 _engine("skipped updates advance the schedule", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"), base="overflow")
-_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup_steps", "False"))
+_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine("learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
 _engine(
     "learning rate scaled by the number of ranks",
@@ -207,10 +217,11 @@ _engine(
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("run:Trainer._fit", "asked = Agreement(world, flag)", "asked = Agreement(world, flag); run.forward.eval()"),
+    ("engine.trainer:fit", "run.forward.train()", "run.forward.eval()"),
     base="dropout",
 )
 _engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
+_engine("nobody calls train() before the loop", "gradients", ("run:Trainer._training", "forward.train()", "forward"), base="frozen-norm")
 _task("dead branch", "gradients", "DeadBranch")
 _task("detached body", "gradients", "DetachedBody", base="unused")
 _task("dead units before a ReLU", "gradients", "DeadUnits")
@@ -223,6 +234,86 @@ _engine("parameter groups ignored", "gradients", ("assembly:optimizer", "rate.we
 _engine("frozen parameters never thawed", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"), base="unfreeze")
 _engine("frozen parameters trained from the start", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"), base="unfreeze")
 _engine("averages updated twice per step", "gradients", (STEP, "run.averages.update()", "run.averages.update(); run.averages.update()"), base="ema")
+
+# ---- tensors that are read at once, and methods that are set on the object
+
+AT_ONCE, CHUNKS = "data.loader:Chunks.__getitem__", "data.loader:Chunks.__init__"
+_engine("neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[rows]", "tensor[rows - 1]"), base="tensors")
+_engine(
+    "first row read at once in the place of the last",
+    "gradients",
+    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor((*chunk.indices[:-1], chunk.indices[0]))"),
+    base="tensors",
+)
+_engine(
+    "labels read at once in another order than inputs",
+    "gradients",
+    (AT_ONCE, "tensor[rows]", "tensor[rows if tensor.ndim > 1 else rows.sort().values]"),
+    base="tensors",
+)
+_engine(
+    "last tensor dropped where rows are read at once",
+    "gradients",
+    (AT_ONCE, "for tensor in self.data.tensors]", "for tensor in self.data.tensors[:2]]"),
+    base="tensors",
+)
+_engine(
+    "rows read at once in reversed order",
+    "predictions",
+    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor(chunk.indices).flip(0)"),
+    base="tensors",
+)
+_engine(
+    "rows of evaluation data read at once twice",
+    "evaluation",
+    (AT_ONCE, "tensor[rows]", "tensor[rows if self.training else rows // 2]"),
+    base="tensors",
+)
+_engine(
+    "methods on the object ignored",
+    "gradients",
+    (
+        CHUNKS,
+        "not is_default(task.prepare), not is_default(task.collate)",
+        "(not hasattr(getattr(type(getattr(task, 'task', task)), one), 'default') for one in ('prepare', 'collate'))",
+    ),
+    base="on-the-object",
+)
+_engine(
+    "collate on the object ignored",
+    "gradients",
+    (AT_ONCE, "self.task.collate(samples)", "type(self.task.task).collate(self.task.task, samples)"),
+    base="on-the-object",
+)
+
+# ---- samples that are seeded only where they draw
+
+SEEDING = "data.randomness:SampleSeeding.found_more"
+_engine(
+    "first micro-batch that draws not read again",
+    "gradients",
+    (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"),
+    base="rarely",
+)
+_engine("samples that draw found, and not seeded", "gradients", (SEEDING, "self.drawn += found", "pass"))
+_engine(
+    "nobody looks for draws after a micro-batch without any",
+    "gradients",
+    (SEEDING, "if found:", "self._others, self._seed = (self._others, self._seed) if found else ((), None)\nif found:"),
+    base="rarely",
+)
+_engine(
+    "nobody looks for draws that leave no trace",
+    "gradients",
+    (AT_ONCE, "if not self.looked:", "if False:"),
+    base="forked",
+)
+_engine(
+    "only torch's generator seeded for samples",
+    "gradients",
+    ("data.randomness:SampleSeeding.seed", "in self.drawn:", "in self.drawn[:1] if self.drawn[:1] == GENERATORS[:1] else ():"),
+    base="rarely",
+)
 
 # ---- predictions: all alike, or somebody else's
 
@@ -330,6 +421,21 @@ _engine(
     ("engine.step:_count", "run.world.all_sum(mine)", "[max(1.0, one) * run.world.size for one in mine]"),
     base="masked",
 )
+_engine(
+    "units packed in the rank's own order of heads",
+    "ranks",
+    ("data.loader:_as_floats", "for head in sorted(named)}", "for head in named}"),
+    ("engine.step:_count", 'heads.agree(run.weight_heads, names, "Task.weight", run.world)', "names"),
+    base="heads-by-rank",
+)
+_engine(
+    "logged losses packed in the rank's own order of heads",
+    "ranks",
+    ("dist.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
+    (STEP, 'heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)', "tuple(outcome.losses[0])"),
+    ("engine.meter:Meter.entry", "for head in sorted(sums)}", "for head in sums}"),
+    base="heads-by-rank",
+)
 _engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
 _engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"), base="few-masked")
 _engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", f"mix(self.seed, epoch, index, {RANK})"))
@@ -371,6 +477,7 @@ _engine(
 _engine("one micro-batch twice", "accumulation", (STEP, "run.forward(micro.batch)", "run.forward(micros[max(0, number - (number == 2))].batch)"))
 _task("mean where a sum is asked for", "accumulation", "MeanLoss")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
+_task("mean in one of two heads", "accumulation", "MeanOfOneHead", base="heads")
 _task("weight that does not add up", "accumulation", "WeightIsShare")
 _task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour")
 _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
@@ -453,6 +560,38 @@ _engine(
     ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
 )
 _engine("dropout not a function of progress", "resume", ("data.randomness:seed_forward", "seed_all(seed)", "pass"), base="dropout-workers")
+_engine(
+    "NumPy not seeded before a forward pass",
+    "resume",
+    ("data.randomness:seed_forward", "seed_all(seed)", "torch.default_generator.manual_seed(seed); random.seed(seed)"),
+    base="mixed-in-loss",
+)
+_engine(
+    "Python's random not seeded before a forward pass",
+    "resume",
+    ("data.randomness:seed_forward", "seed_all(seed)", "torch.default_generator.manual_seed(seed); np.random.seed(seed & 0xFFFFFFFF)"),
+    base="mixed-in-loss-by-python",
+)
+_engine(
+    "forward passes seeded by the steps of this process",
+    "resume",
+    (STEP, "mix(run.seed, outcome.step,", "mix(run.seed, run.__dict__.setdefault('count', []).append(0) or len(run.count),"),
+    base="dropout",
+)
+_engine(
+    "collate not seeded",
+    "resume",
+    (AT_ONCE, "if self.collates:", "if False:"),
+    (AT_ONCE, "self.seeding.begin(mix(self.seed, chunk.epoch))", "pass"),
+    (AT_ONCE, "if not self.seeding.found_more():", "if True:"),
+    base="mixed-in-collate",
+)
+_engine(
+    "collate seeded by the batches of this process",
+    "resume",
+    (AT_ONCE, "chunk.indices[0], _OF_A_BATCH", "self.__dict__.setdefault('count', []).append(0) or len(self.count), _OF_A_BATCH"),
+    base="mixed-in-collate",
+)
 _engine("averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema")
 _engine("averages not restored", "resume", ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"), base="ema")
 _engine("loss scale not restored", "resume", ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"), base="overflow")
@@ -570,7 +709,23 @@ _engine(
     "samples",
     ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[start : start + max(1, size + (number < extra) - 1)]"),
 )
-_engine("each sample of odd number read as its neighbour", "gradients", ("data.loader:Chunks._read_all", "prepare(data[index]", "prepare(data[index // 2 * 2]"))
+_engine(
+    "each sample of odd number read as its neighbour",
+    "gradients",
+    ("data.loader:Chunks._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
+)
+_engine(
+    "each sample of odd number read as its neighbour, without draws",
+    "gradients",
+    ("data.loader:Chunks._read_all", "return [data[index] for", "return [data[index // 2 * 2] for"),
+    base="masked",
+)
+_engine(
+    "neighbours where the data set reads many at once",
+    "gradients",
+    ("data.loader:Chunks._read_all", "self.read_many(list(indices))", "self.read_many([index - 1 for index in indices])"),
+    base="many",
+)
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
@@ -606,9 +761,15 @@ _engine(
         "units[head] = units.get(head, 0.0) + 1; sums[head] += value / weights[head] - value",
     ),
 )
+_engine(
+    "random numbers of an evaluation not seeded",
+    "evaluation",
+    ("engine.evaluate:_forwards", "seed_forward(mix(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)", "pass"),
+    base="mixed-in-loss",
+)
 _engine("rank 0's metric states only", "evaluation", ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"))
 _engine("evaluation in training mode", "evaluation", ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"), base="dropout")
-_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluator", "training=False", "training=True"))
+_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluation_data", "training=False", "training=True"))
 _engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.rank]", "[0]"))
 _engine(
     "metrics not reset",

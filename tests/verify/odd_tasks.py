@@ -76,6 +76,59 @@ class Odd(Mean):
     length = 7
 
 
+class MeanOfOneHead(Small):
+    """A mean over valid labels, of which the halves of a batch have unevenly many, beside a sum that is a thousand times as large."""
+
+    def train_data(self):
+        inputs, targets = super().train_data().tensors
+        return TensorDataset(inputs, targets, torch.arange(self.length) % 3 == 0)
+
+    def weight(self, batch):
+        return {"b": len(batch[0]), "a": batch[2].sum()}
+
+    def loss(self, model, batch):
+        squares = (model(batch[0]) - batch[1]).square().sum(dim=1)
+        return {"a": (squares * batch[2]).sum() / batch[2].sum().clamp(min=1), "b": 1000 * squares.sum()}
+
+
+class MaskedMean(MeanOfOneHead):
+    """The same, alone."""
+
+    def weight(self, batch):
+        return batch[2].sum()
+
+    def loss(self, model, batch):
+        return super().loss(model, batch)["a"]
+
+
+class MeanOverSamples(MeanOfOneHead):
+    """A mean over all samples of what is masked, where valid labels are counted."""
+
+    def weight(self, batch):
+        return {"a": batch[2].sum(), "b": batch[2].sum()}
+
+    def loss(self, model, batch):
+        squares = (model(batch[0]) - batch[1]).square().sum(dim=1) * batch[2]
+        return {"a": squares.sum(), "b": squares.mean()}
+
+
+class MixedByNumpy(Small):
+    """Every sample of a batch is mixed with its neighbour, by a share that NumPy draws."""
+
+    def share(self):
+        return np.random.beta(1, 1)
+
+    def collate(self, samples):
+        share = self.share()
+        inputs, targets = super().collate(samples)
+        return share * inputs + (1 - share) * inputs.roll(1, 0), share * targets + (1 - share) * targets.roll(1, 0)
+
+
+class MixedByTorch(MixedByNumpy):
+    def share(self):
+        return float(torch.rand(()))
+
+
 class Coupled(Small):
     """Samples of a batch see each other."""
 
@@ -203,6 +256,13 @@ class Classes(Task):
 
 class Smoothed(Classes):
     smoothing = 0.1
+
+
+class SampledPredictions(Classes):
+    """Predictions are drawn."""
+
+    def predict(self, model, batch):
+        return torch.multinomial(super().predict(model, batch), 1)
 
 
 class LargeTargets(Small):

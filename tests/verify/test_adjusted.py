@@ -1,15 +1,19 @@
 """A task with its randomness, its batch statistics and its rounding taken out; and nothing else changed."""
 
 import inspect
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep import Task
+from lockstep.data.loader import Chunks
+from lockstep.data.order import Chunk
+from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, Silenced, _part, batch_norms, fix, in_double, silence, total
 from tests import own_tasks
 from tests.verify import clean_tasks
@@ -232,7 +236,47 @@ def test_everything_else_is_the_tasks_own():
 
 def test_every_method_of_a_task_that_training_and_evaluation_call_is_passed_on():
     methods = {name for name, value in inspect.getmembers(Task, inspect.isfunction) if not name.startswith("_")}
-    assert methods - vars(Adjusted).keys() == {"input_data", "export"}  # which no trial calls
+    for how in (Adjustment(), EXACT, Adjustment(double=True, reverse=True, plain=True, part=3)):
+        made = Adjusted(clean_tasks.Augmented(), how)
+        assert methods - vars(Adjusted).keys() - vars(made).keys() == {"input_data", "export"}  # which no trial calls
+
+
+def test_what_is_not_adjusted_is_the_tasks_own_method():
+    """So that the engine finds out the same about it as in training, also where it was set on the object."""
+    task = clean_tasks.Base()
+    task.collate = lambda samples: task.__class__.collate(task, samples[::-1])
+    for how in (Adjustment(part=20), Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)):
+        made = Adjusted(task, how)
+        assert made.collate is task.collate
+        assert made.prepare == task.prepare
+        assert made.report == task.report
+    assert Adjusted(task, Adjustment(reverse=True)).collate is not task.collate
+    task.prepare = lambda sample, epoch, training: sample
+    assert Adjusted(task, Adjustment(plain=True)).prepare is not task.prepare
+    assert Adjusted(task, EXACT).prepare is task.prepare
+
+
+@pytest.mark.parametrize("how", [Adjustment(part=20), EXACT, Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)])
+@pytest.mark.parametrize("kind", [clean_tasks.Base, clean_tasks.Augmented, clean_tasks.Tokens])
+def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
+    training, verifying = (Chunks(task.train_data(), task, 0, True) for task in (kind(), Adjusted(kind(), how)))
+    assert (verifying.at_once, verifying.collates) == (training.at_once, training.collates)
+    assert verifying.prepares == training.prepares
+    assert (verifying.read_many is None) == (training.read_many is None)
+    assert kind is not clean_tasks.Base or verifying.at_once
+
+
+@pytest.mark.parametrize("how", [Adjustment(), EXACT, Adjustment(exact=True, double=True, reverse=True)])
+def test_methods_on_the_object_are_used_with_a_data_set_of_tensors(how):
+    task = clean_tasks.Base()
+    task.prepare = lambda sample, epoch, training: (sample[0] + 1, sample[1])
+    task.collate = lambda samples: default_collate(samples)[::-1]
+    made = Adjusted(task, how)
+    labels, inputs = Chunks(made.train_data(), made, 0, True)[Chunk((3, 1), 0, False)].batch
+    rows = [1, 3] if how.reverse else [3, 1]
+    expected = task.train_data().tensors
+    assert torch.equal(inputs, expected[0][rows] + 1)
+    assert torch.equal(labels, expected[1][rows])
 
 
 class Normed(clean_tasks.Base):
@@ -290,17 +334,45 @@ def test_fixing_is_of_one_module_alone():
 
 
 def test_double_converts_the_model_and_the_batch():
-    exact = Adjusted(clean_tasks.Horizons(), Adjustment(exact=True, double=True))
+    plain = Dtypes()
+    exact = Adjusted(plain, Adjustment(exact=True, double=True))
     model, batch = exact.model(), batch_of(exact)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
-    assert [tensor.dtype for tensor in batch] == [torch.float64] * 3
-    labels = batch_of(Adjusted(clean_tasks.Base(), Adjustment(double=True)))[1]
-    assert labels.dtype == torch.int64
-    assert batch_of(Adjusted(clean_tasks.Base(), EXACT))[0].dtype == torch.float32
+    assert [tensor.dtype for tensor in batch] == [torch.float32, torch.int64]  # as in training: where it is used, it is converted
+    output = exact.predict(model, batch)
+    exact.weight(batch)
+    exact.update_metrics(None, output, batch)
+    exact.loss_and_output(model, batch)
+    assert exact.loss(model, batch).dtype == torch.float64
+    assert plain.seen == {name: [torch.float64, torch.int64] for name in ("weight", "loss", "predict", "update_metrics")}
+    plain.seen.clear()
+    Adjusted(plain, EXACT).loss(plain.model(), batch)
+    assert plain.seen == {"loss": [torch.float32, torch.int64]}
     nested = in_double({"a": [torch.ones(1), (torch.ones(1, dtype=torch.int32), "b")], "c": None})
     assert nested["a"][0].dtype == torch.float64
     assert nested["a"][1][0].dtype == torch.int32
     assert nested["c"] is None
+
+
+class Dtypes(clean_tasks.Base):
+    """Notes the number formats of the batches that its methods get."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def weight(self, batch):
+        self.seen["weight"] = [tensor.dtype for tensor in batch]
+
+    def loss(self, model, batch):
+        self.seen["loss"] = [tensor.dtype for tensor in batch]
+        return super().loss(model, batch)
+
+    def predict(self, model, batch):
+        self.seen["predict"] = [tensor.dtype for tensor in batch]
+        return super().predict(model, batch)
+
+    def update_metrics(self, metrics, output, batch):
+        self.seen["update_metrics"] = [tensor.dtype for tensor in batch]
 
 
 class Named(Dataset):
@@ -331,10 +403,26 @@ def test_a_part_keeps_lengths_and_names():
     part = _part(Named(), 4)
     assert list(part.lengths) == [100, 125, 150, 175]
     assert [part.where(place) for place in range(4)] == ["file-0", "file-25", "file-50", "file-75"]
-    tensors = _part(TensorDataset(torch.arange(10)), 2)
-    assert tensors.lengths is None
-    assert tensors.where(1) == "TensorDataset[5]"
-    assert int(tensors[1][0]) == 5
+    assert not hasattr(part, "__getitems__")
+    unnamed = _part(list(range(10)), 2)
+    assert unnamed.lengths is None
+    assert (unnamed.where(1), unnamed[1]) == ("list[5]", 5)
+
+
+def test_a_part_of_tensors_are_tensors():
+    part = _part(TensorDataset(torch.arange(10), torch.arange(20).view(10, 2)), 2)
+    assert type(part) is TensorDataset
+    assert [tensor.tolist() for tensor in part.tensors] == [[0, 5], [[0, 1], [10, 11]]]
+
+
+def test_a_part_is_read_at_once_where_the_data_set_is():
+    class Many(Named):
+        def __getitems__(self, indices):
+            return [-index for index in indices]
+
+    part = _part(Many(), 4)
+    assert part.__getitems__([1, 3, 0]) == [-25, -75, 0]
+    assert pickle.loads(pickle.dumps(_part(Subset(Named(), range(50)), 5))).__getitems__([1, 2]) == [10, 20]
 
 
 def test_no_part_and_a_part_of_everything_are_the_data_set_itself():
@@ -358,8 +446,20 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
     model = forth.model()
     one, other = batch_of(forth), batch_of(back)
     assert torch.equal(one[0], other[0].flip(0))
+    assert [Chunks(task.train_data(), task, 0, True).at_once for task in (forth, back)] == [True, False]
     assert not torch.equal(one[0], other[0])
     torch.testing.assert_close(forth.loss(model, one), back.loss(model, other), rtol=1e-12, atol=0)
+
+
+def test_disturbing_changes_generators_and_nothing_else():
+    plain = clean_tasks.Horizons()
+    task, batch = Adjusted(plain, Adjustment(disturb=True)), batch_of(plain)
+    torch.manual_seed(0)
+    before = generators.states()
+    assert task.weight(batch) == plain.weight(batch)
+    between = generators.states()
+    task.weight(batch)
+    assert all(len({before[name], between[name], after}) == 3 for name, after in generators.states().items())
 
 
 def test_plain_samples_are_prepared_as_for_evaluation():

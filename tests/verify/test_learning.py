@@ -243,11 +243,17 @@ def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():
 
 
 def test_a_mean_is_named_as_the_likely_cause():
-    assert "returns a mean" in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, is_mean=True, coupling=0.5)).reason
+    assert "returns a mean" in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
 
 
 def test_a_step_in_evaluation_mode_is_a_fault_on_any_rank():
     assert "the model was in evaluation mode in step 2" in judged([steps(modes=[3]), steps(modes=[1, 2])]).reason
+
+
+def test_modules_that_began_in_another_mode_are_named_for_any_rank():
+    words = "when training began, modules were not in the mode that model.train() gives them: "
+    assert f"{words}norm" in judged([steps(), steps(misled=["norm"])]).reason
+    assert f"{words}a, b, c, d, e and others" in judged([steps(misled=list("abcdef")), steps()]).reason
 
 
 def test_a_parameter_without_gradient_on_all_ranks_is_a_fault():
@@ -345,6 +351,13 @@ def test_different_predictions_pass():
     verdict = described(rows([0, 1, 1], [0, 1, 0]))
     assert (verdict.status, verdict.value) == ("passed", 2.0)
     assert verdict.rows[1] == {"sample": 1, "truth": 1, "prediction": 1, "probability": 0.02}
+
+
+def test_predictions_that_are_drawn_show_nothing():
+    answers = {"learned-1": seen(FALLING), "trivial": trivial(), "nature": Nature(predicting=["multinomial"])}
+    verdict = learning.predictions(bench(answers))
+    assert verdict.status == "not shown"
+    assert "Task.predict draws random numbers (multinomial)" in verdict.reason
 
 
 def test_all_predicted_alike_where_truths_differ_is_a_fault():

@@ -22,7 +22,7 @@ def test_a_plain_task_has_nothing_to_say():
     assert found.double
     assert found.epsilon == torch.finfo(torch.float64).eps
     assert found.coupling < 1e-12
-    assert not found.is_mean
+    assert (found.means, found.mixed) == ([], [])
     assert (found.notes(), found.obstacle(), found.diagnosis()) == ([], None, "")
 
 
@@ -52,6 +52,14 @@ def test_other_random_operations_are_named_and_an_obstacle():
     assert "randn_like, bernoulli" in found.obstacle()
 
 
+def test_random_numbers_in_evaluation_mode_are_told_from_those_of_training():
+    found = nature("Dropout", RIGHT)
+    assert (found.evaluating, found.predicting) == ([], [])
+    assert nature("Noisy").evaluating == ["randn_like", "bernoulli"]
+    found = nature("SampledPredictions")
+    assert (found.random, found.evaluating, found.predicting) == ([], [], ["multinomial"])
+
+
 def test_pythons_and_numpys_random_numbers_are_found():
     assert nature("PythonsRandom").still_random == ["Python's random"]
     found = nature("NumpysRandom")
@@ -64,6 +72,16 @@ def test_random_numbers_of_preparation_are_none_of_the_models():
     assert (found.random, found.still_random) == ([], [])
 
 
+@pytest.mark.parametrize(("name", "generator"), [("MixedByNumpy", "numpy.random"), ("MixedByTorch", "torch")])
+def test_random_numbers_of_collate_are_found_and_an_obstacle(name, generator):
+    found = nature(name)
+    assert found.mixed == [generator]
+    assert found.random == []
+    assert found.obstacle() == f"Task.collate draws random numbers ({generator}), by design others for each micro-batch"
+    found = nature("Augmented", RIGHT)
+    assert (found.mixed, found.obstacle()) == ([], None)
+
+
 def test_attention_without_dropout_is_not_random():
     found = nature("Attention")
     assert (found.random, found.still_random, found.dropouts) == ([], [], 0)
@@ -72,22 +90,26 @@ def test_attention_without_dropout_is_not_random():
 
 def test_a_mean_instead_of_a_sum_is_found():
     found = nature("Mean")
-    assert found.is_mean
+    assert found.means == ["loss"]
     assert found.coupling == pytest.approx(0.5)
+    assert "returns a mean where a SUM over its units is asked for (reduction='sum'): off by" in found.diagnosis()
+    found = nature("MeanOfHeads")
+    assert found.means == ["a", "b"]
+    assert "(reduction='sum') for 'a', 'b'" in found.diagnosis()
+
+
+@pytest.mark.parametrize(("name", "heads"), [("Odd", ["loss"]), ("MaskedMean", ["loss"]), ("MeanOfOneHead", ["a"]), ("MeanOverSamples", ["b"])])
+def test_a_mean_is_found_whatever_the_halves_weigh(name, heads):
+    """Over valid labels, of which the halves have unevenly many; over samples; or in a small head beside a large one that is a sum."""
+    found = nature(name)
+    assert found.means == heads
     assert "returns a mean where a SUM" in found.diagnosis()
-    assert nature("MeanOfHeads").is_mean
-
-
-def test_a_mean_over_halves_of_other_sizes_is_a_coupling_at_least():
-    found = nature("Odd")
-    assert found.coupling > 0.4
-    assert found.diagnosis()
 
 
 def test_samples_that_influence_each_other_are_found():
     found = nature("Coupled")
     assert found.coupling > 1e-3
-    assert not found.is_mean
+    assert not found.means
     assert "samples influence each other" in found.diagnosis()
 
 
@@ -99,7 +121,7 @@ def test_weights_by_head_and_masks_are_no_coupling():
 
 def test_a_single_sample_has_no_halves():
     found = nature("Single", part=5)
-    assert (found.coupling, found.is_mean) == (0.0, False)
+    assert (found.coupling, found.means) == (0.0, [])
 
 
 def test_batch_norm_is_counted_and_no_coupling_once_it_is_fixed():

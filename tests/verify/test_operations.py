@@ -90,9 +90,9 @@ def reading(path):
 def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks_and_models(monkeypatch, tmp_path, path, ours):
     factors, read = engine._factors, reading(PACKAGE / path)
 
-    def nosy(losses, *arguments):
+    def nosy(run, losses, *arguments):
         read(losses["loss"])
-        return factors(losses, *arguments)
+        return factors(run, losses, *arguments)
 
     monkeypatch.setattr(engine, "_factors", nosy)
     seen = overheard("Masked", folder=tmp_path)

@@ -10,7 +10,7 @@ from lockstep.data.loader import Chunks
 from lockstep.dist import sharding
 from lockstep.engine import step
 from lockstep.errors import TrainingError, UsageError
-from lockstep.verify import trial, witness
+from lockstep.verify import trial
 from lockstep.verify.adjusted import Adjustment
 from lockstep.verify.oracle import Update
 from lockstep.verify.trial import Trial
@@ -121,19 +121,25 @@ def test_a_gradient_of_many_parts_says_how_far_rounding_is_amplified(tmp_path):
 
 def test_a_skipped_update_is_not_compared(tmp_path):
     settings = {"task": {"kind": f"{OWN}:Masked", "mask_all": True}, "train": {"steps": 3}, "log": {"every_steps": 1}}
-    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), Watch(updates=(0, 2))))
+    watch = Watch(updates=(0, 2))  # stopped, because a run that ends without any update is an error
+    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), watch, stop_at=3))
     assert found.updates == {}
     assert found.norms == []
 
 
 def broken(monkeypatch, change):
-    """The engine's factors, changed."""
+    """The engine's factors, each changed by a function of the training, the head and the factor."""
     factors = step._factors
-    monkeypatch.setattr(step, "_factors", lambda *arguments: change(arguments, factors(*arguments)))
+
+    def changed(run, *arguments):
+        found, rest = factors(run, *arguments)
+        return {head: change(run, head, factor) for head, factor in found.items()}, rest
+
+    monkeypatch.setattr(step, "_factors", changed)
 
 
 def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda _, factors: [1.01 * factor for factor in factors])
+    broken(monkeypatch, lambda run, head, factor: 1.01 * factor)
     found = train(tmp_path, "Masked").updates
     for one in found.values():
         assert one.difference == pytest.approx(0.01, rel=1e-6)
@@ -141,12 +147,12 @@ def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
 
 
 def test_a_forgotten_coefficient_is_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda arguments, factors: [factor / arguments[2].get(head, 1.0) for head, factor in zip(arguments[0], factors, strict=True)])
+    broken(monkeypatch, lambda run, head, factor: factor / run.coefficients.get(head, 1.0))
     assert train(tmp_path, "TwoHeads").updates[0].difference > 0.01
 
 
 def test_samples_counted_instead_of_labels_are_seen(monkeypatch, tmp_path):
-    broken(monkeypatch, lambda _, factors: [torch.full_like(factor, 1 / 24) for factor in factors])
+    broken(monkeypatch, lambda run, head, factor: torch.full_like(factor, 1 / 24))
     assert train(tmp_path, "Masked").updates[2].difference > 0.01
 
 
@@ -163,21 +169,18 @@ def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
     assert found.difference > 1
 
 
-def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path):
-    sample = Chunks.sample
-    wrong = {"by": 1}
-    monkeypatch.setattr(Chunks, "sample", lambda self, index, epoch: sample(self, (index + wrong["by"]) % len(self.data), epoch))
-    plain = witness.plain_gradient
+@pytest.mark.parametrize("name", ["Masked", "Dropout"])
+def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path, name):
+    """Where tensors are read at once, and where samples are read one by one."""
+    read, ways = Chunks.__getitem__, set()
 
-    def of_the_plan(*arguments):
-        wrong["by"] = 0
-        try:
-            return plain(*arguments)
-        finally:
-            wrong["by"] = 1
+    def shifted(self, chunk):
+        ways.add(self.at_once)
+        return read(self, chunk._replace(indices=tuple((index + 1) % len(self.data) for index in chunk.indices)))
 
-    monkeypatch.setattr(witness, "plain_gradient", of_the_plan)
-    assert train(tmp_path, "Masked").updates[0].difference > 0.01
+    monkeypatch.setattr(Chunks, "__getitem__", shifted)
+    assert train(tmp_path, name).updates[0].difference > 0.01
+    assert ways == {name == "Masked"}
 
 
 def test_the_same_unreadable_samples_are_left_out(tmp_path):

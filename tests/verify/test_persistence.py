@@ -10,6 +10,7 @@ import torch
 from lockstep.data.order import StepPlan
 from lockstep.verify import persistence
 from lockstep.verify.bench import TrialFailed
+from lockstep.verify.nature import Nature
 from lockstep.verify.persistence import _first_difference
 from lockstep.verify.ranks import Ended
 from lockstep.verify.trial import Answer
@@ -130,9 +131,9 @@ def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_
 # ---- evaluation
 
 
-def evaluated(many=None, one=None, plain=None, evaluation=50):
+def evaluated(many=None, one=None, plain=None, evaluation=50, **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
-    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)]}
+    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": Nature(epsilon=1e-16, **nature)}
     answers |= {f"evaluated-{how}": base | (values or {}) for how, values in (("together", many), ("alone", one), ("by-hand", plain))}
     return persistence.evaluation(bench(answers, batch={"global": BATCH}))
 
@@ -159,6 +160,15 @@ def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
     assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
     assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
     assert evaluated(**{where: {"samples": 49}}).status == "fault"
+
+
+@pytest.mark.parametrize("what", ["evaluating", "predicting"])
+def test_an_evaluation_that_draws_random_numbers_is_compared_between_ranks_alone(what):
+    drawing = {what: ["randn_like"]}
+    verdict = evaluated(plain={"accuracy": 0.5}, **drawing)
+    assert (verdict.status, verdict.value) == ("passed", 0.0)
+    assert verdict.notes == ["not compared with a plain loop: the evaluation draws random numbers (randn_like)"]
+    assert evaluated(many={"accuracy": 0.5}, **drawing).status == "fault"
 
 
 def test_the_same_nan_is_no_difference():
@@ -261,7 +271,7 @@ class Killing:
         return answers
 
 
-def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, shapes=None):
+def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, shapes=None, **sections):
     """`resume` where the run was resumed from step `begun` and ended at `last` with other plain values."""
     ranks = ranks or Killing()
     answers = {
@@ -269,7 +279,7 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
         "again": again or [run(), run()],
         "resumed": [seen([1.0], samples=[(begun, 0, (1,))] if begun < 12 else []), seen()],
     }
-    made = bench(answers, folder=tmp_path, ranks=ranks)
+    made = bench(answers, folder=tmp_path, ranks=ranks, **sections)
     killed, undisturbed = tmp_path / "killed" / "checkpoints", tmp_path / "undisturbed" / "checkpoints"
     commit(undisturbed, 12, skipped=0, loss_scale=None)
     commit(killed, 3, skipped=0, loss_scale=None)
@@ -277,6 +287,8 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
 
     def training(name, *arguments, **more):
         if name == "resumed":
+            _, config, _, watch = arguments
+            ranks.resumed = config["data"]["workers"], watch.disturb
             assert more["folder"] == "killed"
             shares = [{"weight": torch.arange(10.0) + 12}, {"bias": torch.ones(3)}]
             commit(killed, last, shares, values, skipped=0, loss_scale=None)
@@ -294,10 +306,20 @@ def test_a_run_that_was_killed_and_ends_alike_passes(tmp_path):
     assert 3 < step < 12
 
 
+@pytest.mark.parametrize(("workers", "resumed_with"), [(0, 0), (1, 1), (2, 1), (4, 3)])
+def test_a_run_is_resumed_with_disturbed_generators_and_fewer_workers(tmp_path, workers, resumed_with):
+    ranks = Killing()
+    _, trial = resumed(tmp_path, ranks=ranks, data={"workers": workers})
+    assert trial.config["data"]["workers"] == workers
+    assert trial.watch is None
+    assert ranks.resumed == (resumed_with, True)
+
+
 def test_a_run_that_ends_otherwise_is_a_fault(tmp_path):
     verdict, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11})
     assert verdict.status == "fault"
     assert "optimizer.weight.steps and 0 others differ from the undisturbed run" in verdict.reason
+    assert "a generator that nothing had seeded" in verdict.reason
 
 
 def test_state_that_no_checkpoint_holds_is_a_fault(tmp_path):

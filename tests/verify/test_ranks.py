@@ -3,7 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import config_file
 from lockstep.errors import LockstepError
 from lockstep.verify import command
+from lockstep.verify import ranks as module
 from lockstep.verify.ranks import Ended, Ranks
+from lockstep.verify.trial import Answer
+from tests import ranks as shared
 from tests import runs
 
 
@@ -28,8 +33,8 @@ class Named(Dataset):
 
 
 def whoami():
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    return os.getpid(), {name: os.environ[name] for name in names}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCKSTEP_STORE", "MASTER_ADDR", "MASTER_PORT")
+    return os.getpid(), {name: os.environ[name] for name in names if name in os.environ}
 
 
 def together(value):
@@ -50,6 +55,15 @@ def die(how):
     if how[int(os.environ["RANK"])] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     raise ValueError("the sheep are asleep")
+
+
+def die_before_joining(how):
+    """Rank 1 never comes; rank 0 waits for it."""
+    if os.environ["RANK"] == "1":
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Answer(error="the sheep are asleep")
+    return together(1.0)
 
 
 def sleep(rank):
@@ -74,10 +88,13 @@ def test_a_world_is_as_large_as_is_asked_for_and_processes_stay(pool):
     small, large, again = (pool.run(world, whoami) for world in (1, 2, 1))
     assert small[0][0] == large[0][0] == again[0][0] != large[1][0]
     assert [len(world) for world in (small, large, again)] == [1, 2, 1]
+    stores = set()
     for world in (small, large, again):
+        stores.add(world[0][1]["LOCKSTEP_STORE"])
         for rank, (_, variables) in enumerate(world):
             expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(world)), "LOCAL_WORLD_SIZE": str(len(world))}
-            assert variables == expected | {"MASTER_ADDR": "127.0.0.1"}
+            assert variables == expected | {"LOCKSTEP_STORE": world[0][1]["LOCKSTEP_STORE"]}  # no port that another program may take
+    assert len(stores) == 3
     assert "RANK" not in os.environ
 
 
@@ -128,13 +145,46 @@ def test_a_rank_that_dies_is_an_ended_one_with_its_exit_code_and_is_replaced(poo
     assert not before & {pid for pid, _ in pool.run(2, whoami)}
 
 
+def test_two_pools_at_once_do_not_disturb_each_other(pool):
+    def many(one, value):
+        return [[answer[0] for answer in one.run(2, together, value, timeout_s=60)] for _ in range(10)]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(many, one, value) for one, value in ((pool, 2.0), (shared._ranks, 3.0))]
+        assert [one.result() for one in found] == [[[2.0, 2.0]] * 10, [[3.0, 3.0]] * 10]
+
+
+@pytest.mark.parametrize("how", ["killed", "answered"])
+def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(pool, monkeypatch, how):
+    monkeypatch.setattr(module, "_ALONE_S", 1.0)
+    begun = time.monotonic()
+    waiting, failed = pool.run(2, die_before_joining, how)
+    assert time.monotonic() - begun < 30
+    assert str(waiting) == "rank 0 still ran 1 s after rank 1 had failed"
+    assert str(failed) == "the process of rank 1 ended with exit code -9" if how == "killed" else failed.error == "the sheep are asleep"
+    assert [answer[0] for answer in pool.run(2, together, 2.0)] == [2.0, 2.0]
+
+
+def test_a_process_that_is_gone_when_it_is_asked_is_an_ended_rank(pool):
+    pool.run(1, whoami)
+    process = pool._workers[0][0]
+    os.kill(process.pid, signal.SIGSTOP)  # alive, until it is asked
+    threading.Timer(0.5, process.kill).start()
+    (answer,) = pool.run(1, whoami)
+    assert (answer.exit_code, answer.why) == (-signal.SIGKILL, "")
+
+
 def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_others(pool):
+    pool.run(2, whoami)  # they have started
     begun = time.monotonic()
     answers = pool.run(2, sleep, 1, timeout_s=1.0)
     assert time.monotonic() - begun < 30
-    assert (answers[1].rank, answers[1].exit_code) == (1, -signal.SIGKILL)
+    assert (answers[1].rank, answers[1].exit_code, str(answers[1])) == (1, -signal.SIGKILL, "rank 1 gave no answer within 1 s")
     assert pool.run(1, whoami)[0][0] == answers[0]  # the other one goes on
+    folder = pool._folder
+    assert folder.is_dir()
     pool.close()
+    assert not folder.exists()
     with pytest.raises(ProcessLookupError):
         os.kill(answers[0], 0)
     pool.close()  # once more does no harm

@@ -166,7 +166,7 @@ def test_other_tensors_are_named(monkeypatch):
 
 
 def test_a_likely_cause_is_named(monkeypatch):
-    verdict = compared(monkeypatch, weights=1.0, nature=Nature(epsilon=1e-16, coupling=0.5, is_mean=True))
+    verdict = compared(monkeypatch, weights=1.0, nature=Nature(epsilon=1e-16, coupling=0.5, means=["loss"]))
     assert "returns a mean" in verdict.reason
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import numbers
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -81,7 +82,7 @@ class Chunks(Dataset[Micro]):
 
     def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
-        self.seeding = SampleSeeding()
+        self.seeding, self.looked = SampleSeeding(), False
         # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
@@ -91,6 +92,8 @@ class Chunks(Dataset[Micro]):
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
+        if not self.looked:
+            self._look_at(chunk.indices[0], chunk.epoch)
         while True:
             self.seeding.begin(mix(self.seed, chunk.epoch))
             samples, indices, bad = self._read(chunk)
@@ -105,6 +108,28 @@ class Chunks(Dataset[Micro]):
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
         return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
+
+    def _look_at(self, index: int, epoch: int) -> None:
+        """Once per process: whether a sample is another under another seed, although no generator shows that it was drawn from.
+
+        So it is where numbers are drawn under `torch.random.fork_rng`, or from a generator that is made from `torch.initial_seed()`.
+        """
+        found: list[bytes | int] = []
+        for seed in (1, 2):
+            self.seeding.begin(seed)
+            try:
+                sample = self.task.prepare(self.data[index], epoch, self.training)
+            except Exception:  # it is told where it is read for the training
+                return
+            if self.seeding.found_more():
+                break
+            try:
+                found.append(pickle.dumps(map_tensors(sample, _as_bytes)))
+            except Exception:
+                found.append(seed)  # what cannot be compared may differ
+        self.looked = True
+        if len(found) == 2 and found[0] != found[1]:
+            self.seeding.seed_always()
 
     def _read(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
@@ -310,6 +335,11 @@ def _leave_soon(*_: object) -> None:
     timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
     timer.daemon = True  # no reason to stay when the work is done
     timer.start()
+
+
+def _as_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's values in a form that pickles alike; torch writes where a tensor lies in memory."""
+    return tensor.dtype, tuple(tensor.shape), tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _same(micro: Any) -> Any:

@@ -70,6 +70,10 @@ class SampleSeeding:
         for generator in self._others:
             generator.seed(seed)
 
+    def seed_always(self) -> None:
+        """From now on seed all generators for each sample."""
+        self.drawn, self._others, self._seed, self._first = GENERATORS, (), None, ()
+
     def seed(self, seed: int) -> None:
         """Before a sample is read: seed the generators that samples draw from."""
         for generator in self.drawn:

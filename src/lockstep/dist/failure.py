@@ -64,7 +64,8 @@ class FailureBoard:
             return RankError(
                 f"lost the connection to another rank, which left no word: {str(error).splitlines()[0]}",
                 where=where,
-                remedy="it was probably killed; look for the out-of-memory killer in the system's log",
+                remedy="that rank's process was killed, or its machine or the network between them failed: look at that rank's output, "
+                "and at the system's log of its machine, where the out-of-memory killer leaves a line",
             )
         other = RankError(f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}")
         other.origin, other.may_pass = (int(first["rank"]), str(first["text"])), bool(first["may_pass"])

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.dist import heart
-from lockstep.dist.signals import ASKING, LAUNCHED, STOP_FILE
+from lockstep.dist.signals import ASKING, LAUNCHED, STOP_FILE, is_another
 from lockstep.errors import LockstepError, Preempted, RankError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+_NOT_BEGUN = "stopped before training began; nothing was lost"
 RESTARTS = "LOCKSTEP_RESTARTS"  # how often the launcher has started its ranks before
 
 
@@ -61,9 +62,9 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         for rank, code in codes.items():
             if code == Preempted.exit_code:
-                raise Preempted(_words(failed.failures[rank]).get("text") or "stopped")
+                raise Preempted(_words(failed.failures[rank]).get("text") or _NOT_BEGUN)
         if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # before they listened
-            raise Preempted("stopped before training began; nothing was lost")
+            raise Preempted(_NOT_BEGUN)
         cause, may_pass, adapts = _first_cause(failed)
         if not may_pass or stop.asked or restarts == max_restarts:
             raise cause
@@ -116,13 +117,13 @@ class _Forwarding:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
-        if self.asked and time.monotonic() - self.asked_at > 1.0:
+        if self.asked and is_another(number, self.asked_at):
             self._end_at_once(number)
         if self.asked:
             return
         self.asked, self.asked_at = True, time.monotonic()
         if self.folder is None:
-            raise Preempted("stopped before training began; nothing was lost")
+            raise Preempted(_NOT_BEGUN)
         with contextlib.suppress(FileNotFoundError):  # between two starts, `launch` looks at `asked`
             (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
         self._send(signal.SIGUSR1)

@@ -23,8 +23,14 @@ if TYPE_CHECKING:
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE = "stop"  # in the folder of hearts: by which signal the launcher was asked to stop; ranks that start later see it
 LAUNCHED = "LOCKSTEP_LAUNCHED"  # set in ranks that our launcher started: it speaks for them, and decides on second signals
-_ONCE_S = 1.0  # a terminal, a launcher and a scheduler may all pass on one and the same request
+_ONCE_S = 1.0  # a launcher and a scheduler may both pass on one and the same request
+_KEY_S = 0.2  # of one Ctrl-C, what a wrapper passes on came 5 ms after the terminal's at most (2 cores, 6 busy processes)
 _EVERY_S = 1.0
+
+
+def is_another(number: int, asked_at: float) -> bool:
+    """Whether a signal that arrives now is a request of its own, and not that of `asked_at` (monotonic seconds) once more."""
+    return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
 class StopFlag:
@@ -52,7 +58,7 @@ class StopFlag:
 
     def note(self, number: int) -> bool:
         """Set the flag; True where it had been set before by another request."""
-        again = self.signal is not None and time.monotonic() - self.asked_at > _ONCE_S
+        again = self.signal is not None and is_another(number, self.asked_at)
         if self.signal is None:
             self.asked_at = time.monotonic()
             self.signal = signal.Signals(number)
@@ -134,7 +140,13 @@ class Agreement:
     def __init__(self, world: World, flag: StopFlag) -> None:
         self.world, self.flag = world, flag
         self.left = self.between = 1
-        self.since = time.perf_counter()
+        self.begun = self.since = time.perf_counter()
+        self._agreed_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this object was made: the mean over ranks when they talked last, so the same on all of them."""
+        return time.perf_counter() - self.begun if self.world.size == 1 else self._agreed_s
 
     def __call__(self) -> bool:
         if self.world.size == 1:
@@ -143,7 +155,8 @@ class Agreement:
         if self.left:
             return False
         now = time.perf_counter()
-        asked, seconds = self.world.all_sum([float(self.flag.signal is not None), now - self.since])
+        asked, seconds, elapsed = self.world.all_sum([float(self.flag.signal is not None), now - self.since, now - self.begun])
+        self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
         # At most twice as many as before: the first steps may be quicker than what follows.
         self.left = self.between = max(1, min(2 * self.between, int(_EVERY_S / max(per_call, 1e-9))))

@@ -55,8 +55,8 @@ class Forward(nn.Module):
         return by_head(self.loss(self.model, batch))
 
 
-def by_head(losses: Any) -> Losses:
-    """What `Task.loss` returned, by head, in the order of the heads' names; a single loss is the head `loss`.
+def by_head(losses: Any, where: str = "Task.loss") -> Losses:
+    """What a task's loss returned, by head, in the order of the heads' names; a single loss is the head `loss`.
 
     Raises:
         TrainingError: something else than a scalar tensor of floating-point numbers, or a dict of these.
@@ -64,17 +64,17 @@ def by_head(losses: Any) -> Losses:
     remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
     heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
     if not heads:
-        raise TrainingError("it returned an empty dict", where="Task.loss", remedy=remedy)
+        raise TrainingError("it returned an empty dict", where=where, remedy=remedy)
     for head, value in heads.items():
         named = f"head {head!r} is" if isinstance(losses, Mapping) else "it returned"
         if not isinstance(head, str):
-            raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.loss", remedy="use text as keys")
+            raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where=where, remedy="use text as keys")
         if not isinstance(value, Tensor):
             shown = "" if value is None or isinstance(value, Mapping | list | tuple | set) else f" ({value!r})"
-            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where="Task.loss", remedy=remedy)
+            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where=where, remedy=remedy)
         if value.ndim or not value.is_floating_point():
             what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
-            raise TrainingError(what, where="Task.loss", remedy=remedy)
+            raise TrainingError(what, where=where, remedy=remedy)
     return {head: heads[head] for head in sorted(heads)}
 
 
@@ -169,57 +169,63 @@ def rehearse(forward: nn.Module, batch: Any, precision: Precision, look: Callabl
             losses: Losses = forward(batch)
         if look is not None:
             look(losses)
-        backward(forward, losses, [torch.zeros_like(loss) for loss in losses.values()], last=True)
+        tensors, zeros = roots(forward, losses, {head: torch.zeros_like(loss) for head, loss in losses.items()}, last=True)
+        torch.autograd.backward(tensors, zeros)
 
 
-def backward(forward: nn.Module, losses: Losses, gradients: Sequence[Tensor], last: bool) -> None:
-    """Add the gradient of sum_k gradients[k] * losses[k] to that of the parameters, without computing the sum.
+def roots(forward: nn.Module, losses: Losses, gradients: Losses, last: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """What `torch.autograd.backward` takes for the gradient of sum_k gradients[k] * losses[k], over the heads of `gradients`.
 
-    A head without units may be a constant. In the last pass of a step, parameters that are then out of reach get a
-    gradient of zeros: the other ranks wait for theirs.
+    A head without units may be a constant. In the last pass of a step, parameters that are then out of reach are roots
+    themselves, with gradients of zeros: the other ranks wait for theirs.
 
     Raises:
-        TrainingError: a constant under a strategy that cannot do without its parameters; or, after the last pass of a
-            step, trainable parameters that this rank did not use, while others may have. Names the parameters.
+        TrainingError: a constant under a strategy that cannot do without its parameters.
     """
-    reached = [(loss, gradient) for loss, gradient in zip(losses.values(), gradients, strict=True) if loss.requires_grad]
-    constants = [head for head, loss in losses.items() if not loss.requires_grad]
+    tensors = [losses[head] for head in gradients if losses[head].requires_grad]
+    grads = [gradient for head, gradient in gradients.items() if losses[head].requires_grad]
+    constants = [head for head in gradients if not losses[head].requires_grad]
+    if not constants:
+        return tensors, grads
     finds_unused = isinstance(forward, DistributedDataParallel) and forward.find_unused_parameters
-    if constants and (is_sharded(forward) or (finds_unused and last and not reached)):
+    all_train = all(parameter.requires_grad for parameter in forward.parameters())  # else that may be why
+    if (is_sharded(forward) and all_train) or (finds_unused and last and not tensors):
         remedy = "let it depend on its parameters where it has no units, such as a sum over an empty selection of the model's output"
         where = "parallel.strategy=fsdp" if is_sharded(forward) else "parallel.find_unused_parameters"
         raise TrainingError(f"the loss of head {constants[0]!r} is a constant, which depends on no parameter", where=where, remedy=remedy)
-    if constants and last and not finds_unused:
-        unused = _unused(forward, _leaves(losses))
-        trainable = dict(unwrap(forward).named_parameters())
-        reached += [(trainable[name], torch.zeros_like(trainable[name])) for name, missing in unused.items() if missing]
-    if reached:
-        tensors, grads = zip(*reached, strict=True)
-        torch.autograd.backward(tensors, grads)
-    if last and isinstance(forward, DistributedDataParallel) and not finds_unused:
-        _check_reduced(forward)
+    if last and not finds_unused:
+        unused, parameters = _unused(forward, _leaves(losses)), dict(unwrap(forward).named_parameters())
+        missing = [parameters[name] for name, is_unused in unused.items() if is_unused]
+        tensors += missing
+        grads += [torch.zeros_like(parameter) for parameter in missing]
+    return tensors, grads
 
 
-def _check_reduced(forward: DistributedDataParallel) -> None:
-    """Raise where DDP still waits for gradients after the last backward pass of a step.
+def check_reduced(forward: nn.Module) -> None:
+    """After the last backward pass of a step: raise where DDP still waits for gradients.
 
     DDP itself raises at its next forward pass. Until then this rank's other collectives would be paired with the gradients
     that other ranks wait for, which ends in an abort without words (gloo) or a hang.
+
+    Raises:
+        TrainingError: trainable parameters that this rank did not use, while others may have. Names them.
     """
+    if not isinstance(forward, DistributedDataParallel) or forward.find_unused_parameters:
+        return
     try:
         forward.reducer._rebuild_buckets()  # private; what DDP's next forward pass calls, and raises from
     except RuntimeError as error:
         trainable = [name.removeprefix("model.") for name, p in forward.module.named_parameters() if p.requires_grad]
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
         unused = [trainable[int(number)] for number in found[1].split()] if found else ["(DDP does not say which)"]
-        raise _unused_error(unused, "on this rank, though they did before") from error
+        raise _unused_error(unused, "Task.loss", " on this rank, though they did before") from error
 
 
-def _unused_error(names: Sequence[str], when: str) -> TrainingError:
+def _unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return TrainingError(
-        f"{len(names)} trainable parameters got no gradient {when}: {shown}",
-        where="Task.loss",
+        f"{len(names)} trainable parameters got no gradient{when}: {shown}",
+        where=where,
         remedy="use them in the loss, freeze them (requires_grad_(False)), "
         "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",
     )
@@ -266,7 +272,7 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
     """Raise on every rank where some rank's losses do not depend on some trainable parameter.
 
     Reads the autograd graph before the backward pass: once DDP has begun to reduce, ranks that use other parameters
-    pair their collectives wrongly, which gloo does not always notice. Where a head is a constant, see `backward`.
+    pair their collectives wrongly, which gloo does not always notice. Where a head is a constant, see `roots`.
 
     Raises:
         TrainingError: names the parameters and the remedy.
@@ -276,7 +282,7 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
     unused_on = world.all_sum([float(unused and not is_constant) for unused in here.values()])
     names = [name for name, count in zip(here, unused_on, strict=True) if count]
     if names:
-        raise _unused_error(names, "in the first step")
+        raise _unused_error(names, "first step")
 
 
 def _unused(forward: nn.Module, used: set[int]) -> dict[str, bool]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
-import functools
 import gc
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from lockstep.dist import heart
 from lockstep.dist.failure import FailureBoard
 from lockstep.dist.heart import Heart
+from lockstep.dist.rendezvous import store_of_ranks
 from lockstep.dist.watchdog import Watchdog
 from lockstep.errors import LockstepError, UsageError
 
@@ -170,7 +168,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
         return
     timeout = datetime.timedelta(seconds=timeout_s)
     # One store per process, one name space per stay: the same ranks may join and leave several times.
-    shared, stays = _store(os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"), rank, size, timeout)
+    shared, stays = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(stays)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     failures = FailureBoard(store, rank, size)
@@ -216,17 +214,3 @@ def _watched(world: World, store: Store | None, timeout_s: float, folder: Path |
         yield
     finally:
         watchdog.close()
-
-
-def forget_stores() -> None:
-    """Let go of the stores of earlier worlds, when all their ranks have left: a port may come again, and mean another store."""
-    _store.cache_clear()
-
-
-@functools.cache
-def _store(host: str | None, port: str | None, rank: int, size: int, timeout: datetime.timedelta) -> tuple[Store, Iterator[int]]:
-    """The store of all ranks, and a counter of stays that is equal on all of them."""
-    if not host or not port:
-        raise UsageError("RANK is set, but MASTER_ADDR or MASTER_PORT is not", where="environment", remedy="start ranks with --nproc or torchrun")
-    store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-    return store, itertools.count()

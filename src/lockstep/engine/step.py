@@ -67,6 +67,7 @@ class Training:
     def __post_init__(self) -> None:
         self.check_unused = not self.buckets.find_unused_parameters
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
+        self.all_train = all(p.requires_grad for p in self.forward.parameters())
         self.unsettled = strategy.needs_settling(self.forward, self.world)
 
     def unfreeze(self) -> None:
@@ -144,9 +145,14 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
                 if last and run.guard.open:
                     run.guard.last_backward(run)
                 if last and run.check_unused:
-                    strategy.check_all_used(run.forward, losses, world)
+                    strategy.check_all_used(run.forward, {head: losses[head] for head in factors}, world)
                     run.check_unused = False
-                strategy.backward(run.forward, losses, [scaler.scale(factor) for factor in factors], last)
+                scaled = {head: scaler.scale(factor) for head, factor in factors.items()}
+                tensors, gradients = strategy.roots(run.forward, losses, scaled, last)
+                if tensors:
+                    torch.autograd.backward(tensors, gradients)
+                if last:
+                    strategy.check_reduced(run.forward)
             outcome.losses.append({head: value.detach() for head, value in losses.items()})
     if run.loss_heads is None:
         run.loss_heads = heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)
@@ -184,8 +190,9 @@ def _count(run: Training, micros: Sequence[Micro], samples: int) -> dict[str, fl
     return dict(zip(run.weight_heads, run.world.all_sum(mine), strict=True))
 
 
-def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: Micro, world: float) -> tuple[list[Tensor], float]:
-    """c[k] * world / W[k] for each head; zero for a head without any unit in the global batch, and where `world` is zero (a filler).
+def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: Micro, world: float) -> tuple[dict[str, Tensor], float]:
+    """c[k] * world / W[k] by head, without constants of coefficient 0. Zero for a head without any unit in the global batch,
+    and where `world` is zero (a filler).
 
     A loss of 16 bits would round its factor, by up to 0.2 % and in another way for another number of ranks. So its factor
     is a power of two, and what is left of c[k] * world / W[k] comes second: gradients are multiplied by it after the step's
@@ -206,11 +213,13 @@ def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: 
     if any(value.element_size() < 4 for value in losses.values()):
         first = next((head for head in losses if whole[head] and coefficients[head]), None)
         rest = 2 * math.frexp(coefficients[first] * run.world.size / whole[first])[0] if first is not None else 1.0
-    factors = []
+    factors = {}
     for head, value in losses.items():
-        if not value.requires_grad and not micro.filler and (micro.weights or {}).get(head, 1.0):
-            remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad()"
+        if not value.requires_grad and not coefficients[head]:
+            continue  # only looked at
+        if not value.requires_grad and not micro.filler and (micro.weights or {}).get(head, 1.0) and run.all_train:
+            remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad(); or give it the coefficient 0"
             raise TrainingError(f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy)
         factor = coefficients[head] * world / whole[head] if whole[head] else 0.0
-        factors.append(torch.full_like(value, factor / rest))
+        factors[head] = torch.full_like(value, factor / rest)
     return factors, rest

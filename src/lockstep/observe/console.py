@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from lockstep.observe.textlog import line
+
+
+class _Console(Console):
+    """rich's, but a pipe whose reader has gone (`| head`) is an error like others; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would stumble over what is left at its end
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class ConsoleWatcher:
@@ -13,7 +25,7 @@ class ConsoleWatcher:
 
     def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
         self.total = total
-        self.console = console or Console(highlight=False)
+        self.console = console or _Console(highlight=False)
         self.bar: Progress | None = None
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())

@@ -1,34 +1,81 @@
-"""A log that cannot be written is told and does without: it must not end a training."""
+"""Logs behind a guard: what goes wrong with one of them is told, and ends no training."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class Steady:
-    """Passes everything on to another watcher; says once when that cannot write (disk full), and lets the entry go."""
+class Guard:
+    """Calls what writes a log. The first time that this fails, on stderr and with `tell` it says so; what was to be written is let go.
 
-    def __init__(self, watcher: Any) -> None:
-        self.watcher, self.told = watcher, False
+    Args:
+        name: of the log, for people.
+        tell: writes into other logs.
+    """
 
-    def record(self, entry: dict[str, float]) -> None:
-        self._try(self.watcher.record, entry)
+    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+        self.name, self.tell, self.failed = name, tell, False
 
-    def progress(self, step: int) -> None:
-        self._try(self.watcher.progress, step)
-
-    def message(self, text: str) -> None:
-        self._try(self.watcher.message, text)
-
-    def close(self) -> None:
-        self._try(self.watcher.close)
-
-    def _try(self, call: Callable[..., None], *arguments: Any) -> None:
+    def __call__(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
             call(*arguments)
-        except OSError as error:
-            if not self.told:
-                print(f"warning: {type(self.watcher).__name__} cannot be written: {error}; training goes on", file=sys.stderr)
-            self.told = True
+        except Exception as error:
+            if self.failed:
+                return
+            self.failed = True
+            why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            text = f"warning: {self.name} cannot be written: {why}; training goes on"
+            with contextlib.suppress(Exception):
+                print(text, file=sys.stderr, flush=True)
+            self.tell(text)
+
+
+class Steady:
+    """Passes everything on to the watcher that `make` gives, behind a `Guard`. A watcher that cannot be opened is tried again."""
+
+    def __init__(self, name: str, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.watcher: Any = None
+        self.others: list[Steady] = []
+        self.guard = Guard(name, self._tell_others)
+
+    def record(self, entry: dict[str, float]) -> None:
+        self.guard(lambda: self._opened().record(entry))
+
+    def progress(self, step: int) -> None:
+        self.guard(lambda: self._opened().progress(step))
+
+    def message(self, text: str) -> None:
+        self.guard(lambda: self._opened().message(text))
+
+    def open(self) -> None:
+        """Without writing anything."""
+        self.guard(self._opened)
+
+    def close(self) -> None:
+        if self.watcher is not None:
+            self.guard(self.watcher.close)
+
+    def _opened(self) -> Any:
+        if self.watcher is None:
+            self.watcher = self.make()
+            if note := getattr(self.watcher, "note", ""):
+                self._tell_others(note)
+        return self.watcher
+
+    def _tell_others(self, text: str) -> None:
+        for other in self.others:
+            other.message(text)
+
+
+def together(logs: Mapping[str, Callable[[], Any]]) -> list[Steady]:
+    """Open `logs`, by name. When one of them fails, the others tell of it too."""
+    found = [Steady(name, make) for name, make in logs.items()]
+    for one in found:
+        one.others = [other for other in found if other is not one]
+    for one in found:
+        one.open()
+    return found

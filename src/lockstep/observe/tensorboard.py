@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import socket
 import time
 from pathlib import Path
 from typing import Any
+
+_numbers = itertools.count()
 
 
 class TensorBoard:
@@ -20,18 +25,35 @@ class TensorBoard:
         self.writer: Any = None
 
     def record(self, entry: dict[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self.writer is None:
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            self.writer = EventFileWriter(str(self.folder))
-            if self.resumed_at:
-                start = SessionLog(status=SessionLog.START)
-                self.writer.add_event(Event(wall_time=time.time(), step=self.resumed_at + 1, session_log=start))
         values = [Summary.Value(tag=name, simple_value=value) for name, value in entry.items() if name not in ("step", "time_s")]
-        self.writer.add_event(Event(wall_time=time.time(), step=int(entry["step"]), summary=Summary(value=values)))
+        if self.writer is None:
+            self._open()
+        self._add(Event(wall_time=time.time(), step=int(entry["step"]), summary=Summary(value=values)))
+
+    def _open(self) -> None:
+        """A new file. Not by EventFileWriter, whose thread writes up to two minutes late, and keeps what goes wrong to itself."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self.writer = RecordWriter((self.folder / name).open("xb"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if self.resumed_at:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=self.resumed_at + 1, session_log=start))
+
+    def _add(self, event: Any) -> None:
+        try:
+            self.writer.write(event.SerializeToString())
+            self.writer.flush()
+        except OSError:  # what follows half an event cannot be read: the next one begins another file
+            writer, self.writer = self.writer, None
+            writer.close()
+            raise
 
     def progress(self, step: int) -> None:
         pass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.loader import Chunks, map_tensors
+from lockstep.data.loader import Chunks, is_default, map_tensors
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
+from lockstep.verify.generators import disturb
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -32,7 +33,8 @@ class Adjustment:
 
     exact: no dropout, BatchNorm with fixed statistics. double: float64 model and inputs. reverse: the samples of a
     micro-batch in reversed order: the same sums, rounded in another way. part: this many training samples, evenly spread over
-    the data set. eval_part: the same for evaluation. plain: training samples are prepared as for evaluation.
+    the data set. eval_part: the same for evaluation. plain: training samples are prepared as for evaluation. disturb: between
+    reading a micro-batch and its forward pass, the global generators are put into other states.
     """
 
     exact: bool = False
@@ -41,14 +43,27 @@ class Adjustment:
     part: int | None = None
     eval_part: int | None = None
     plain: bool = False
+    disturb: bool = False
 
 
 @final
 class Adjusted(Task):
-    """`task` as `adjustment` says; in all else the same."""
+    """`task` as `adjustment` says; in all else the same.
+
+    What is not adjusted is the task's own bound method, so that the engine, which asks whether a method is the default, goes
+    the way with it that it goes in training. For this, batches are turned into float64 where they are used, not in `collate`.
+    """
 
     def __init__(self, task: Task, adjustment: Adjustment) -> None:
-        self.task, self.how = task, adjustment
+        self.task, self.how, self.weighed = task, adjustment, 0
+        unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
+        unchanged += [] if adjustment.plain and not is_default(task.prepare) else ["prepare"]
+        unchanged += [] if adjustment.reverse else ["collate"]
+        unchanged += [] if adjustment.double else ["predict", "update_metrics"]
+        unchanged += [] if adjustment.double or adjustment.disturb else ["weight"]
+        unchanged += [] if adjustment.double or adjustment.exact else ["loss", "loss_and_output"]
+        for name in unchanged:
+            setattr(self, name, getattr(task, name))
 
     def model(self) -> nn.Module:
         model = self.task.model()
@@ -71,12 +86,9 @@ class Adjusted(Task):
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment] # the mean over what is seen
         with torch.no_grad(), Silenced():
-            self.task.loss(model.train(), batch)
+            self.task.loss(model.train(), self._converted(batch))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-
-    def attach(self, folder: Path, trained: bool) -> None:
-        self.task.attach(folder, trained)
 
     def train_data(self) -> Dataset[Any]:
         return _part(self.task.train_data(), self.how.part)
@@ -89,47 +101,33 @@ class Adjusted(Task):
         return self.task.prepare(sample, epoch, training and not self.how.plain)
 
     def collate(self, samples: list[Any]) -> Any:
-        batch = self.task.collate(samples[::-1] if self.how.reverse else samples)
-        return in_double(batch) if self.how.double else batch
+        return self.task.collate(samples[::-1] if self.how.reverse else samples)
 
     def weight(self, batch: Any) -> Any:
-        return self.task.weight(batch)
+        if self.how.disturb:  # this is the last that the engine asks for before the forward pass
+            self.weighed += 1
+            disturb(self.weighed)
+        return self.task.weight(self._converted(batch))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
-        if not self.how.exact:
-            return self.task.loss(model, batch)
-        with Silenced():
-            return self.task.loss(model, batch)
-
-    def coefficients(self) -> Mapping[str, float]:
-        return self.task.coefficients()
+        with self._silenced():
+            return self.task.loss(model, self._converted(batch))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        return self.task.predict(model, batch)
-
-    def metrics(self) -> MetricCollection | None:
-        return self.task.metrics()
+        return self.task.predict(model, self._converted(batch))
 
     def update_metrics(self, metrics: MetricCollection, output: Any, batch: Any) -> None:
-        self.task.update_metrics(metrics, output, batch)
+        self.task.update_metrics(metrics, output, self._converted(batch))
 
     def loss_and_output(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        return self.task.loss_and_output(model, batch)
+        with self._silenced():
+            return self.task.loss_and_output(model, self._converted(batch))
 
-    def describe(self, output: Any) -> dict[str, Any]:
-        return self.task.describe(output)
+    def _converted(self, batch: Any) -> Any:
+        return in_double(batch) if self.how.double else batch
 
-    def truth(self, sample: Any) -> Any:
-        return self.task.truth(sample)
-
-    def show(self, sample: Any) -> dict[str, Any]:
-        return self.task.show(sample)
-
-    def notes(self) -> list[str]:
-        return self.task.notes()
-
-    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        return self.task.report(values, samples)
+    def _silenced(self) -> contextlib.AbstractContextManager[Any]:
+        return Silenced() if self.how.exact else contextlib.nullcontext()
 
 
 def readable(chunks: Chunks, indices: Iterable[int], epoch: int) -> list[Any]:
@@ -195,12 +193,17 @@ class _Part(Dataset[Any]):
         self.data, self.indices = data, indices
         lengths = getattr(data, "lengths", None)
         self.lengths = None if lengths is None else np.asarray(lengths)[list(indices)]
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._many
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> Any:
         return self.data[self.indices[index]]
+
+    def _many(self, indices: Sequence[int]) -> Any:
+        return self.data.__getitems__([self.indices[index] for index in indices])
 
     def where(self, index: int) -> str:
         """Name of the sample."""
@@ -209,11 +212,14 @@ class _Part(Dataset[Any]):
 
 
 def _part(data: Any, count: int | None) -> Dataset[Any]:
-    """`count` samples, evenly spread: data sets are often sorted by class."""
+    """`count` samples, evenly spread: data sets are often sorted by class. Tensors stay tensors, which the engine reads in another way."""
     length = len(data)
     if count is None or count >= length:
         return data  # type: ignore[no-any-return]
-    return _Part(data, [number * length // count for number in range(count)])
+    indices = [number * length // count for number in range(count)]
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[indices] for tensor in data.tensors))
+    return _Part(data, indices)
 
 
 def total(losses: Any) -> Tensor:

@@ -81,7 +81,8 @@ class Bench:
         config: dict[str, Any] = copy.deepcopy(dict(self.config))
         steps = changes.get("train__steps", self.steps)
         warmup = min(config["schedule"]["warmup_steps"], steps // 4)
-        short = {"train__epochs": None, "train__steps": steps, "train__eval_every_epochs": None, "train__eval_every_steps": 0}
+        short = {"train__epochs": None, "train__min_steps": None, "train__steps": steps}
+        short |= {"train__eval_every_epochs": None, "train__eval_every_steps": 0}
         short |= {"schedule__warmup_steps": warmup, "log__every_steps": 1, "log__tensorboard": False}
         short |= {"checkpoint__every_steps": 0, "checkpoint__keep_best": None, "checkpoint__keep_every_steps": None, "checkpoint__keep_last": 1}
         for path, value in (short | changes).items():
@@ -135,12 +136,13 @@ class Bench:
         if name not in self._answers:
             self._answers[name] = self.ranks.run(world, self.wrap, function, *arguments)
         answers = self._answers[name]
-        ended = [one for one in answers if isinstance(one, Ended)]
+        ended = sorted((one for one in answers if isinstance(one, Ended)), key=lambda one: one.why)  # by themselves first
         failed = sorted((one for one in answers if isinstance(one, Answer) and one.error), key=lambda one: (not one.refused, one.known))
-        if failed and not (ended and failed[0].known and not failed[0].refused):  # that another rank is gone is no news
+        gone = [one for one in ended if not one.why]
+        if failed and not (gone and failed[0].known and not failed[0].refused):  # that another rank is gone is no news
             raise TrialFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
         if ended:
-            raise TrialFailed(name, "; ".join(f"the process of rank {one.rank} ended with exit code {one.exit_code}" for one in ended))
+            raise TrialFailed(name, "; ".join(map(str, ended)))
         return list(answers)
 
     @property
@@ -185,9 +187,9 @@ class Bench:
         watch = Watch(digests=1, batches=True, probes=(1, self.steps // 2, self.steps))
         return self.train("undisturbed", self.nproc, self.saving(), Adjustment(part=self.part), watch)
 
-    def saving(self) -> dict[str, Any]:
+    def saving(self, **changes: Any) -> dict[str, Any]:
         """The training as it is, with checkpoints on the way."""
-        return self.natural(checkpoint__every_steps=max(1, self.steps // 4), checkpoint__keep_last=2)
+        return self.natural(checkpoint__every_steps=max(1, self.steps // 4), checkpoint__keep_last=2, **changes)
 
     def overheard(self) -> list[Seen]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""

@@ -123,6 +123,10 @@ def gradients(bench: Bench) -> Verdict:
     if any(seen.modes for seen in learned):
         step = min(step for seen in learned for step in seen.modes)
         wrong.append(f"the model was in evaluation mode in step {step + 1}")
+    misled = next((seen.misled for seen in learned if seen.misled), [])
+    if misled:
+        named = f"{', '.join(misled[:5])}{' and others' if len(misled) > 5 else ''}"
+        wrong.append(f"when training began, modules were not in the mode that model.train() gives them: {named}")
     dead = [one for one in learned[0].unused if all(one in seen.unused for seen in learned)]
     if dead:
         wrong.append(f"{len(dead)} trainable parameters got no gradient other than zero in {len(learned[0].losses)} steps: {', '.join(dead[:5])}")
@@ -192,6 +196,8 @@ def predictions(bench: Bench) -> Verdict:
     known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
     if known.no_data or known.no_predict:
         return not_shown("there is no evaluation data" if known.no_data else "the task has no predict")
+    if bench.nature.predicting:
+        return not_shown(f"Task.predict draws random numbers ({', '.join(bench.nature.predicting[:3])}), others for each micro-batch")
     how, folder = Adjustment(eval_part=_SHOWN), str(bench.folder / f"learned-{bench.last_factor}")
     rows = bench.ask("predicted-by-hand", 1, predict_by_hand, bench.natural(), folder, how)
     engine = bench.ask("predicted", bench.nproc, trial.predict, bench.natural(), folder, how)

@@ -7,11 +7,14 @@ each rank the variables that the agent would give it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
-import socket
+import shutil
 import sys
+import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -19,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("spawn")
+_LONGEST_S = 1800.0  # of one run, whatever it does
+_ALONE_S = 30.0  # how long ranks may go on without one that failed: those that wait for it in a collective hear of it sooner
 
 
 class Ranks:
@@ -31,47 +36,57 @@ class Ranks:
     def __init__(self, log: Path) -> None:
         self.log = log
         self._workers: list[tuple[Any, Connection]] = []
-        self._ports: set[int] = set()
+        self._folder: Path | None = None
+        self._runs = itertools.count()
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 1800.0) -> list[Any]:
-        """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _LONGEST_S) -> list[Any]:
+        """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size. Ends within `timeout_s`, and soon after a rank has failed.
 
         Returns:
-            in rank order what it returned; an `Ended` for a rank whose process ended or that did not answer in time.
+            in rank order what it returned, where an answer with an `error` is that of a rank that failed; an `Ended` for a rank
+            whose process ended, or was ended because it gave no answer in time.
         """
         self._start(world)
-        port = self._new_port()
+        assert self._folder is not None
+        # A new file for each world: no port that another program may take, and nothing that ranks wrote before.
+        meeting = self._folder / f"world-{next(self._runs)}"
         for rank in range(world):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            self._workers[rank][1].send(({name: str(value) for name, value in variables.items()}, function, arguments))
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "LOCKSTEP_STORE": meeting}
+            with contextlib.suppress(OSError):  # its process is gone: no answer will say so
+                self._workers[rank][1].send(({name: str(value) for name, value in variables.items()}, function, arguments))
         answers: dict[int, Any] = {}
+        deadline, why = time.monotonic() + timeout_s, f"gave no answer within {timeout_s:g} s"
         while len(answers) < world:
             waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in answers}
-            ready = wait(list(waiting), timeout=timeout_s)
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                for rank in waiting.values():
-                    self._workers[rank][0].kill()
+                answers |= {rank: self._end(rank, why) for rank in waiting.values()}
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
-                try:
-                    answers[rank] = pickle.loads(self._workers[rank][1].recv_bytes())
-                except (EOFError, OSError):
-                    self._workers[rank][0].join()
-                    answers[rank] = Ended(rank, self._workers[rank][0].exitcode)
+                answers[rank] = answer = self._answer(rank)
+                if (isinstance(answer, Ended) or getattr(answer, "error", None)) and time.monotonic() + _ALONE_S < deadline:
+                    deadline, why = time.monotonic() + _ALONE_S, f"still ran {_ALONE_S:g} s after rank {rank} had failed"
         return [answers[rank] for rank in range(world)]
 
-    def _new_port(self) -> int:
-        """A free one that no world had before: a rank might still know what it meant then."""
-        while True:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
-            if port not in self._ports:
-                self._ports.add(port)
-                return port
+    def _answer(self, rank: int) -> Any:
+        """What a rank has sent; an `Ended` where it has sent nothing, and will not."""
+        process, connection = self._workers[rank]
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            process.join(2)
+            return self._end(rank, "closed its connection") if process.is_alive() else Ended(rank, process.exitcode)
+
+    def _end(self, rank: int, why: str = "") -> Ended:
+        process = self._workers[rank][0]
+        process.kill()
+        process.join()
+        return Ended(rank, process.exitcode, why)
 
     def _start(self, count: int) -> None:
         """As many living processes as `count`; those that ended are replaced."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
         for place in range(count):
             if place < len(self._workers) and self._workers[place][0].is_alive():
                 continue
@@ -90,13 +105,19 @@ class Ranks:
                 process.kill()
                 process.join()
         self._workers.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 class Ended:
-    """A rank that gave no answer. exit_code: negative for a signal."""
+    """A rank that gave no answer. exit_code: negative for a signal. why: it was ended; empty where its process ended by itself."""
 
-    def __init__(self, rank: int, exit_code: int | None) -> None:
-        self.rank, self.exit_code = rank, exit_code
+    def __init__(self, rank: int, exit_code: int | None, why: str = "") -> None:
+        self.rank, self.exit_code, self.why = rank, exit_code, why
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.why}" if self.why else f"the process of rank {self.rank} ended with exit code {self.exit_code}"
 
 
 def _serve(connection: Connection, log: str, start_method: str) -> None:
@@ -110,7 +131,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # under PYTHONUNBUFFERED lines of two ranks would mix
     import torch
 
-    from lockstep.dist import world
+    from lockstep.dist import rendezvous
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # ranks that each take all cores slow each other down
@@ -120,7 +141,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         except (EOFError, OSError):
             return
         os.environ.update(environment)
-        world.forget_stores()
+        rendezvous.forget_stores()
         try:
             answer = function(*arguments)
         except BaseException:

@@ -49,7 +49,7 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return Trivial(obstacle="there is no evaluation data", no_data=True)
-        found, precision = Trivial(no_predict=type(task.task).predict is Task.predict), Precision(trainer.config.precision, world.device)
+        found, precision = Trivial(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict), Precision(trainer.config.precision, world.device)
         found.before = evaluate_plainly(task, model, precision, on_error=trainer.config.data.on_error)
         try:
             constant = Outputs(model, constant=True)

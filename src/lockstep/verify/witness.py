@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.data.loader import Micro
 from lockstep.dist import sharding, strategy
 from lockstep.run import Job
 from lockstep.tasks.task import Task
 from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk
 from lockstep.verify.oracle import Update, plain_gradient
 from lockstep.verify.shadow import Shadow
@@ -32,7 +33,8 @@ class Watch:
     which one batch goes through every rank. updates: steps whose gradient is compared with plain torch's. used: which
     parameters ever got a gradient that is not zero. talk: steps in which collectives and host synchronisations are counted.
     operations: the step whose every operation is digested. follow: the config whose updates plain torch makes beside the run's, on one
-    process.
+    process. disturb: put the generators of torch, NumPy and Python into other states before and after every step, which must
+    change nothing.
     """
 
     digests: int = 0
@@ -43,6 +45,7 @@ class Watch:
     talk: tuple[int, ...] = ()
     operations: int | None = None
     follow: Mapping[str, Any] | None = None
+    disturb: bool = False
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Seen:
     entries: of the log. samples: (step, epoch, indices that count) of each step. moved: 2-norm of what training changed in the
     parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, learning rate, base
     learning rate) of each update. followed, wrongly: see `Shadow.differences` and `Shadow.trainable`. unused: trainable parameters that
-    never got a gradient, or only zeros. modes: steps in which the model was in evaluation mode.
+    never got a gradient, or only zeros. modes: steps in which the model was in evaluation mode. misled: modules that began in
+    another mode than `model.train()` gives them.
     """
 
     entries: list[dict[str, float]] = field(default_factory=list)
@@ -68,6 +72,7 @@ class Seen:
     wrongly: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     modes: list[int] = field(default_factory=list)
+    misled: list[str] = field(default_factory=list)
     talk: dict[int, Talk] = field(default_factory=dict)
     operations: list[tuple[str, int]] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
@@ -125,6 +130,7 @@ class Witness:
         if self.what.follow is not None:
             self._shadow = Shadow(job, self.what.follow)
             seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
+        seen.misled = not_in_training(model)
         start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
         handles = [run.optimizer.register_step_pre_hook(partial(self._before_update, job))]
         try:
@@ -153,6 +159,8 @@ class Witness:
             self.seen.modes.append(step)
         if step in self.what.updates:
             self._reference = plain_gradient(job, self.task)
+        if self.what.disturb:
+            disturb(2 * step)
 
     def _after(self, job: Job, micros: list[Micro]) -> None:
         run = job.run
@@ -163,6 +171,8 @@ class Witness:
             self.seen.digests[run.step] = self._state(job)
         if run.step in self.what.probes:
             self.seen.probes[run.step] = self._probe(job, micros[0].batch)
+        if self.what.disturb:
+            disturb(2 * run.step - 1)
 
     def _before_update(self, job: Job, optimizer: Any, *_: Any) -> None:
         """What the optimizer is about to use."""
@@ -239,3 +249,15 @@ class Witness:
             self.seen.operations = operations.seen
         else:
             self.seen.talk[step] = operations.talk
+
+
+def not_in_training(model: nn.Module) -> list[str]:
+    """Modules that are in another mode than `model.train()` gives them, which models override to freeze BatchNorm. Leaves all as they are."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    model.train()
+    found = []
+    for name, module in model.named_modules():
+        if module.training != modes[name]:
+            found.append(name or type(module).__name__)
+        module.training = modes[name]
+    return found
