@@ -105,7 +105,7 @@ class Case(Shown):
     broken: tuple[int, ...] = ()
     broken_in: str = "data"
     on_error: str = "raise"
-    eval_length: int = 0
+    eval_length: int = 1
     # the run
     global_batch: int = 1
     micro: int | None = None

@@ -20,18 +20,17 @@ def smallest(kind: str, case: Case, text: str, failure: Callable[[Case], str | N
         failure: what a case fails with, None where it does not.
     """
     deadline = time.monotonic() + patience_s
-    found = True
-    while found:
-        found = False
-        for simpler in variants(case):
-            if time.monotonic() > deadline:
-                return case, text
-            if not valid(kind, simpler):
-                continue
-            simpler_text = failure(simpler)
-            if simpler_text is not None and gist(simpler_text) == gist(text):
-                case, text, found = simpler, simpler_text, True
-                break
+    before = None
+    while case != before:
+        before = case
+        for field in dataclasses.fields(case):
+            for simpler in variants(case, field):
+                if time.monotonic() > deadline:
+                    return case, text
+                simpler_text = failure(simpler) if valid(kind, simpler) else None
+                if simpler_text is not None and gist(simpler_text) == gist(text):
+                    case, text = simpler, simpler_text
+                    break
     return case, text
 
 
@@ -41,9 +40,9 @@ def gist(text: str) -> str:
     return re.sub(r"\d\S*", "", plain)[:40]
 
 
-def variants(value: Any) -> Iterator[Any]:
-    """A dataclass with one of its fields simpler, the simplest first."""
-    for field in dataclasses.fields(value):
+def variants(value: Any, *fields: Any) -> Iterator[Any]:
+    """A dataclass with one of its fields (all, where none is given) simpler, the simplest first."""
+    for field in fields or dataclasses.fields(value):
         before = getattr(value, field.name)
         for simpler in simplified(before, field.default):
             if simpler != before:
@@ -54,7 +53,7 @@ def simplified(value: Any, default: Any) -> Iterator[Any]:
     """The default, smaller numbers, shorter tuples, simpler members."""
     yield default
     if isinstance(value, int) and not isinstance(value, bool):
-        yield from (number for number in (1, 2, value // 2, value - 1) if number < value)
+        yield from (number for number in (1, 2, value // 2, value - 1) if min(1, default or 0) <= number < value)
     elif isinstance(value, tuple):
         yield from (value[:place] + value[place + 1 :] for place in range(len(value)))
         for place, member in enumerate(value):
@@ -68,7 +67,8 @@ def valid(kind: str, case: Case) -> bool:
     """Whether `case` is one that the tests may make up."""
     counted = any(head.units != "samples" for head in case.all_heads)
     tensors = case.data in ("tensors", "scaled", "subset of tensors")
-    if min(case.length, case.eval_length, case.samples_per_step, case.micro or 1, case.resume_micro or 1, case.steps) < 1:
+    sizes = (case.length, case.eval_length, case.micro or 1, case.micro or not case.accumulate, case.resume_micro or 1, case.steps)
+    if min(sizes) < 1 or case.samples_per_step < 1:
         return False
     faults = [
         not case.accumulate and max(case.micro or 1, case.resume_micro or 1) > case.global_batch,
