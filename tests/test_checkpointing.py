@@ -293,7 +293,7 @@ def test_the_best_by_an_evaluation_that_came_after_a_restart_stays(tmp_path):
         runs.fit(Killed(), settings, tmp_path)
     (found,) = store.listed(tmp_path / "checkpoints")
     assert (found.step, found.metrics) == (4, {})
-    runs.fit(Evaluated(), settings | {"optim": {**settings["optim"], "weight_decay": 0.1}}, tmp_path)
+    runs.fit(Evaluated(), settings | {"optim": {**settings["optim"], "weight_decay": 0.1}}, tmp_path, allow_change=["task"])
     found = store.listed(tmp_path / "checkpoints")
     best = min(found, key=lambda one: one.metrics["eval/loss"])
     assert found[0].step == 12

@@ -108,7 +108,9 @@ class Trainer:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         cadence = self._cadence(job.plan)
         reading = self._evaluation_data(task, world) if cadence.evaluate else None
-        for text in [*trainer.into_training_mode(run.forward), *self._look_ahead(task, job, reading), *job.warnings]:
+        notes = trainer.into_training_mode(run.forward)
+        batch_norm.check_smallest_micro_batch(strategy.bare(run.forward), job.plan, job.batches.loader.one, run.precision)
+        for text in [*notes, *self._look_ahead(task, job, reading), *job.warnings]:
             tell(text)
         asked = Agreement(world, flag)
         evaluate = self._evaluator(task, reading, lambda: run.forward, run.precision, world, tell, run, asked) if reading else dict
@@ -258,7 +260,6 @@ class Trainer:
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         loader = self._loader(data, task, world, training=True)
-        batch_norm.check_smallest_micro_batch(strategy.bare(forward.train()), plan, loader.one, run.precision)
         if found is not None:
             made.told += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:

@@ -46,6 +46,8 @@ ALONE = launched(
     failing("HeadsByRank", "task.fewer_from=1", "task.of=loss"),
     failing("UnusedFrom"),
     failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp"),
+    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp", "task.frozen=true"),
+    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.static_graph=true"),
 )
 
 
@@ -74,10 +76,10 @@ def test_a_parameter_that_one_rank_stops_using_is_named_there(launch):
 
 @ALONE
 def test_constants_that_a_strategy_cannot_do_without_are_named(launch):
-    ended = launch.done[3]
-    assert ended.returncode == 1
-    assert "is a constant, which depends on no parameter" in ended.stderr
-    assert "parallel.strategy=fsdp" in ended.stderr
+    for ended, key in zip(launch.done[3:], ("strategy=fsdp", "strategy=fsdp", "static_graph"), strict=True):
+        assert ended.returncode == 1
+        assert "is a constant, which depends on no parameter" in ended.stderr
+        assert f"parallel.{key}" in ended.stderr
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (1, 2), (2, 3), (3, 2)])
@@ -166,3 +168,13 @@ def test_a_loss_of_16_bits_does_not_round_its_factor(kind, bound):
     for name, tensor in weights.items():
         moved, wanted = tensor - start[name], expected[name] - start[name]
         assert float((moved - wanted).norm() / wanted.norm()) < bound
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 2), (2, 3), (3, 2)])
+def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world, micro):
+    options = {"dtype": torch.float32, "narrow": True}
+    expected, _ = runs.by_hand(own_tasks.ConstantHeads(dtype=torch.float32, constants=False), steps=12, global_batch=6, optimizer=sgd)
+    settings = runs.config(batch={"global": 6, "micro": micro}, train={"steps": 12}, **SGD)
+    found = [weights for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", options, settings)]
+    assert all(runs.difference(weights, found[0]) == 0 for weights in found)
+    assert runs.difference(found[0], expected) < 5e-3
