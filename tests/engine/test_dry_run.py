@@ -79,10 +79,10 @@ def test_the_warning_says_how_little_of_the_gradient_is_left(tmp_path):
     assert MEAN not in told(Mean(), tmp_path / "each", batch={"global": 24, "micro": 1})  # of one sample, the mean is the sum
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_mean_is_found_in_lower_precision_and_a_sum_is_none(tmp_path, precision):
-    assert MEAN in told(Mean(dtype=torch.float32), tmp_path / "mean", precision=precision)
-    assert MEAN not in told(own_tasks.Plain(dtype=torch.float32), tmp_path / "sum", precision=precision)
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.float32), ("fp16", torch.float32), ("fp32", torch.bfloat16)])
+def test_a_mean_is_found_in_lower_precision_and_a_sum_is_none(tmp_path, precision, dtype):
+    assert MEAN in told(Mean(dtype=dtype), tmp_path / "mean", precision=precision)
+    assert MEAN not in told(own_tasks.Plain(dtype=dtype), tmp_path / "sum", precision=precision)
 
 
 def test_the_warning_is_for_people_and_stays_with_the_run(tmp_path, capsys):
@@ -244,6 +244,16 @@ CANNOT_BE_EVALUATED = [
     (WrongTargets(), "preds|target"),
     (OtherHeads(eval_length=10), r"Task\.loss, in evaluation: the loss has the heads \['a'\], Task\.weight has \['a', 'b'\]"),
 ]
+
+
+@pytest.mark.parametrize("evaluates", [0, 5])
+def test_a_loss_of_the_wrong_type_is_left_to_those_who_name_it(tmp_path, evaluates):
+    class Vector(own_tasks.Plain):
+        def loss(self, model, batch):
+            return (model(batch[0]) - batch[1]).square().mean(dim=1)
+
+    with pytest.raises(LockstepError, match=r"tensor of shape \((24|8),\)"):
+        runs.fit(Vector(eval_length=10), runs.config(train={"eval_every_steps": evaluates}), tmp_path)
 
 
 @pytest.mark.parametrize(("task", "message"), CANNOT_BE_EVALUATED, ids=[type(task).__name__ for task, _ in CANNOT_BE_EVALUATED])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data.loader import Loader, Micro
 from lockstep.data.order import Chunk, EvaluationPlan, StepPlan, micro_batches
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 8
 _APART = 0.1  # of the losses: less than this is no mean instead of a sum
-_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # of the losses: rounding, and samples that influence each other a little
+_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # of the losses: what rounding explains
 
 
 @contextlib.contextmanager
@@ -80,17 +80,22 @@ def look_at_losses(forward: nn.Module, loader: Loader, plan: StepPlan, precision
     micros = _read(loader, [indices, indices[:half], indices[half:]])
     if any(micro.filler for micro in micros):  # none of a half can be read
         return []
+    found: list[dict[str, Any]] = []
     try:
-        losses = []
         for micro in micros:
             seed_forward(0, precision.device)  # the same noise for the whole and for its halves, and on every rank
             with precision.autocast():
-                losses.append({head: float(loss) for head, loss in forward(micro.batch).items()})
+                found.append(forward(micro.batch))
     except Exception:
         if must_run:
             raise
         return []
-    heads = [head for head in losses[0] if _is_mean(head, losses, micros, _NEAR[precision.name])]
+    values = [loss for losses in found for loss in losses.values()]
+    if not values or not all(isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim for loss in values):
+        return []  # the first step says what is wrong with them
+    near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
+    losses = [{head: float(loss) for head, loss in of_part.items()} for of_part in found]
+    heads = [head for head in losses[0] if _is_mean(head, losses, micros, near)]
     if not heads:
         return []
     samples = plan.samples(0) / (plan.world * micro_batches(plan.samples(0), plan.world, plan.micro_batch))
@@ -98,9 +103,9 @@ def look_at_losses(forward: nn.Module, loader: Loader, plan: StepPlan, precision
     if share < 1.5:  # of one sample, the mean is the sum
         return []
     whole, first, second = (of_part[heads[0]] for of_part in losses)
-    name = "Task.loss" if len(losses[0]) == 1 else f"Task.loss, head {', '.join(map(repr, heads))},"
+    named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
     return [
-        f"WARNING: {name} returns a mean, not the SUM over its units: {micros[0].samples} samples give {whole:.4g}, "
+        f"WARNING: Task.loss{named} returns a mean, not the SUM over its units: {micros[0].samples} samples give {whole:.4g}, "
         f"and their two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, "
         f"so this run trains with about 1/{share:.0f} of the gradient.\n"
         "  remedy: return the sum (reduction='sum'), or the mean times its number of units"
