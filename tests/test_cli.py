@@ -68,7 +68,8 @@ class Lazy(Mine):
 
 class Sparse(Mine):
     def model(self):
-        return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "bags": nn.EmbeddingBag(9, 4, sparse=True), "fine": nn.Embedding(9, 4)})
+        return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "bags": nn.EmbeddingBag(9, 4, sparse=True), "fine": nn.Embedding(9, 4),
+            "frozen": nn.Embedding(9, 4, sparse=True).requires_grad_(False)})
 
 class Outputs(Mine):
     def eval_data(self):
@@ -269,6 +270,9 @@ def test_file_of_a_package_may_import_from_it(call, tmp_path, monkeypatch):
     done = call("train", "lab/tasks_of_mine/first.py:Here", *settings)
     assert done.exit_code == 0, done.stderr
     assert "6 parameters" in done.stdout
+    (package / "first.py").write_text(RELATIVE.replace("(width)", "(width + 1)"))
+    edited = call("train", "lab/tasks_of_mine/first.py:Here", *settings, "--fresh")
+    assert "7 parameters" in edited.stdout  # not what Python remembers of the file
 
 
 def test_package_with_the_name_of_another_is_told_so(call, tmp_path, monkeypatch):

@@ -111,7 +111,8 @@ def _check_parameters(model: nn.Module) -> nn.Module:
             where="Task.model",
             remedy="give lazy modules (LazyLinear, ...) their sizes, or let one batch pass through the model before it is returned",
         )
-    sparse = [name or "the model" for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    embeddings = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    sparse = [name or "the model" for name, module in embeddings if module.sparse and module.weight.requires_grad]
     if sparse:
         raise TrainingError(
             f"{', '.join(sparse[:5])} would have sparse gradients, of which norms, averages over ranks and most optimizers are not defined",

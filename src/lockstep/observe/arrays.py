@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], final: Path) -> list[st
     if final.suffix == ".npz":
         import numpy as np
 
-        with path.open("wb") as file:
-            np.savez(file, **{name: as_numpy(value) if is_tensor(value) else value for name, value in columns.items()})
+        with zipfile.ZipFile(path, "w") as archive:  # as numpy.savez, which cannot take an array of the name `file`
+            for name, value in columns.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, as_numpy(value) if is_tensor(value) else value, allow_pickle=False)
         return left_out
     import torch
     from safetensors.torch import save_file

@@ -80,7 +80,9 @@ def _import(path: Path) -> ModuleType:
     other = _other_of(packages[0], root) if packages else None
     try:
         if packages and other is None:
-            return importlib.import_module(".".join([*packages, path.stem]))
+            dotted = ".".join([*packages, path.stem])
+            loaded = sys.modules.get(dotted)  # by an earlier call: the file may be another by now
+            return importlib.import_module(dotted) if loaded is None else importlib.reload(loaded)
         module_name = f"lockstep_user_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
