@@ -98,7 +98,7 @@ def predict(
         typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data."),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write a .csv, .jsonl, .npz or .safetensors file instead of printing.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
     debug: Debug = False,
 ) -> None:
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
@@ -117,7 +117,8 @@ def predict(
                 print(rows.text(row))
         else:
             left_out = rows.write(out, found)
-            print(f"{len(found)} predictions: {out}{'; left out: ' if left_out else ''}{', '.join(left_out)}", file=sys.stderr)
+            lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
+            print(f"{len(found)} predictions: {out}{lacking}", file=sys.stderr)
 
 
 @app.command()
@@ -205,7 +206,8 @@ def _ranks_of(nproc: str) -> int:
     if nproc != "auto":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if int(nproc) > cores:
-            print(f"warning: {nproc} ranks on {cores} CPU cores slow each other down; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
+            what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
+            print(f"{what}; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
         return int(nproc)
     import torch
 

@@ -40,7 +40,15 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError, exits_are_failures
+from lockstep.errors import (
+    CheckpointError,
+    DataError,
+    MemoryShortage,
+    Preempted,
+    TrainingError,
+    UsageError,
+    exits_are_failures,
+)
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -227,7 +235,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
-        with join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+        config = self.config
+        with join_world(config.device, config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
             yield world
 
     def _training(self, task: Task, world: World) -> Job:

@@ -129,10 +129,10 @@ def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, 
 
 
 def split(output: Any, count: int, name: str = "") -> list[Any]:
-    """A batch's output as `count` outputs of one sample each, on the CPU: along the first dimension of every tensor and array.
+    """A batch's output as `count` outputs of one sample each, on the CPU: along tensors' and arrays' first dimension.
 
-    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item per
-    sample; None stays None.
+    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item
+    per sample; None stays None.
 
     Args:
         name: of `output` in what it is a part of, for errors.
@@ -162,7 +162,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     if isinstance(output, list) and len(output) == count:
         return output
     kind = f"list of {len(output)}" if isinstance(output, list) else type(output).__name__
-    remedy = "return tensors whose first dimension is the batch, a dict or tuple of them, or a list with one item per sample"
+    remedy = "return tensors whose first dimension is the batch, dicts or tuples of them, or one item per sample"
     raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
 
 
