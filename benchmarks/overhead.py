@@ -138,7 +138,7 @@ class Ours:
         watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, job.run, job.stop, job.made, (), quiet=False)
         asked = Agreement(self.world, StopFlag())
         begun = time.perf_counter()
-        trainer.fit(job.run, job.batches, job.plan, job.stop, trainer.Cadence(log=50), watchers, dict, lambda latest: None, asked)
+        trainer.fit(job.run, job.batches, job.plan, job.stop, trainer.Cadence(log=50), watchers, dict, trainer.Keeper(), asked)
         seconds = time.perf_counter() - begun
         for watcher in watchers:
             watcher.close()

@@ -212,8 +212,8 @@ def steps_rank(folder, options):
 
         lockstep.run_dir.mkdir(exist_ok=True)
         watchers = [] if world.rank else rundir.watchers(lockstep.run_dir, lockstep.config, job.run, job.stop, job.made, (), quiet=False)
-        nothing, asked = (lambda *_: {}), Agreement(world, StopFlag())
-        engine.fit(job.run, alternating(), job.plan, job.stop, engine.Cadence(log=LOG), watchers, nothing, nothing, asked)
+        asked = Agreement(world, StopFlag())
+        engine.fit(job.run, alternating(), job.plan, job.stop, engine.Cadence(log=LOG), watchers, dict, engine.Keeper(), asked)
         both = zip(job.made.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
     return times | {"apart": apart}

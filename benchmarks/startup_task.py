@@ -20,7 +20,7 @@ class Marked(Task):
         return TensorDataset(torch.randn(1000, 10), torch.randn(1000, 5))
 
     def loss(self, model, batch):
-        self.calls += 1
+        self.calls += torch.is_grad_enabled()  # not the dry run before the first step
         if self.calls == 2 and os.environ.get("RANK", "0") == "0":
             with open(os.environ["MARK"], "w") as file:
                 file.write(str(time.time()))

@@ -31,7 +31,7 @@ LR = 1e-4
 def make_task(options):
     from lockstep.tasks.text import Text
 
-    return Text(options.data, eval_fraction=0.0, model=options.model, scratch={"sizes": SIZES, "vocab_size": 8000}, max_length=128)
+    return Text(options.data, eval_fraction=0.0, model=options.model, scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 8000}, max_length=128)
 
 
 def counted(collate, counts):

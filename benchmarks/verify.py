@@ -52,7 +52,8 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
     for name in ("ag_news", "banking77"):
         folder = data / "text" / name
         if folder.is_dir():
-            scratch = "task.scratch={vocab_size: 4000, sizes: {hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 128}}"
+            sizes = "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 128}"
+            scratch = f"task.scratch={{architecture: bert, vocab_size: 4000, sizes: {sizes}}}"
             options = [scratch, "optim.lr=0.001", f"name={name}"]
             found[f"text {name}"] = ("text", [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv", *options])
         else:

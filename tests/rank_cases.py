@@ -62,10 +62,10 @@ def impatient():
 
 
 @impatient()
-def error_of(kind, options, settings):
+def error_of(kind, options, settings, run_dir=None):
     """The error that training ends with on this rank."""
     try:
-        runs.fit_kind(kind, options, settings)
+        runs.fit_kind(kind, options, settings, run_dir)
     except LockstepError as error:
         return str(error)
     return None
@@ -123,7 +123,7 @@ def batchnorm_buffers(settings):
             return self.built
 
         def loss(self, model, batch):
-            if not model.training:
+            if not model.training and model[1].num_batches_tracked:  # not in the dry run before the first step
                 seen.append([buffer.tolist() for buffer in model.buffers()])
             return super().loss(model, batch)
 
@@ -287,18 +287,21 @@ def dtypes_seen(settings):
     return weights, results, seen
 
 
-def overflow_of_one_row(settings):
-    """Weights before and after, and what was logged, where the gradient of one row of one parameter is too large for any loss scale."""
+def overflow_of_one_row(settings, run_dir):
+    """Weights before a training in whose first step the gradient of one row of one parameter is too large for any loss scale."""
 
     class OneRow(own_tasks.Deep):
+        steps = 0
+
         def loss(self, model, batch):
-            return super().loss(model, batch) + model.head.weight[4].sum() * 1e36
+            self.steps += model.training
+            return super().loss(model, batch) + model.head.weight[4].sum() * (1e36 if self.steps == 1 else 0)
 
     task = OneRow(dtype=torch.float32)
     torch.manual_seed(0)
     before = {name: tensor.clone() for name, tensor in task.model().state_dict().items()}
-    weights, results = runs.fit(task, settings)
-    return before, weights, results
+    runs.fit(task, settings, run_dir)
+    return before
 
 
 def command(*arguments):

@@ -48,10 +48,10 @@ def shared_folder():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def fit(task, settings, run_dir=None):
+def fit(task, settings, run_dir=None, allow_change=()):
     """Final weights, by name, and what `fit` returned."""
     with shared_folder() as folder, whole_weights(task):
-        results = Trainer(settings, run_dir=run_dir or folder, quiet=True).fit(task)
+        results = Trainer(settings, run_dir=run_dir or folder, quiet=True, allow_change=allow_change).fit(task)
     return task.built, results
 
 

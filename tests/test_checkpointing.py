@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lockstep.run
 from lockstep import LockstepError, Trainer
 from lockstep.checkpoint import files, store
+from lockstep.dist import signals
+from lockstep.errors import DataError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -159,6 +162,147 @@ def test_unknown_metric_to_keep_by_is_named(tmp_path):
         Trainer(runs.config(checkpoint={"keep_best": "eval/loss"}))
 
 
+# ---- when
+
+
+class Ticking(signals.Agreement):
+    """A clock that goes on by a minute with each step."""
+
+    calls = 0
+
+    @property
+    def elapsed_s(self):
+        return 60.0 * self.calls
+
+    def __call__(self):
+        self.calls += 1
+        return super().__call__()
+
+
+def fit_ticking(kind, settings, folder):
+    """Steps that are kept in the end."""
+    kept, lockstep.run.Agreement = lockstep.run.Agreement, Ticking
+    try:
+        runs.fit_kind(kind, {}, settings, folder)
+    finally:
+        lockstep.run.Agreement = kept
+    return [one.step for one in store.listed(folder / "checkpoints")]
+
+
+def test_a_checkpoint_is_due_every_so_many_minutes_or_steps_and_changes_no_result(tmp_path):
+    settings = runs.config(checkpoint={"keep_last": 99})
+    minutes = settings | {"checkpoint": {"keep_last": 99, "every_minutes": 6.0}}
+    never = settings | {"checkpoint": {"keep_last": 99, "every_minutes": None}}
+    both = settings | {"checkpoint": {"keep_last": 99, "every_minutes": 6.0, "every_steps": 4}}
+    assert fit_ticking("Plain", settings, tmp_path / "default") == [20, 11]  # every ten minutes, seen after a step, saved after the next
+    assert fit_ticking("Plain", minutes, tmp_path / "minutes") == [20, 14, 7]
+    assert fit_ticking("Plain", never, tmp_path / "never") == [20]
+    assert fit_ticking("Plain", both, tmp_path / "both") == [20, 16, 12, 8, 4]
+    states = [saved(tmp_path / name) for name in ("default", "minutes", "never", "both")]
+    assert all(same(states[0], state) for state in states)
+
+
+def test_ranks_save_at_the_same_steps_by_the_clock_and_it_changes_no_result(tmp_path):
+    for strategy in ("ddp", "fsdp"):
+        settings = runs.config(checkpoint={"keep_last": 99, "every_minutes": 6.0}, parallel={"strategy": strategy})
+        never = settings | {"checkpoint": {"keep_last": 99, "every_minutes": None}}
+        assert run_ranks(2, fit_ticking, "Deep", settings, tmp_path / strategy) == [[20, 14, 7]] * 2
+        run_ranks(2, fit_ticking, "Deep", never, tmp_path / f"{strategy}-never")
+        assert same(saved(tmp_path / strategy), saved(tmp_path / f"{strategy}-never"))
+
+
+# ---- evaluations that fail
+
+
+class Evaluated(own_tasks.Classes):
+    """Its `fails_at`-th evaluation after a step raises `error`; with 0, one before any step."""
+
+    def __init__(self, fails_at=None, error=None):
+        super().__init__()
+        self.fails_at, self.error, self.evaluations, self.trained = fails_at, error or ValueError("bad label"), 0, False
+
+    def loss(self, model, batch):
+        self.trained |= model.training
+        return super().loss(model, batch)
+
+    def metrics(self):
+        self.evaluations += self.trained
+        if self.evaluations == self.fails_at:
+            raise self.error
+        return super().metrics()
+
+
+EVALUATING = runs.config(train={"steps": 12, "eval_every_steps": 4}, checkpoint={"keep_last": 9, "every_minutes": None})
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize(("fails_at", "kept"), [(1, [4]), (2, [8, 4]), (3, [12, 4])])
+def test_what_was_trained_is_saved_where_an_evaluation_fails(tmp_path, mode, fails_at, kept):
+    settings = EVALUATING | {"checkpoint": {"keep_last": 9, "mode": mode}}
+    with pytest.raises(ValueError, match="bad label") as caught:
+        runs.fit(Evaluated(fails_at), settings, tmp_path)
+    assert caught.value.__notes__ == [f"The checkpoint of step {kept[0]} is saved, and the same command goes on from there"]
+    found = store.listed(tmp_path / "checkpoints")
+    assert [one.step for one in found] == kept
+    assert [store.check(one) for one in found] == [[]] * len(found)
+    assert found[0].metrics == {}
+    _, results = runs.fit(Evaluated(), settings, tmp_path)  # goes on from there, and evaluates what was left out
+    evaluated = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line]
+    assert evaluated == [4, 8, 12]
+    assert store.listed(tmp_path / "checkpoints")[0].metrics["eval/accuracy"] == results["eval/accuracy"]
+
+
+def test_an_error_of_ours_says_too_what_is_saved(tmp_path):
+    with pytest.raises(DataError, match=r"broken file\n  remedy: repair it\. The checkpoint of step 4 is saved, and the same command"):
+        runs.fit(Evaluated(1, DataError("broken file", remedy="repair it")), EVALUATING, tmp_path)
+    with pytest.raises(DataError, match=r"broken file\n  remedy: The checkpoint of step 4 is saved"):  # also where a start begins with it
+        runs.fit(Evaluated(0, DataError("broken file")), EVALUATING, tmp_path)
+
+
+@rank_cases.impatient()
+def fit_failing_evaluation(folder):
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        try:
+            runs.fit(Evaluated(1), EVALUATING | {"parallel": {"strategy": strategy}}, folder / strategy)
+        except (ValueError, LockstepError) as error:  # its own, or the one of the rank that was first
+            found.append(f"{error} {getattr(error, '__notes__', '')}")
+    return found
+
+
+def test_ranks_have_saved_what_they_fail_to_evaluate(tmp_path):
+    for answers in run_ranks(2, fit_failing_evaluation, tmp_path):
+        assert len(answers) == 2
+        assert all("bad label" in answer and "The checkpoint of step 4 is saved" in answer for answer in answers)
+    for strategy in ("ddp", "fsdp"):
+        (found,) = store.listed(tmp_path / strategy / "checkpoints")
+        assert (found.step, found.metrics, store.check(found)) == (4, {}, [])
+
+
+def test_the_best_by_an_evaluation_that_came_after_a_restart_stays(tmp_path):
+    """A kill between the commit and the evaluation: the metrics are added by the next start, and decide what stays."""
+    settings = runs.config(train={"steps": 12, "eval_every_steps": 4}, checkpoint={"keep_last": 1, "keep_best": "min eval/loss"}, optim={"lr": 1e-9})
+
+    class Killed(Evaluated):
+        def loss(self, model, batch):
+            if self.trained and not model.training:
+                raise KeyboardInterrupt
+            return super().loss(model, batch)
+
+    with pytest.raises(KeyboardInterrupt):
+        runs.fit(Killed(), settings, tmp_path)
+    (found,) = store.listed(tmp_path / "checkpoints")
+    assert (found.step, found.metrics) == (4, {})
+    runs.fit(Evaluated(), settings | {"optim": {**settings["optim"], "weight_decay": 0.1}}, tmp_path)
+    found = store.listed(tmp_path / "checkpoints")
+    best = min(found, key=lambda one: one.metrics["eval/loss"])
+    assert found[0].step == 12
+    assert len(found) == len({12, best.step})
+    evaluated = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line]
+    assert [entry["step"] for entry in evaluated] == [4, 8, 12]
+    assert best.metrics["eval/loss"] == min(entry["eval/loss"] for entry in evaluated)
+
+
 # ---- what is refused
 
 
@@ -188,8 +332,8 @@ def test_other_training_data_are_refused(tmp_path):
             return data
 
     with pytest.raises(LockstepError, match="samples differ"):
-        runs.fit(Altered(length=50), runs.config(), tmp_path)
-    assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data"], quiet=True).fit(Altered(length=50))["step"] == 20
+        runs.fit(Altered(length=50), runs.config(), tmp_path, allow_change=["task"])
+    assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data", "task"], quiet=True).fit(Altered(length=50))["step"] == 20
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
@@ -218,7 +362,7 @@ def test_file_that_the_system_refuses_to_write_is_survived(tmp_path):
             return self.built
 
         def loss(self, model, batch):
-            self.calls += 1
+            self.calls += model.training  # not those of the dry run
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if 8 <= self.calls <= 12 else before[0], before[1]))
             return super().loss(model, batch)
 
@@ -236,7 +380,7 @@ def test_checkpoint_carries_results_of_its_own_step_only(tmp_path):
     """Evaluation results belong to their own step: a checkpoint between two evaluations has none."""
     settings = runs.config(train={"steps": 12, "eval_every_steps": 6}, checkpoint={"every_steps": 4, "keep_last": 9})
     runs.fit(own_tasks.Plain(eval_length=20), settings, tmp_path)
-    assert {one.step: bool(one.metrics) for one in store.listed(tmp_path / "checkpoints")} == {4: False, 8: False, 12: True}
+    assert {one.step: bool(one.metrics) for one in store.listed(tmp_path / "checkpoints")} == {4: False, 6: True, 8: False, 12: True}
 
 
 def test_ranks_that_do_not_share_the_run_directory_are_named_before_anything_is_computed(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import sys
 
 import pytest
@@ -333,3 +334,79 @@ def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     again = call("export", "runs/mine", "out")
     assert again.exit_code == 2
     assert "exists and is not empty" in again.stderr
+
+
+# ---- the task's source
+
+
+@pytest.fixture
+def edited(call, tmp_path, monkeypatch):
+    """A run of four steps of a task whose helper, in another file, is edited afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("losses", "lockstep_user_mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    loss = OWN.replace("(model(batch[0]) - batch[1]).square().sum()", "squared(model(batch[0]), batch[1])")
+    (tmp_path / "mine.py").write_text(f"from losses import squared\n{loss}")
+    (tmp_path / "losses.py").write_text("def squared(one, other):\n    # of the difference\n    return (one - other).square().sum()\n")
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=4").exit_code == 0
+    yield lambda old, new: (tmp_path / "losses.py").write_text((tmp_path / "losses.py").read_text().replace(old, new))
+    sys.modules.pop("losses", None)
+
+
+SHORT = ["log.tensorboard=false", "optim.lr=0.001"]
+CHANGED = "losses.py differs in 1 place, first in squared (from line 1): now "
+
+
+def test_source_of_a_task_is_kept_with_the_run(call, tmp_path, edited):
+    kept = tmp_path / "runs" / "mine" / "source"
+    assert sorted(path.name for path in kept.iterdir()) == ["losses.py", "mine.py"]
+    assert (kept / "losses.py").read_text() == (tmp_path / "losses.py").read_text()
+    about = json.loads((tmp_path / "runs" / "mine" / "environment.json").read_text())
+    assert len(about["task"]) == 64
+    assert about["git"] is None
+    edited("# of the difference", "# comments are free")
+    again = call("train", "mine.py:Mine", *SHORT, "train.steps=5")
+    assert again.exit_code == 0, again.stderr
+    assert "comments are free" in (kept / "losses.py").read_text()
+    assert json.loads((tmp_path / "runs" / "mine" / "environment.json").read_text())["task"] == about["task"]
+
+
+@pytest.mark.parametrize("steps", [4, 8])
+def test_edited_task_is_refused_with_the_difference_also_where_the_run_is_complete(call, tmp_path, edited, steps):
+    edited("square()", "abs()")
+    done = call("train", "mine.py:Mine", *SHORT, f"train.steps={steps}")
+    assert done.exit_code == 2
+    assert f"runs/mine: the task's code is not that which the run began with: {CHANGED}" in done.stderr
+    assert '"return (one - other).abs().sum()", before "return (one - other).square().sum()"' in done.stderr
+    assert "--allow-change task" in done.stderr
+    assert "resuming" not in done.stdout
+    assert "square" in (tmp_path / "runs" / "mine" / "source" / "losses.py").read_text()
+
+
+def test_edited_task_may_be_allowed_is_told_and_is_the_runs_from_then_on(call, tmp_path, edited):
+    edited("square()", "abs()")
+    evaluated = call("export", "runs/mine", "out")
+    assert evaluated.exit_code == 0
+    assert f"warning: the task's code is not that which the run was trained with: {CHANGED}" in evaluated.stderr
+    allowed = call("train", "mine.py:Mine", *SHORT, "train.steps=6", "--allow-change", "task")
+    assert allowed.exit_code == 0, allowed.stderr
+    assert f"warning: the task's code has changed: {CHANGED}" in allowed.stdout
+    assert f"warning: the task's code has changed: {CHANGED}" in (tmp_path / "runs" / "mine" / "train.log").read_text()
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=8").exit_code == 0
+    edited("abs()", "square()")
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=9").exit_code == 2
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=2", "--fresh").exit_code == 0
+
+
+def test_task_without_a_checkpoint_may_change(call, tmp_path, edited):
+    shutil.rmtree(tmp_path / "runs" / "mine" / "checkpoints")
+    edited("square()", "abs()")
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=2").exit_code == 0
+    assert "abs" in (tmp_path / "runs" / "mine" / "source" / "losses.py").read_text()
+
+
+def test_run_from_before_sources_were_kept_goes_on(call, tmp_path, edited):
+    shutil.rmtree(tmp_path / "runs" / "mine" / "source")
+    edited("square()", "abs()")
+    assert call("train", "mine.py:Mine", *SHORT, "train.steps=5").exit_code == 0
+    assert "abs" in (tmp_path / "runs" / "mine" / "source" / "losses.py").read_text()

@@ -528,6 +528,7 @@ def test_a_damaged_config_of_a_run_is_refused_with_its_path(text, tmp_path):
         "parallel.strategy=single",
         "parallel.timeout_s=5",
         "train.epochs=99",
+        "train.min_steps=99",
         "train.eval_every_epochs=1",
     ],
 )
@@ -551,6 +552,7 @@ def test_how_a_run_is_run_does_not_determine_it(override):
         ("batch.global=51", "batch.global"),
         ("schedule.name=cosine", "schedule.name"),
         ("schedule.warmup_steps=3", "schedule.warmup_steps"),
+        ("schedule.warmup_share=0.5", "schedule.warmup_share"),
         ("precision=bf16", "precision"),
         ("data.train=other", "data.train"),
         ("data.drop_last=true", "data.drop_last"),
@@ -561,6 +563,64 @@ def test_how_a_run_is_run_does_not_determine_it(override):
 def test_what_changes_the_weights_determines_the_run(override, key):
     old, new = determining(load("toy")), determining(load("toy", [override]))
     assert [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)] == [key]
+
+
+def test_warm_up_is_given_in_one_way():
+    assert "file.yaml: schedule: give either warmup_steps or warmup_share" in refusal(TOY | {"schedule": {"warmup_steps": 3, "warmup_share": 0.1}})
+    assert "schedule.warmup_share: 1.5" in refusal(TOY | {"schedule": {"warmup_share": 1.5}})
+    found = load("digits", ["schedule.warmup_share=0.25"])
+    assert (found.schedule.warmup_steps, found.schedule.warmup_share) == (0, 0.25)  # instead of the recipe's 20 steps
+
+
+def test_least_steps_go_with_epochs():
+    assert "give either min_steps (with epochs) or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
+    found = toy("train.steps=3", train={"epochs": 2, "min_steps": 9})
+    assert (found.train.epochs, found.train.min_steps, found.train.steps) == (None, None, 3)
+
+
+# ---- what suits a task where nothing is said
+
+
+TEXT = {"task": {"kind": "text"}}
+
+
+def suited(values, *overrides):
+    found = parse(values, "file.yaml", overrides)
+    return found.optim.lr, found.train.epochs, found.train.min_steps, found.schedule.name, found.schedule.warmup_share
+
+
+def test_text_has_rate_and_length_that_suit_its_model():
+    scratch, fine, bert = suited(TEXT), suited(TEXT, "task.model=x"), suited(TEXT, "task.scratch.architecture=bert")
+    assert scratch == suited({"task": {"kind": "text"}}) == suited(load("text").model_dump(by_alias=True))
+    assert scratch[0] > bert[0] > fine[0]  # the rates
+    assert all(one[1:] == (one[1], one[2], "linear", 0.1) and one[1] and one[2] for one in (scratch, fine, bert))
+    assert suited(TOY) == (1e-3, None, None, "constant", None)
+
+
+def test_what_is_given_is_not_suggested():
+    rate, epochs, least, *_ = suited(TEXT, "task.model=x")
+    assert suited(TEXT, "task.model=x", "train.epochs=1") == (rate, 1, None, "linear", 0.1)
+    assert suited(TEXT, "task.model=x", "train.steps=7") == (rate, None, None, "linear", 0.1)
+    assert suited(TEXT | {"train": {"steps": 7}}, "task.model=x") == (rate, None, None, "linear", 0.1)
+    assert suited(TEXT | {"train": {"min_steps": 7}}, "task.model=x") == (rate, epochs, 7, "linear", 0.1)
+    assert suited(TEXT | {"schedule": {"warmup_steps": 0}}, "task.model=x") == (rate, epochs, least, "linear", None)
+    assert suited(TEXT | {"schedule": {"name": "cosine"}}, "task.model=x") == (rate, epochs, least, "cosine", None)
+    found = parse(TEXT | {"optim": {"name": "SGD"}})
+    assert (found.optim.lr, found.optim.clip_norm) == (1e-3, None)
+    assert parse(TEXT | {"optim": {"clip_norm": None}}).optim.clip_norm is None
+
+
+def test_what_was_suggested_is_recorded_and_read_back_alone(write):
+    kept = yaml.safe_load(to_yaml(parse(TEXT)))
+    kept["schedule"].pop("warmup_share")  # as an earlier version wrote it
+    kept["train"].pop("min_steps")
+    found = parse(kept, needs_task=False)
+    assert (found.train.min_steps, found.schedule.warmup_share) == (None, None)
+
+
+def test_a_wrong_section_is_told_and_nothing_is_suggested():
+    assert "task.max_length" in refusal({"task": {"kind": "text", "max_length": "x"}})
+    assert "optim" in refusal(TEXT | {"optim": 3})
 
 
 def test_another_task_determines_the_run():

@@ -1,5 +1,7 @@
 """Switches of `parallel`, `compute` and `train.unfreeze`: each gives the same training."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Task
+from lockstep.checkpoint import files, store
 from tests import own_tasks, rank_cases, runs
 from tests.engine.test_strategies import STEPS, STRATEGIES, settings_for
 from tests.ranks import run_ranks
@@ -89,13 +92,16 @@ def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
 
 
 @pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "hybrid 2x2"])
-def test_overflow_on_one_shard_skips_the_update_on_all(name):
+def test_overflow_on_one_shard_skips_the_update_on_all(tmp_path, name):
     world, parallel = STRATEGIES[name]
-    settings = settings_for(world, parallel, precision="fp16", train={"steps": 1}, log={"every_steps": 1})
-    for before, weights, results in run_ranks(world, rank_cases.overflow_of_one_row, settings):
-        assert results["train/skipped"] == 1
-        assert results["train/loss_scale"] == 65536 / 2
-        assert all(bool((weights[key] == before[key]).all()) for key in without_calls(weights))
+    settings = settings_for(world, parallel, precision="fp16", train={"steps": 2}, log={"every_steps": 1}, checkpoint={"every_steps": 1})
+    (before, *_) = run_ranks(world, rank_cases.overflow_of_one_row, settings, tmp_path)
+    results = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert results["train/skipped"] == 1
+    assert results["train/loss_scale"] == 65536 / 2
+    (_, first) = store.listed(tmp_path / "checkpoints")
+    weights = dict(files.read(first.path, first.index))
+    assert all(bool((weights[f"model.{key}"] == before[key]).all()) for key in without_calls(before))
 
 
 # ---- images

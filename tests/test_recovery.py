@@ -29,6 +29,14 @@ class SlowEvaluation(Plain):
             time.sleep(0.2)
         return super().loss(model, batch)
 
+class FailsToEvaluate(Plain):
+    trained = False
+    def loss(self, model, batch):
+        self.trained |= model.training
+        if self.trained and not model.training and os.environ["RANK"] == "1":
+            raise RuntimeError("a file that rank 1 alone cannot read")
+        return super().loss(model, batch)
+
 class SlowSteps(Plain):
     def loss(self, model, batch):
         time.sleep(0.01)
@@ -44,7 +52,7 @@ class SlowStart(SlowEvaluation):
 class HangsThenCrashes(Plain):
     calls = 0
     def loss(self, model, batch):
-        self.calls += 1
+        self.calls += model.training  # not those of the dry run
         first = os.environ["LOCKSTEP_RESTARTS"] == "0"
         if first and self.calls == 25 and os.environ["RANK"] == "0":
             time.sleep(1000)
@@ -270,6 +278,18 @@ def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(launch):
     assert state(run)[0] == 50
     run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
     assert state(run)[0] == 60
+
+
+FAILING = ["log.tensorboard=false", "train.steps=4", "train.eval_every_steps=4", "task.eval_length=20", "--nproc", 2, "--max-restarts", 0]
+
+
+@launched(("train", "{folder}/tasks.py:FailsToEvaluate", *FAILING, "--run-dir", "{folder}/run"))
+def test_what_was_trained_is_saved_where_one_rank_fails_to_evaluate(launch):
+    (done,) = launch.done
+    assert done.returncode == 1
+    assert "a file that rank 1 alone cannot read" in done.stderr
+    assert "The checkpoint of step 4 is saved, and the same command goes on from there" in done.stderr
+    assert state(launch.folder / "run")[0] == 4
 
 
 def ask_torchrun(folder):

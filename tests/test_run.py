@@ -10,6 +10,7 @@ import yaml
 
 import lockstep.run
 from lockstep import LockstepError, Trainer
+from lockstep.tasks import source
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -33,7 +34,8 @@ def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
     log = (tmp_path / "train.log").read_text()
     assert "165 trainable" in log
     assert "step 10/10" in log
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+    # Of step 5, because it was not known yet whether the evaluation would succeed.
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
 
 
 class Tabled(own_tasks.Classes):
@@ -120,14 +122,14 @@ def test_tensorboard_hides_what_a_dead_run_wrote_after_its_checkpoint(tmp_path):
         calls = 0
 
         def loss(self, model, batch):
-            self.calls += 1
+            self.calls += model.training  # not those of the dry run
             if self.calls == 17:
                 raise KeyboardInterrupt
             return super().loss(model, batch)
 
     with pytest.raises(KeyboardInterrupt):
         runs.fit(Interrupted(), settings, tmp_path)
-    runs.fit(own_tasks.Plain(), settings, tmp_path)
+    runs.fit(own_tasks.Plain(), settings, tmp_path, allow_change=["task"])
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [5, 10, 15, 20]
@@ -154,14 +156,14 @@ def test_resumed_run_is_bitwise_the_undisturbed_one(tmp_path, kind, stopped_at):
         calls = 0
 
         def loss(self, model, batch):
-            self.calls += 1
+            self.calls += model.training  # not those of the dry run
             if self.calls == stopped_at + 2:
                 raise KeyboardInterrupt
             return super().loss(model, batch)
 
     with pytest.raises(KeyboardInterrupt):
         runs.fit(Interrupted(), settings, tmp_path / "halved")
-    resumed, _ = runs.fit(task(), settings, tmp_path / "halved")
+    resumed, _ = runs.fit(task(), settings, tmp_path / "halved", allow_change=["task"])
     assert runs.difference(resumed, whole) == 0
     assert [entry["step"] for entry in entries(tmp_path / "halved")] == [5, 10, 15, 20]
 
@@ -186,6 +188,42 @@ def test_samples_of_every_step_are_the_same_on_any_number_of_ranks(tmp_path):
             used = [index for step in range(7 * epoch, 7 * epoch + 7) for index in ledgers[-1][step]]
             assert sorted(used) == list(range(45))
     assert ledgers[0] == ledgers[1] == ledgers[2]
+
+
+@pytest.mark.parametrize(("least", "steps"), [(7, 7), (3, 4), (None, 4)])
+def test_few_samples_are_trained_with_for_as_many_steps_as_the_config_says_at_least(tmp_path, least, steps):
+    train = {"epochs": 2, "min_steps": least, "steps": None}
+    settings = runs.config(task={"kind": "toy", "samples": 48}, train=train, schedule={"name": "linear", "warmup_share": 0.5})
+    assert Trainer(settings, run_dir=tmp_path, quiet=True).fit()["step"] == steps
+
+
+def test_another_task_object_is_refused_by_its_class(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    kept = {path.name for path in (tmp_path / "source").iterdir()}
+    assert kept == {f"tests.own_tasks.{name}" for name in ("Plain", "Masked", "masked_data")}
+
+    class Other(own_tasks.Plain):
+        def loss(self, model, batch):
+            return super().loss(model, batch) * 2
+
+    for steps in (4, 8):
+        with pytest.raises(LockstepError, match=r"the task's code is not that which the run began with: tests\.test_run\..*Other is new") as caught:
+            runs.fit(Other(), runs.config(train={"steps": steps}), tmp_path)
+        assert caught.value.exit_code == 2
+    assert runs.fit(own_tasks.Plain(), runs.config(train={"steps": 8}), tmp_path)[1]["step"] == 8
+    assert runs.fit(Other(), runs.config(train={"steps": 9}), tmp_path, allow_change=["task"])[1]["step"] == 9
+
+
+def test_task_whose_source_cannot_be_read_trains_and_says_so(tmp_path, monkeypatch):
+    def unreadable(*_):
+        raise RecursionError
+
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
+    monkeypatch.setattr(source, "of_class", unreadable)
+    assert runs.fit(own_tasks.Plain(), runs.config(train={"steps": 8}), tmp_path)[1]["step"] == 8
+    assert "the source of the task cannot be read" in (tmp_path / "train.log").read_text()
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 2}), tmp_path / "new")
+    assert not (tmp_path / "new" / "source").exists()
 
 
 def test_finished_run_says_so_and_evaluates(tmp_path, capsys):
@@ -319,7 +357,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
             return self.built
 
     with pytest.raises(LockstepError, match="tensors differ from the model's"):
-        runs.fit(Wider(), runs.config(train={"steps": 30}), tmp_path)
+        runs.fit(Wider(), runs.config(train={"steps": 30}), tmp_path, allow_change=["task"])
 
 
 def test_evaluation_of_a_run_on_two_ranks_is_that_of_training(tmp_path):

@@ -18,7 +18,9 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 EPS = 1e-6  # the bias of attention's keys has no gradient but rounding, which AdamW's own 1e-8 would let it follow
-SMALL = {"train": "docstrings", "max_length": 48, "scratch": {"sizes": SIZES, "vocab_size": 500}}
+SMALL = {"train": "docstrings", "max_length": 48, "scratch": {"architecture": "bert", "sizes": SIZES, "vocab_size": 500}}
+
+BAG = {"train": "docstrings", "max_length": 48, "scratch": {"vocab_size": 500}}
 
 
 def kept(task):

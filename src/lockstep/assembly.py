@@ -21,6 +21,7 @@ from lockstep.dist import sharding, strategy
 from lockstep.dist.sharding import Sharding
 from lockstep.dist.strategy import Buckets, Forward
 from lockstep.dist.world import World
+from lockstep.engine import checked
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import scaled_lr
@@ -71,9 +72,9 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
     told: list[str] = []
     seed(config)
     if sharded:
-        model, values, told = sharding.build(lambda: _check_parameters(task.model()), world)
+        model, values, told = sharding.build(lambda: _check_parameters(checked.model(task)), world)
     else:
-        model = _check_parameters(task.model()).to(world.device)
+        model = _check_parameters(checked.model(task)).to(world.device)
         if compute.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(set_to_none=True)  # a task may have trained it before, and left a gradient that the first step would add to

@@ -88,10 +88,12 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
     if "batch" in raw and any(key in given for key in ("batch.per_rank", "batch.accumulate")) and isinstance(raw["batch"], dict):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
-    for one, other in (("epochs", "steps"), ("eval_every_epochs", "eval_every_steps")):
+    for section, one, other in _EITHER:
         for mine, theirs in ((one, other), (other, one)):
-            if f"train.{mine}" in given and f"train.{theirs}" not in given and isinstance(raw.get("train"), dict):
-                raw["train"].pop(theirs, None)
+            place = raw.get(section)
+            if f"{section}.{mine}" in given and f"{section}.{theirs}" not in given and isinstance(place, dict):
+                place.pop(theirs, None)
+    _suggest(raw)
 
     def origin(path: str) -> str:
         """The override that set `path`, or what is above or below it; else the file."""
@@ -174,6 +176,35 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         if not isinstance(inner, dict | list):
             raw[place] = inner = {}
         raw = inner
+
+
+# Two keys of a section that say the same: where the command line gives one, it takes the place of a file's other.
+_EITHER = [
+    ("train", "epochs", "steps"),
+    ("train", "min_steps", "steps"),
+    ("train", "eval_every_epochs", "eval_every_steps"),
+    ("schedule", "warmup_steps", "warmup_share"),
+]
+# Of a section, keys that say the same in another way: where the first is given, the others are not suggested.
+_INSTEAD = {"steps": ("epochs", "min_steps"), "epochs": ("min_steps",), "warmup_steps": ("warmup_share",)}
+
+
+def _suggest(raw: dict[str, Any]) -> None:
+    """Fill in what suits the task. A section with another `name` (of an optimizer, of a schedule) is left as it is."""
+    task = raw.get("task")
+    kind = task.get("kind") if isinstance(task, dict) else None
+    if not isinstance(kind, str) or kind not in BUILT_IN:
+        return
+    try:
+        checked = BUILT_IN[kind].model_validate(task)
+    except ValidationError:  # is told elsewhere
+        return
+    for section, values in checked.suggestions().items():
+        given = raw.setdefault(section, {})
+        if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
+            continue
+        instead = {other for key, others in _INSTEAD.items() if key in given for other in others}
+        raw[section] = {key: value for key, value in values.items() if key not in instead} | given
 
 
 def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | None, list[str]]:

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, Subset
 import lockstep
 from lockstep import assembly, config_file, rundir
 from lockstep.assembly import Assembled
-from lockstep.checkpoint import files, store
+from lockstep.checkpoint import files, finite, store
 from lockstep.checkpoint import state as states
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.saver import Saver
@@ -34,7 +34,7 @@ from lockstep.dist.heart import Phase
 from lockstep.dist.precision import Precision
 from lockstep.dist.signals import Agreement
 from lockstep.dist.world import World, join_world
-from lockstep.engine import batch_norm, trainer
+from lockstep.engine import batch_norm, checked, dry_run, trainer
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
@@ -90,7 +90,9 @@ class Trainer:
         with signals.listening() as flag, self._join() as world, rundir.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config:
             self.config = config
             task = task or self.task()
+            changed = rundir.keep_source(self.run_dir, task, config, world, self.allow_change)
             job = self._training(task, world)
+            job.made.told += changed
             watchers = [] if world.rank else rundir.watchers(self.run_dir, config, job.run, job.stop, job.made, task.notes(), self.quiet)
             batches: Iterator[list[Micro]] = job.batches
             if witness is not None:
@@ -104,11 +106,15 @@ class Trainer:
 
     def _fit(self, task: Task, job: Job, batches: Iterator[list[Micro]], flag: signals.StopFlag, watchers: Sequence[trainer.Watcher]) -> dict[str, float]:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
-        asked = Agreement(world, flag)
         cadence = self._cadence(job.plan)
-        evaluate = self._evaluator(task, lambda: run.forward, run.precision, world, tell, run, asked) if cadence.evaluate else dict
+        reading = self._evaluation_data(task, world) if cadence.evaluate else None
+        for text in [*trainer.into_training_mode(run.forward), *self._look_ahead(task, job, reading), *job.warnings]:
+            tell(text)
+        asked = Agreement(world, flag)
+        evaluate = self._evaluator(task, reading, lambda: run.forward, run.precision, world, tell, run, asked) if reading else dict
         background = self.config.checkpoint.mode == "async"
-        saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background)
+        saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background, allowed=job.allowed)
+        keeper = trainer.Keeper(self._save_function(job, saver), partial(self._add_metrics, run, saver), saver.kept, lambda: asked.elapsed_s)
         flag.saves = True
 
         def shrink() -> None:
@@ -123,8 +129,9 @@ class Trainer:
         try:
             if run.step >= job.stop:
                 tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
-            latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, self._save_function(job, saver), asked, job.evaluated, shrink)
+            latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, keeper, asked, job.evaluated, shrink)
             saver.finish()
+            trainer.check_moved(run)
         except Preempted:
             saver.wait()
             if saver.failures and saver.saved != run.step:
@@ -137,7 +144,33 @@ class Trainer:
             raise
         finally:
             saver.close()
+            for warning in job.warnings:  # again, for who reads the end
+                tell(warning)
         return latest
+
+    def _look_ahead(self, task: Task, job: Job, reading: EvaluationData | None) -> list[str]:
+        """Before the first step of a new run: try on a few samples what it will need. Adds to the run's warnings.
+
+        Returns:
+            what is to be told besides.
+
+        Raises:
+            UsageError: `checkpoint.keep_best` names nothing that an evaluation gives.
+        """
+        run, world, best = job.run, job.run.world, self._best
+        if best and reading is None:
+            remedy = "set train.eval_every_epochs or train.eval_every_steps, or checkpoint.keep_best=null"
+            raise UsageError("nothing is evaluated that the best could be chosen by", where="checkpoint.keep_best", remedy=remedy)
+        if run.step:  # a restart is to be quick
+            known = world.on_first(lambda: sorted({name for one in store.listed(self._checkpoints) for name in one.metrics}))
+            dry_run.check_best(best if known else None, known)
+            return []
+        forward = strategy.bare(run.forward)
+        with dry_run.without_trace(forward, world, self.config.compute.compile is not None):
+            job.warnings += dry_run.look_at_losses(forward, job.batches.loader, job.plan, run.precision, must_run=reading is not None)
+            if reading is None:
+                return []
+            return dry_run.look_at_evaluation(task, forward, reading.loader, reading.plan, world, run.precision, best)
 
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
@@ -145,17 +178,17 @@ class Trainer:
             task = task or self.task()
             _, forward = self._trained(task, world)
             tell: Callable[[str], None] = _silently if self.quiet else partial(print, file=sys.stderr)
-            return self._evaluator(task, lambda: forward, Precision(self.config.precision, world.device), world, tell)()
+            reading = self._evaluation_data(task, world)
+            return self._evaluator(task, reading, lambda: forward, Precision(self.config.precision, world.device), world, tell)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
             task = task or self.task()
             _, forward = self._trained(task, world)
-            data = data if data is not None else _required(task)
-            loader = self._loader(data, task, world, training=False)
+            reading = self._evaluation_data(task, world, data)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, forward, loader, self._eval_plan(data), world, precision)
+            return evaluation.predict(task, forward, reading.loader, reading.plan, world, precision)
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
@@ -163,8 +196,8 @@ class Trainer:
         task = task or self.task()
         if self._kept.is_dir():
             task.attach(self._kept, trained=True)
-        data = task.input_data(inputs) if inputs else _required(task)
-        count = _length(data) if inputs else min(samples, _length(data))
+        data = checked.data(task.input_data(inputs), "Task.input_data") if inputs else _required(task)
+        count = len(data) if inputs else min(samples, len(data))  # type: ignore[arg-type]
         where = getattr(data, "where", lambda number: inputs[number])
         outputs = self.predict(task, data if inputs else Subset(data, range(count)))
         heads = [{"input": where(number)} if inputs else {"sample": number, "truth": task.truth(data[number])} for number in range(count)]
@@ -201,9 +234,10 @@ class Trainer:
         found, complaints = store.newest(self._checkpoints, world)
         self._attach(task, world, trained=found is not None)
         assembly.seed(config)
-        data = task.train_data()
+        data = checked.data(task.train_data(), "Task.train_data")
         plan = self._plan(data, world)
-        stop = config.train.steps or (config.train.epochs or 1) * plan.steps_per_epoch
+        length = config.train
+        stop = length.steps or max((length.epochs or 1) * plan.steps_per_epoch, length.min_steps or 0)
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
         made, forward = assembly.assemble(config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None)
         model = made.model
@@ -229,12 +263,14 @@ class Trainer:
             made.told += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
+        state, _ = states.capture(model, run.optimizer, run.averages.tensors if run.averages else None)
         feed = Feed(loader, plan, world.rank, run.step, stop)
-        return Job(made, run, feed, stop, print_of_data, found.metrics if found else {})
+        warnings = list(found.manifest.get("warnings", ())) if found else []
+        return Job(made, run, feed, stop, print_of_data, found.metrics if found else {}, finite.at_start(model, state, world), warnings)
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
         config = self.config
-        length = _length(data)
+        length = len(data)  # type: ignore[arg-type]
         if length == 0:
             raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
         global_batch = config.batch.global_ or 1
@@ -287,8 +323,9 @@ class Trainer:
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory")
         self._attach(task, world, trained=True)
         made, forward = assembly.assemble(self.config, task, world)
-        if world.rank == 0 and (complaints or made.told) and not self.quiet:
-            print("\n".join([*complaints, *made.told]), file=sys.stderr)
+        if world.rank == 0 and not self.quiet:
+            for text in (*complaints, *made.told, *rundir.changed_source(self.run_dir, task, self.config)):
+                print(text, file=sys.stderr)
         assembly.load(found, made.model)
         return made.model, forward
 
@@ -296,9 +333,6 @@ class Trainer:
         run = job.run
 
         def save(evaluated: dict[str, float]) -> None:
-            best = self.config.checkpoint.keep_best
-            if best and evaluated and best.split()[1] not in evaluated:
-                raise UsageError(f"there is no metric {best.split()[1]}", where="checkpoint.keep_best", remedy=f"there are: {', '.join(evaluated)}")
             before = run.world.heart.phase
             run.world.heart.enter(Phase.SAVING)
             strategy.sync_buffers(run.forward, run.world)
@@ -306,15 +340,21 @@ class Trainer:
             about: dict[str, Any] = {"step": run.step, "skipped": run.skipped, "loss_scale": run.precision.state(), "metrics": evaluated}
             versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": run.world.size}
             about |= {"data": job.data, "optimizer": self._kind_of_optimizer(), "config": config_digest(self.config), "versions": versions}
-            about["schedule_steps"] = run.schedule.length
+            about |= {"schedule_steps": run.schedule.length, "warnings": job.warnings}
             saver.save(run.step, tensors, values, about)
             run.world.heart.enter(Phase(before))
 
         return save
 
+    def _add_metrics(self, run: Training, saver: Saver, evaluated: dict[str, float]) -> None:
+        """Add the results of an evaluation to the checkpoint of its step."""
+        saver.add_metrics(run.step, evaluated)
+        dry_run.check_best(self._best, list(evaluated))
+
     def _evaluator(
         self,
         task: Task,
+        reading: EvaluationData,
         forward: Callable[[], nn.Module],
         precision: Precision,
         world: World,
@@ -323,8 +363,7 @@ class Trainer:
         asked: Agreement | None = None,
     ) -> Callable[[], dict[str, float]]:
         """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
-        data = _required(task)
-        loader, plan = self._loader(data, task, world, training=False), self._eval_plan(data)
+        data, loader, plan = reading.data, reading.loader, reading.plan
         tables = rundir.Tables(self.run_dir, tell)
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
@@ -357,16 +396,19 @@ class Trainer:
         every = train.eval_every_steps
         if every is None:
             every = plan.steps_per_epoch * (train.eval_every_epochs or 0)
-        keep_best = self.config.checkpoint.keep_best is not None
-        return trainer.Cadence(self.config.log.every_steps, every, self.config.checkpoint.every_steps or 2**62, save_evaluated=keep_best)
+        keep = self.config.checkpoint
+        return trainer.Cadence(self.config.log.every_steps, every, keep.every_steps or 2**62, (keep.every_minutes or 0) * 60, keep.keep_best is not None)
 
     def _loader(self, data: Dataset[Any], task: Task, world: World, training: bool) -> Loader:
         chunks = Chunks(data, task, self.config.seed, training, self.config.data.on_error)
         return Loader(chunks, self.config.data.workers, world.device, self.config.compute.channels_last)
 
-    def _eval_plan(self, data: Dataset[Any]) -> EvaluationPlan:
-        """The same for every world size, so that evaluation is."""
-        return EvaluationPlan(_length(data), self.config.batch.micro or min(self.config.batch.global_ or 32, 256), _lengths(data))
+    def _evaluation_data(self, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:
+        """`data`, by default the task's evaluation data, ready to be read; cut alike for every world size, so that results are."""
+        data = checked.data(data, "the data to predict") if data is not None else _required(task)
+        micro = self.config.batch.micro or min(self.config.batch.global_ or 32, 256)
+        plan = EvaluationPlan(len(data), micro, _lengths(data))  # type: ignore[arg-type]
+        return EvaluationData(data, self._loader(data, task, world, training=False), plan)
 
     def _attach(self, task: Task, world: World, trained: bool) -> None:
         """Rank 0 writes what the task keeps with the run, the others read it."""
@@ -381,6 +423,12 @@ class Trainer:
             task.attach(self._kept, trained)
 
     @property
+    def _best(self) -> str | None:
+        """Name of the result by which the best checkpoint is chosen."""
+        best = self.config.checkpoint.keep_best
+        return best.split()[1] if best else None
+
+    @property
     def _checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
 
@@ -390,8 +438,18 @@ class Trainer:
 
 
 @dataclass
+class EvaluationData:
+    """Samples to evaluate, and how they are read."""
+
+    data: Dataset[Any]
+    loader: Loader
+    plan: EvaluationPlan
+
+
+@dataclass
 class Job:
-    """A training on this rank, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any."""
+    """A training on this rank, ready to begin or to go on. data: fingerprint of the training data. evaluated: results at `run.step`, if any.
+    allowed: tensors that need not be finite. warnings: what is told at the beginning and at the end of every start of the run."""
 
     made: Assembled
     run: Training
@@ -399,6 +457,8 @@ class Job:
     stop: int
     data: dict[str, Any]
     evaluated: dict[str, float]
+    allowed: finite.Grades
+    warnings: list[str]
 
     @property
     def plan(self) -> StepPlan:
@@ -423,15 +483,6 @@ def _tell_all(watchers: Sequence[trainer.Watcher], text: str) -> None:
         watcher.message(text)
 
 
-def _length(data: Dataset[Any]) -> int:
-    try:
-        return len(data)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise DataError(
-            f"{type(data).__name__} has no length", where="Task.train_data or Task.eval_data", remedy="return a map-style data set, with len and [index]"
-        ) from error
-
-
 def _lengths(data: Dataset[Any]) -> Any:
     """Lengths of the samples, where the data set has them (attribute `lengths`)."""
     lengths = getattr(data, "lengths", None)
@@ -439,9 +490,10 @@ def _lengths(data: Dataset[Any]) -> Any:
 
 
 def _required(task: Task) -> Dataset[Any]:
-    data = task.eval_data()
-    if data is None:
+    found = task.eval_data()
+    if found is None:
         raise DataError("there is no evaluation data", where="Task.eval_data", remedy="set data.eval, or train.eval_every_epochs=0")
-    if _length(data) == 0:
+    data = checked.data(found, "Task.eval_data")
+    if len(data) == 0:  # type: ignore[arg-type]
         raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")
     return data

@@ -33,10 +33,12 @@ from lockstep.observe.jsonl import JsonLines
 from lockstep.observe.steady import Guard, together
 from lockstep.observe.tensorboard import TensorBoard
 from lockstep.observe.textlog import TextLog
+from lockstep.tasks import source
+from lockstep.tasks.task import Task
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task", "source")
 _MICRO = "micro.json"
-_CURVE = ("train.steps", "train.epochs", "schedule.total_steps")  # what may make the schedule's curve another
+_CURVE = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")  # what may make the schedule's curve another
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the rank before may take to end
 
@@ -93,10 +95,14 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_cha
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))
-        _replace(folder / "environment.json", json.dumps(_environment(world), indent=1))
+        _replace(folder / "environment.json", json.dumps(_environment(world) | {"git": source.commit(_home(config))}, indent=1))
     except OSError as error:
-        raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir") from error
+        raise _unwritable(folder, error) from error
     return resolved
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -168,6 +174,52 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
             remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
         )
     return resolved
+
+
+def _home(config: RunConfig) -> Path:
+    """The folder of the task's file; where there is none, that of this process."""
+    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
+    return Path(path).parent if is_file else Path()
+
+
+def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """Keep the task's source with the run, or compare it with that which the run began with; rank 0 for all.
+
+    Returns:
+        what is to be told of a change that is allowed.
+
+    Raises:
+        UsageError: the task's code has changed, and `allow_change` does not have `task`.
+    """
+
+    def keep() -> list[str]:
+        begun = any((folder / "checkpoints").glob("step-*"))
+        kept = source.read(folder / "source") if begun else {}
+        found = source.of_task(task, config.task.get("kind"), kept)
+        if kept and not found:
+            return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
+        change = source.difference(kept, found) if kept else None
+        if change and "task" not in allow_change:
+            remedy = "undo the change, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run and start anew"
+            raise UsageError(f"the task's code is not that which the run began with: {change}", where=str(folder), remedy=remedy)
+        try:
+            if kept != found:
+                source.write(folder / "source", source.of_task(task, config.task.get("kind")))
+            about = json.loads((folder / "environment.json").read_text()) | {"task": source.digest(found) if found else None}
+            _replace(folder / "environment.json", json.dumps(about, indent=1))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        return [f"warning: the task's code has changed: {change}"] if change else []
+
+    return world.on_first(keep)
+
+
+def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
+    """A warning, where the task's code is not that which the run was trained with."""
+    kept = source.read(folder / "source")
+    found = source.of_task(task, config.task.get("kind"), kept)
+    change = source.difference(kept, found) if kept and found else None
+    return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
 
 
 def same_curve(config: RunConfig, run: Training, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
@@ -264,11 +316,12 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
 
 def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
     """A line where the learning rate never leaves its warm-up. No error: a recipe is often tried for a few steps first."""
-    warmup, length = config.schedule.warmup_steps, min(stop, run.schedule.length)
+    warmup, length = run.schedule.warmup, min(stop, run.schedule.length)
     if warmup < max(length, 2):
         return []
-    best = run.schedule(length - 1)
-    return [f"warning: schedule.warmup_steps={warmup} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
+    share, best = config.schedule.warmup_share, run.schedule(length - 1)
+    key = f"warmup_steps={warmup}" if share is None else f"warmup_share={share}"
+    return [f"warning: schedule.{key} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"]
 
 
 class Tables:

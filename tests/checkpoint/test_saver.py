@@ -205,6 +205,74 @@ def test_close_without_a_save_is_nothing(saver):
     assert saver.saved is None
 
 
+# ---- metrics, which come later
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_metrics_are_added_when_the_checkpoint_is_written_and_decide_what_stays(make, tmp_path, in_background):
+    saver = make(in_background=in_background, retention=Retention(last=1, best=("max", "eval/accuracy")))
+    for step, accuracy in enumerate([0.1, 0.9, 0.2, 0.3], 1):
+        saver.save(step, state(step), {}, about(step))
+        saver.add_metrics(step, {"eval/accuracy": accuracy})
+    saver.finish()
+    assert [(one.step, one.metrics["eval/accuracy"], store.check(one)) for one in store.listed(tmp_path)] == [(4, 0.3, []), (2, 0.9, [])]
+
+
+def test_adding_metrics_does_not_wait_for_the_disk(saver, tmp_path, gate):
+    saver.save(1, state(), {}, about(1))
+    saver.add_metrics(1, {"eval/loss": 1.0})  # returns, although nothing can be written
+    assert steps(tmp_path) == []
+    gate.set()
+    saver.wait()
+    assert store.listed(tmp_path)[0].metrics == {"eval/loss": 1.0}
+
+
+def test_best_until_now_stays_while_the_newest_has_no_metrics_yet(make, tmp_path):
+    saver = make(retention=Retention(last=1, best=("min", "eval/loss")))
+    for step, loss in ((1, 0.5), (2, 0.9)):
+        saver.save(step, state(), {}, about(step))
+        saver.add_metrics(step, {"eval/loss": loss})
+    saver.save(3, state(), {}, about(3))
+    saver.wait()  # a kill here
+    assert steps(tmp_path) == [3, 1]
+
+
+def test_metrics_of_a_checkpoint_from_before_this_process_are_added(saver, tmp_path):
+    cases.commit(tmp_path, 4)
+    saver.add_metrics(4, {"eval/loss": 1.0})
+    saver.finish()
+    assert store.listed(tmp_path)[0].metrics == {"eval/loss": 1.0}
+
+
+def test_metrics_without_a_checkpoint_are_let_go(saver, tmp_path, monkeypatch, told):
+    fail(monkeypatch, (1, "before-share"))
+    saver.save(1, state(), {}, about(1))
+    saver.add_metrics(1, {"eval/loss": 1.0})
+    saver.wait()
+    assert (steps(tmp_path), len(told)) == ([], 1)
+
+
+@pytest.mark.parametrize("place", ["before-metrics", "in-metrics"])
+def test_metrics_that_cannot_be_written_are_told_and_the_checkpoint_stays_as_it_was(saver, tmp_path, monkeypatch, told, place):
+    fail(monkeypatch, (1, place))
+    saver.save(1, state(), {}, about(1))
+    saver.add_metrics(1, {"eval/loss": 1.0})
+    saver.finish()  # the weights are saved
+    (found,) = store.listed(tmp_path)
+    assert (found.metrics, store.check(found)) == ({}, [])
+    assert not list(tmp_path.glob(".staging*"))
+    (message,) = told
+    assert "the checkpoint of step 1 stays without the metrics of its evaluation" in message
+    assert "No space left on device" in message
+
+
+def test_what_is_kept_is_said_when_it_is_on_the_disk(saver, gate):
+    assert saver.kept() == "No checkpoint is saved"
+    saver.save(7, state(), {}, about(7))
+    threading.Timer(0.1, gate.set).start()
+    assert saver.kept().startswith("The checkpoint of step 7 is saved")
+
+
 # ---- failures that the training survives
 
 

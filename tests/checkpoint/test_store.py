@@ -3,6 +3,7 @@
 import errno
 import itertools
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -268,6 +269,61 @@ def test_share_that_rank_0_cannot_see_is_an_error_when_it_is_saved(folder, how):
     with pytest.raises(OSError, match=r"__1_0\.distcp"):
         store.commit(folder, 2, manifest, index, {})
     assert steps(folder) == [1]
+
+
+# ---- metrics, which come later
+
+
+def test_metrics_are_added_and_nothing_else_changes(folder):
+    commit(folder, 2, values={"a": 1})
+    before = store.listed(folder)[0]
+    assert store.add_metrics(folder, 2, {"eval/loss": 0.5, "eval/accuracy": math.nan})
+    after = store.listed(folder)[0]
+    assert after.metrics["eval/loss"] == 0.5
+    assert math.isnan(after.metrics["eval/accuracy"])
+    assert after.manifest | {"metrics": {}} == before.manifest
+    assert (after.values, store.check(after)) == ({"a": 1}, [])
+    assert store.unreadable(folder) == []
+    assert {path.name for path in folder.iterdir()} == {"step-00000001", "step-00000002"}
+    assert store.add_metrics(folder, 2, {"eval/loss": 0.4})
+    assert store.listed(folder)[0].metrics == {"eval/loss": 0.4}
+
+
+@pytest.mark.parametrize("place", ["before-metrics", "in-metrics"])
+def test_end_of_the_process_while_metrics_are_added_leaves_the_checkpoint_without_them(folder, monkeypatch, place):
+    def fail_at(here, step):
+        if here == place:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "fail_at", fail_at)
+        with pytest.raises(Killed):
+            store.add_metrics(folder, 1, {"eval/loss": 1.0})
+    found, complaints = store.newest(folder, ALONE)
+    assert (found.step, found.metrics, complaints) == (1, {}, [])
+    store.clear_leftovers(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert store.add_metrics(folder, 1, {"eval/loss": 1.0})
+    assert store.newest(folder, ALONE)[0].metrics == {"eval/loss": 1.0}
+
+
+def test_manifest_with_metrics_is_on_the_disk_before_it_takes_the_place_of_the_other(folder, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (done.append(Path(f"/proc/self/fd/{handle}").resolve().name), fsync(handle))[1])
+    monkeypatch.setattr(Path, "replace", lambda self, target: (done.append(f"replaces {target.name}"), replace(self, target))[1])
+    store.add_metrics(folder, 1, {"eval/loss": 1.0})
+    assert done == [".staging-manifest.json-00000001", "replaces manifest.json", "step-00000001"]
+
+
+@pytest.mark.parametrize("how", ["absent", "damaged", "no manifest"])
+def test_metrics_are_added_to_no_checkpoint_that_is_none(folder, how):
+    if how == "damaged":
+        cases.flip(folder / "step-00000001" / "manifest.json", 30)
+    elif how == "no manifest":
+        (folder / "step-00000001" / "manifest.json").unlink()
+    assert not store.add_metrics(folder, 2 if how == "absent" else 1, {"eval/loss": 1.0})
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
 
 
 # ---- removal

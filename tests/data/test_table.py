@@ -66,7 +66,10 @@ def offline(tmp_path, monkeypatch):
         ("a.CSV", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\n"), [":2", ":3", ":5"]),
         ("mark.csv", "\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], quoting=csv.QUOTE_ALL), [":2", ":3", ":5"]),
         ("returns.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\r", quoting=csv.QUOTE_ALL), [":2", ":3", ":5"]),
-        ("a.tsv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], delimiter="\t"), [":2", ":3", ":5"]),
+        ("utf16.csv", ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-16-le"), [":2", ":3", ":5"]),
+        ("utf16be.csv", ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-16-be"), [":2", ":3", ":5"]),
+        ("utf32.csv", ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-32-le"), [":2", ":3", ":5"]),
+        ("utf32be.jsonl", ("\ufeff" + "".join(json.dumps(row) + "\n" for row in ROWS)).encode("utf-32-be"), [":1", ":2", ":3"]),
         ("gaps.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)]).replace("\r\n", "\r\n\r\n"), [":3", ":5", ":8"]),
         ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS), [":1", ":2", ":3"]),
         ("mark.ndjson", "\ufeff" + "".join("\n" + json.dumps(row, ensure_ascii=False) + "\r\n" for row in ROWS), [":2", ":4", ":6"]),
@@ -82,6 +85,31 @@ def test_texts_are_the_same_from_every_kind_of_file(tmp_path, name, content, lin
     assert [table.where(row).removeprefix(str(path)) for row in range(len(table))] == lines
     assert len(table) == 3
     assert table.classes == {}
+
+
+def test_quotes_in_tsv_are_letters_unless_it_is_said_otherwise(tmp_path):
+    text = 'text\tlabel\n"Stop" she said\ta\n12" pizza\tb\n"unclosed\ta\n'
+    path = put(tmp_path, "a.tsv", text)
+    assert read(path).columns == {"text": ['"Stop" she said', '12" pizza', '"unclosed'], "label": ["a", "b", "a"]}
+    assert read(path).told == ()
+    assert read(put(tmp_path, "a.csv", text.replace("\t", ",")), quoting="none").columns["text"][2] == '"unclosed'
+    with pytest.raises(DataError, match="not CSV") as caught:
+        read(path, quoting="minimal")
+    assert "task.quoting=none" in caught.value.remedy
+
+
+def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it(tmp_path):
+    path = put(tmp_path, "a.tsv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], delimiter="\t"))
+    assert read(path, quoting="minimal").columns == COLUMNS
+    assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == [":2", ":3", ":5"]
+    with pytest.raises(DataError, match="1 fields where the header has 2") as caught:
+        read(path)
+    assert caught.value.where == f"{path}:3"
+    assert "task.quoting=minimal" in caught.value.remedy
+    quoted = read(put(tmp_path, "b.tsv", 'text\tlabel\n"one ""two"""\ta\n"three"\tb\nfour\ta\n'))
+    assert quoted.columns["text"] == ['"one ""two"""', '"three"', "four"]
+    assert "2 fields stand in" in quoted.told[0]
+    assert "task.quoting=minimal" in quoted.told[0]
 
 
 def test_parquet_is_read(tmp_path):
@@ -266,7 +294,7 @@ def test_what_follows_the_last_colon_is_the_split_of_a_data_set(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     put(tmp_path, "odd:name", "")
     (tmp_path / "folder").mkdir()
-    assert Source.parse(text, subset="x", header=False, delimiter=";") == Source(name, split, "x", False, ";")
+    assert Source.parse(text, subset="x", header=False, delimiter=";", quoting="none") == Source(name, split, "x", False, ";", "none")
 
 
 def test_a_file_that_is_missing_is_named_with_one_that_is_near(tmp_path):
@@ -312,7 +340,18 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
         ("a.csv", "\ntext,label\n\n\na\n", ":5", "1 fields where", "quotes"),
         ("a.csv", 'text,label\n"a\n\nb",c\n"d,e\nf,g\n', ":5", "not CSV: unexpected end of data", "quoted field must end"),
         ("a.csv", 'text,label\na,b\n"c"d,e\n', ":3", "not CSV: ',' expected after '\"'", "quoted field must end"),
-        ("a.csv", b"text,label\na,b\ncaf\xe9,c\n", "", "not UTF-8: byte 0xe9 at byte 18 (line 3)", "iconv -f latin1 -t utf-8 a.csv"),
+        ("a.csv", 'text,label\na,b\n"c,d\ne,f"\n', ":3", "1 fields where the header has 2", "task.quoting=none"),
+        ("a.tsv", "text\tlabel\na\tb\tc\n", ":2", "3 fields where the header has 2", "task.quoting=minimal"),
+        ("a.csv", b"text,label\na,b\ncaf\xe9,c\n", "", "not UTF-8: byte 0xe9 at byte 18 (line 3)", "it may be Latin-1; if so, convert it: iconv -f latin1"),
+        ("a.csv", b"text,label\nit\x92s,b\n", "", "byte 0x92 at byte 13 (line 2)", "it may be Windows-1252; if so, convert it: iconv -f windows-1252"),
+        ("a.csv", "text,label\n机,b\n椅子,c\n".encode() + b"\xff,d\n", "", "byte 0xff at byte 26 (line 4)", "the rest of it is UTF-8"),
+        ("a.csv", "text,label\n机器学习很有意思的一个领域,b\n".encode("gbk"), "", "not UTF-8", "from the encoding that it was written in: iconv -f ENCODING"),
+        ("a.csv", b"text\x81\x00\x07\xff", "", "not UTF-8: byte 0x81", "control characters"),
+        ("a.csv", "text,label\na,b\n".encode("utf-16-le"), "", "as UTF-16-LE has them", "iconv -f utf-16-le -t utf-8 a.csv"),
+        ("a.csv", "text,label\na,b\n".encode("utf-32-be"), "", "as UTF-32-BE has them", "iconv -f utf-32-be -t utf-8 a.csv"),
+        ("a.csv", "\ufefftext,label\na,b\n".encode("utf-16-be")[:-1], "", "not UTF-16-BE, as its byte order mark says: byte 30", "cut off"),
+        ("a.csv", b"\x1f\x8b\x08\x00\xff\xff", "", "gzip-compressed, not text", "gunzip"),
+        ("a.csv", b"PK\x03\x04\xff", "", "a ZIP archive", "save the sheet as CSV"),
         ("a.jsonl", b'{"text": "\xff"}', "", "not UTF-8: byte 0xff at byte 10 (line 1)", "iconv"),
         ("a.txt", b"one\n\ntwo \x80", "", "not UTF-8: byte 0x80 at byte 9 (line 3)", "iconv"),
         ("a.json", b'[{"text":\n"\xc3"}]', "", "not UTF-8: byte 0xc3 at byte 11 (line 2)", "iconv"),

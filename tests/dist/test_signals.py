@@ -418,6 +418,27 @@ def test_all_ranks_hear_of_a_request_to_one_at_the_same_call(monkeypatch, rank):
     assert yes[0] < 300 + 120  # about a second
 
 
+def test_ranks_agree_on_the_seconds_that_have_passed(monkeypatch):
+    ranks = Ranks(2, monkeypatch)
+    seen = {0: [], 1: []}
+    call = Agreement.__call__
+
+    def noting(agreement):
+        answer = call(agreement)
+        seen[ranks.here.rank].append(agreement.elapsed_s)
+        if ranks.here.call == 500:
+            agreement.restart()  # an evaluation: the time goes on
+        return answer
+
+    monkeypatch.setattr(Agreement, "__call__", noting)
+    ((talked, _), _) = ranks.run(1000, lambda rank, call: 0.01 * (1 + 2 * rank))
+    assert seen[0] == seen[1]
+    for number in talked:
+        assert seen[0][number] == pytest.approx(0.02 * (number + 1))  # the mean of both ranks
+    changes = [number for number in range(1, 1000) if seen[0][number] != seen[0][number - 1]]
+    assert {0, *changes} == set(talked)  # and not between
+
+
 def test_after_a_restart_they_talk_at_the_next_call(monkeypatch):
     ((talked, _), other) = Ranks(2, monkeypatch).run(700, lambda *_: 0.001, restart_at=600)
     assert 600 in talked
@@ -434,5 +455,6 @@ def test_one_rank_talks_to_nobody():
     flag = StopFlag()
     asked = Agreement(SimpleNamespace(size=1), flag)
     assert [asked() for _ in range(3)] == [False] * 3
+    assert 0 < asked.elapsed_s < asked.elapsed_s
     flag.note(signal.SIGINT)
     assert asked()

@@ -1,13 +1,20 @@
 """P4: the metric on N ranks is the metric on one. Against plain torch and torchmetrics in one process."""
 
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.engine.evaluate import split
+from lockstep.data.loader import Chunks, Loader
+from lockstep.data.order import EvaluationPlan
+from lockstep.dist.precision import Precision
+from lockstep.dist.strategy import Forward
+from lockstep.dist.world import World
+from lockstep.engine.evaluate import predict, split
+from lockstep.engine.metrics import compute
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -70,6 +77,72 @@ def test_loss_and_counting_metrics_are_bitwise_those_of_one_process(evaluated):
             for name in one.keys() - {"confidence", "correlation"}:  # float running sums of torchmetrics: to rounding
                 assert repr(one[name]) == repr(many[name]), name
             assert one_outputs == many_outputs
+
+
+# ---- what travels between ranks
+
+
+def gathering(monkeypatch, gathered):
+    """World.gather notes the pickled size of what it is given."""
+    gather = World.gather
+    monkeypatch.setattr(World, "gather", lambda self, value: (gathered.append(len(pickle.dumps(value))), gather(self, value))[1])
+    return World(0, 1, 0, torch.device("cpu"))
+
+
+class Shapes(own_tasks.Plain):
+    """Outputs that are views of more: of a hidden layer, and one by one."""
+
+    def predict(self, model, batch):
+        hidden = torch.ones(len(batch[0]), 1000) * batch[0][:, :1]
+        return {"first": hidden[:, 0], "ten": hidden[:, :10], "list": list(hidden[:, :10]), "pair": (batch[1], hidden[:, 0])}
+
+
+@pytest.mark.parametrize("lengths", [None, 3], ids=["in order", "by length"])
+def test_predictions_travel_as_their_values_and_not_with_all_that_they_are_views_of(monkeypatch, lengths):
+    sizes = []
+    world = gathering(monkeypatch, sizes)
+    task = Shapes(eval_length=512)
+    plan = EvaluationPlan(512, 64, None if lengths is None else np.arange(512) % lengths)
+    loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+    outputs = predict(task, Forward(task.model(), task.loss), loader, plan, world, Precision("fp32", world.device))
+    values = 512 * (1 + 10 + 10 + 5 + 1) * 8
+    assert sum(sizes) < 1.2 * values + 512 * 600  # each tensor of the list has pickle's words around it
+    first = task.eval_data().tensors[0][:, 0]
+    assert torch.equal(torch.stack([output["first"] for output in outputs]), first)
+    assert all(torch.equal(output["list"], first[number].expand(10)) for number, output in enumerate(outputs))
+    parts = [output["ten"] for output in outputs]
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in parts)  # also for who keeps one of them
+
+
+def test_a_wrong_output_is_an_error_before_the_other_batches_are_computed():
+    calls = []
+
+    class Wrong(own_tasks.Plain):
+        def predict(self, model, batch):
+            calls.append(1)
+            return torch.ones(3)
+
+    world, task = World(0, 1, 0, torch.device("cpu")), Wrong(eval_length=40)
+    loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+    with pytest.raises(LockstepError, match=r"shape \(3,\) for 8 samples"):
+        predict(task, Forward(task.model(), task.loss), loader, EvaluationPlan(40, 8), world, Precision("fp32", world.device))
+    assert len(calls) == 1
+
+
+def test_states_of_metrics_travel_as_their_values(monkeypatch):
+    from torchmetrics import CatMetric, MetricCollection
+
+    sizes = []
+    world = gathering(monkeypatch, sizes)
+    metrics = MetricCollection([CatMetric()])
+    for _ in range(4):
+        metrics.update(torch.ones(64, 1000)[:, 3])
+    flat, _ = compute(metrics, world)
+    assert len(flat) == 256
+    assert sum(sizes) < 4 * (64 * 4 + 1000)
+
+
+# ---- what a task gets wrong
 
 
 def test_split_gives_one_output_per_sample():
@@ -152,3 +225,37 @@ def test_random_numbers_of_an_evaluation_depend_on_its_samples_alone():
         for _, results in run_ranks(world, runs.fit_kind, "Drawing", options, settings | {"data": {"workers": workers}}):
             losses.add(results["eval/loss"])
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (lambda loss: {"other": loss}, r"Task\.loss, in evaluation: the loss has the heads \['other'\], Task\.weight has \['loss'\]"),
+        (lambda loss: loss.expand(3), r"Task\.loss, in evaluation: it returned a tensor of shape \(3,\)"),
+        (float, "it returned a float"),
+    ],
+    ids=["heads", "vector", "float"],
+)
+def test_losses_that_an_evaluation_cannot_add_are_named(tmp_path, losses, message):
+    runs.fit(own_tasks.Masked(), runs.config(train={"steps": 1}), tmp_path)
+
+    class Wrong(own_tasks.Masked):
+        def loss(self, model, batch):
+            return losses(super().loss(model, batch))
+
+    with pytest.raises(LockstepError, match=message):
+        Trainer(runs.config(), run_dir=tmp_path, quiet=True).evaluate(Wrong(eval_length=10))
+
+
+def test_metrics_that_a_task_makes_once_begin_anew_in_each_evaluation(tmp_path):
+    class Kept(own_tasks.Classes):
+        kept = None
+
+        def metrics(self):
+            self.kept = self.kept or super().metrics()
+            return self.kept
+
+    settings = runs.config(train={"steps": 8, "eval_every_steps": 2})
+    _, once = runs.fit(Kept(), settings, tmp_path / "kept")
+    _, anew = runs.fit(own_tasks.Classes(), settings, tmp_path / "new")
+    assert {name: value for name, value in once.items() if "eval/" in name} == {name: value for name, value in anew.items() if "eval/" in name}

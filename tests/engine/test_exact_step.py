@@ -1,10 +1,13 @@
 """P2: the gradient does not depend on how the global batch was cut. Against plain torch."""
 
+import json
+
 import pytest
 import torch
 
 from lockstep import LockstepError
-from tests import own_tasks, runs
+from lockstep.checkpoint import files, store
+from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
 CUTS = [(1, 1), (1, 4), (2, 1), (2, 2), (2, 3)]
@@ -69,15 +72,24 @@ def test_logged_loss_is_the_mean_over_exactly_the_units_since_the_last_entry():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_step_without_any_valid_unit_is_skipped_and_counted(world):
+def test_step_without_any_valid_unit_is_skipped_and_counted(tmp_path, world):
     task = own_tasks.Masked()
     torch.manual_seed(0)
-    untouched = {name: tensor.clone() for name, tensor in task.model().state_dict().items()}
+    untouched = {f"model.{name}": tensor.clone() for name, tensor in task.model().state_dict().items()}
     settings = runs.config(train={"steps": 4}, log={"every_steps": 4})
-    for weights, results in trained(world, "Masked", {"mask_all": True}, settings):
-        assert runs.difference(weights, untouched) == 0
-        assert results["train/skipped"] == 4
-        assert "train/loss" not in results
+    for message in run_ranks(world, rank_cases.error_of, "Masked", {"mask_all": True}, settings, tmp_path):
+        assert "nothing was learned: all 4 updates were skipped" in message
+        assert "Task.weight counted no unit in any global batch" in message
+        assert "fp16" not in message
+    (saved,) = store.listed(tmp_path / "checkpoints")
+    assert runs.difference(dict(files.read(saved.path, saved.index)), untouched) == 0
+    (results,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert results["train/skipped"] == 4
+    assert "train/loss" not in results
+    log = (tmp_path / "train.log").read_text()
+    assert "warning: the last 4 steps changed no weight: 4 global batches had no valid unit" in log
+    with pytest.raises(LockstepError, match="nothing was learned"):  # also where it goes on from there
+        runs.fit(own_tasks.Masked(mask_all=True), settings, tmp_path)
 
 
 def test_heads_that_differ_between_loss_and_weight_are_an_error():

@@ -233,3 +233,13 @@ def test_the_rate_is_scaled_from_the_reference_batch(scaling, factor):
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
 def test_the_rate_at_the_reference_batch_is_kept(scaling):
     assert scaled_lr(0.37, scaling, 48, 48) == 0.37
+
+
+# ---- warm-up as a share
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 200, 20), (0.1, 30, 3), (0.1, 31, 4), (0.3, 10, 3), (0.1, 3, 1), (1.0, 7, 7), (0.0, 9, 0)])
+def test_a_share_of_warm_up_is_that_many_steps(name, share, total, steps):
+    wanted = Schedule(name, total, 4, warmup_steps=steps)
+    assert ours(Schedule(name, total, 4, warmup_share=share), total + 2) == ours(wanted, total + 2)

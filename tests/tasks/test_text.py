@@ -2,6 +2,9 @@
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,12 +12,13 @@ from safetensors.torch import load_file
 
 from lockstep import LockstepError, Task, Trainer
 from lockstep.errors import DataError, UsageError
-from lockstep.tasks import hugging_face
+from lockstep.tasks import hugging_face, text_notes
 from lockstep.tasks.text import Text
 from tests import runs, text_cases
 from tests.ranks import run_ranks
-from tests.text_cases import SIZES, SMALL
+from tests.text_cases import BAG, SIZES, SMALL
 
+ROLES = ["mixed", "neg", "pos"]
 ROWS = [("good film", "pos"), ("bad film", "neg"), ("very good", "pos"), ("very bad", "neg"), ("so so", "mixed"), ("neither", "mixed")]
 
 
@@ -27,14 +31,19 @@ def table(path, rows=ROWS, names=("text", "label")):
 @pytest.fixture
 def few(tmp_path):
     """Options of a small task on six texts."""
-    return {"train": table(tmp_path / "few.csv"), "eval_fraction": 0.0, "scratch": {"sizes": SIZES, "vocab_size": 200}, "max_length": 16}
+    return {
+        "train": table(tmp_path / "few.csv"),
+        "eval_fraction": 0.0,
+        "scratch": {"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
+        "max_length": 16,
+    }
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     """A folder with a model for three labels and its tokenizer, as `save_pretrained` leaves it."""
     folder = tmp_path_factory.mktemp("pretrained")
-    task = Text(table(folder / "few.csv"), eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200}, max_length=16)
+    task = Text(table(folder / "few.csv"), eval_fraction=0.0, scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200}, max_length=16)
     torch.manual_seed(1)
     model = task.model()
     model.save_pretrained(folder / "model")
@@ -58,6 +67,14 @@ def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, worl
     assert results["train/loss"] == pytest.approx(sum(plain[1][-2:]) / 2, rel=1e-10)  # since the entry of step 10
 
 
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp")])
+def test_a_bag_of_embeddings_trains_as_in_plain_torch(world, strategy):
+    plain, _ = text_cases.by_hand(BAG, 8, 24)
+    settings = runs.config(batch={"global": 24, "micro": 6}, train={"steps": 8}, optim={"args": {"eps": text_cases.EPS}})
+    (weights, _), *_ = run_ranks(world, text_cases.train, BAG, settings | {"parallel": {"strategy": strategy}})
+    assert text_cases.difference(weights, plain) < 1e-10
+
+
 def test_class_weights_make_the_weighted_mean_of_cross_entropy():
     weights = {"email": 3.0, "http": 0.25}
     plain, _ = text_cases.by_hand(SMALL, 6, 24, weights)
@@ -74,7 +91,13 @@ def test_causal_model_with_token_weights_is_one_big_batch():
 
 def test_several_labels_are_binary_cross_entropy(tmp_path):
     rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
-    task = Text(table(tmp_path / "many.csv", rows), multi_label=True, eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200}, max_length=8)
+    task = Text(
+        table(tmp_path / "many.csv", rows),
+        multi_label=True,
+        eval_fraction=0.0,
+        scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
+        max_length=8,
+    )
     assert task.labels == ["red", "round"]
     data, model = task.train_data(), task.model()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
@@ -92,7 +115,13 @@ def test_several_labels_are_binary_cross_entropy(tmp_path):
 
 def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path):
     rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
-    options = {"multi_label": True, "eval_fraction": 0.0, "scratch": {"sizes": SIZES, "vocab_size": 200}, "max_length": 8, "class_weights": {"red": 3.0}}
+    options = {
+        "multi_label": True,
+        "eval_fraction": 0.0,
+        "scratch": {"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
+        "max_length": 8,
+        "class_weights": {"red": 3.0},
+    }
     task = Text(table(tmp_path / "many.csv", rows), **options)
     data, model = task.train_data(), task.model()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
@@ -193,7 +222,29 @@ def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_pa
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [(row["input"], row["text"]) for row in rows] == [("standard input:1", "good film"), ("standard input:2", ""), ("standard input:3", "very bad")]
-    assert all(abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5 for row in rows)
+    for row in (rows[0], rows[2]):
+        assert abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5
+        assert row["prediction"]
+        assert not row["reason"]
+    assert [rows[1][name] for name in ("prediction", "probability", "probabilities/mixed")] == ["", "", ""]
+    assert "the text is empty" in rows[1]["reason"]
+
+
+@pytest.mark.parametrize("texts", [["", " \t", "good film", "\u200b"], [""]], ids=["among others", "alone"])
+def test_a_text_without_tokens_gets_no_class(trained, texts):
+    folder, _ = trained
+    rows = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(texts)
+    for row in rows:
+        if row["text"] == "good film":
+            assert row["prediction"] in ROLES
+            assert "reason" not in row
+        else:
+            assert (row["prediction"], row["probability"], row["probabilities"]) == (None, None, dict.fromkeys(ROLES))
+            assert "the text is empty" in row["reason"]
+    alone = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(["good film"])[0]
+    for row in rows:
+        if row["text"] == "good film":
+            assert row["probabilities"] == pytest.approx(alone["probabilities"], abs=2e-6)
 
 
 def test_exported_folder_gives_a_pipeline_the_same_probabilities(trained, tmp_path):
@@ -245,6 +296,75 @@ def test_stopped_and_resumed_training_is_bit_identical(few, tmp_path):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
+# ---- a model that is new
+
+
+@pytest.fixture(scope="module")
+def bag(tmp_path_factory):
+    """A run without `task.model`, on 24 texts, of which one in four is held back."""
+    folder = tmp_path_factory.mktemp("bag")
+    task = {"kind": "text", "eval_fraction": 0.25}
+    settings = {"task": task, "data": {"train": table(folder / "a.csv", ROWS * 4)}, "train": {"epochs": 8, "eval_every_epochs": 8}}
+    settings |= {"log": {"tensorboard": False}, "device": "cpu"}
+    return folder / "run", Trainer(settings, run_dir=folder / "run", quiet=True).fit()
+
+
+def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(bag):
+    folder, results = bag
+    assert results["eval/accuracy"] == 1
+    log = (folder / "train.log").read_text()
+    rows = hugging_face.load_config(folder / "task").vocab_size
+    assert f"no task.model: a new embedding_bag of {rows * 100 + 100 * 3 + 3:,} parameters learns from these 18 texts alone" in log
+
+
+def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
+    task = Text(**few)
+    task.model()
+    first, second, *_ = task.notes()
+    assert first.startswith("no task.model: a new bert of ")
+    assert "fewer than 10,000 texts are few for a new transformer" in second
+    assert not any("no task.model" in line for line in text_notes.of_model("some/model", "bert", 5, [], 100))
+    assert len(text_notes.of_model(None, "bert", 5, [], 10_000)) == 1
+    assert len(text_notes.of_model(None, "embedding_bag", 5, [], 10)) == 1
+
+
+def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that_count(few):
+    task = Text(few["train"], eval_fraction=0.0)
+    model, data = task.model(), task.train_data()
+    batch = task.collate([task.prepare(data[index], 0, True) for index in range(6)])
+    logits = model(**batch | {"labels": None}).logits
+    for index in range(6):
+        ids = torch.from_numpy(data[index].ids).long()
+        torch.testing.assert_close(logits[index], model.classifier(model.embeddings.weight[ids].mean(dim=0)))
+    torch.testing.assert_close(model(input_ids=batch["input_ids"][:1]).logits, model(batch["input_ids"][:1], torch.ones_like(batch["input_ids"][:1])).logits)
+
+
+def test_a_new_model_is_exported_for_transformers_and_can_be_trained_on(bag, tmp_path):
+    from transformers import pipeline
+
+    folder, _ = bag
+    trainer = Trainer(config_of(folder), run_dir=folder, quiet=True)
+    trainer.export(tmp_path / "out")
+    rows = trainer.describe(["good film", "neither", "", "so so"])
+    assert [row["prediction"] for row in rows] == ["pos", "mixed", None, "mixed"]
+    classify = pipeline("text-classification", model=str(tmp_path / "out"), top_k=None, device="cpu")
+    for row in (rows[0], rows[1], rows[3]):
+        assert row["probabilities"] == pytest.approx({one["label"]: one["score"] for one in classify([row["text"]])[0]}, abs=2e-6)
+    again = Text(str(folder.parent / "a.csv"), model=str(tmp_path / "out"), eval_fraction=0.0)
+    assert torch.equal(again.model().embeddings.weight, load_file(tmp_path / "out" / "model.safetensors")["embeddings.weight"])
+
+
+def test_an_exported_new_model_needs_no_lockstep(bag, tmp_path):
+    folder, _ = bag
+    Trainer(config_of(folder), run_dir=folder, quiet=True).export(tmp_path / "out")
+    code = "import sys; from transformers import AutoModelForSequenceClassification as Auto\n"
+    code += f"model = Auto.from_pretrained({str(tmp_path / 'out')!r}, trust_remote_code=True)\n"
+    code += "assert model.config.id2label[2] == 'pos', model.config\nassert 'lockstep' not in sys.modules"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- batches
 
 
@@ -269,7 +389,11 @@ def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before
 
 def test_pairs_have_token_types(tmp_path):
     rows = [("one", "two words", "yes"), ("three little words", "four", "no")]
-    task = Text(table(tmp_path / "pairs.csv", rows, ("premise", "hypothesis", "label")), eval_fraction=0.0, scratch={"sizes": SIZES, "vocab_size": 200})
+    task = Text(
+        table(tmp_path / "pairs.csv", rows, ("premise", "hypothesis", "label")),
+        eval_fraction=0.0,
+        scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
+    )
     data = task.train_data()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(2)])
     wanted = task.tokenizer(["one", "three little words"], ["two words", "four"], padding=True, return_tensors="pt")
@@ -320,13 +444,14 @@ def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
     ("changes", "kind", "words"),
     [
         ({"scratch": {"architecture": "bertt"}}, UsageError, "did you mean bert"),
-        ({"scratch": {"sizes": {"hidden_sise": 8}}}, UsageError, "did you mean hidden_size"),
-        ({"scratch": {"sizes": {"hidden_size": 10, "num_attention_heads": 3}}}, LockstepError, "hidden"),
+        ({"scratch": {"architecture": "bert", "sizes": {"hidden_sise": 8}}}, UsageError, "did you mean hidden_size"),
+        ({"scratch": {"sizes": {"num_hidden_layers": 8}}}, UsageError, "for another model, set task.scratch.architecture, such as bert"),
+        ({"scratch": {"architecture": "bert", "sizes": {"hidden_size": 10, "num_attention_heads": 3}}}, LockstepError, "hidden"),
         ({"class_weights": {"nice": 2.0}}, UsageError, "no such label: 'nice'"),
         ({"columns": {"text": "texts"}}, DataError, "did you mean text"),
         ({"columns": {"label": "class"}}, DataError, "one of: text, label"),
     ],
-    ids=["architecture", "size", "sizes", "class weights", "text column", "label column"],
+    ids=["architecture", "size", "another size", "sizes", "class weights", "text column", "label column"],
 )
 def test_wrong_options_are_named_with_what_there_is(few, changes, kind, words):
     def begin():
@@ -357,6 +482,34 @@ def test_label_that_training_lacks_is_an_error_with_file_and_line(few, tmp_path)
 def test_one_label_is_nothing_to_learn(few, tmp_path):
     with pytest.raises(DataError, match=r"1 labels \(pos\)"):
         Text(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "words"),
+    [
+        ([(f"text {number}", f"label {number}") for number in range(8)], {}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
+        ([(f"text {number}", f"label {number}") for number in range(8)], {"multi_label": True}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
+        ([(f"text {number}", "ab"[number % 2]) for number in range(4)], {}, "is 0.1 of 4 texts"),
+    ],
+    ids=["all once", "all once, several labels", "few"],
+)
+def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evaluation_goes_on(few, tmp_path, rows, options, words):
+    train = table(tmp_path / "a.csv", rows)
+    task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, **options}
+    settings = runs.config(task=task, data={"train": train}, batch={"global": 4}, train={"steps": 1})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    assert words in (tmp_path / "run" / "train.log").read_text()
+    with pytest.raises(DataError, match="no text is held back for evaluation") as caught:
+        Trainer(settings | {"train": {"steps": 1, "eval_every_steps": 1}}, run_dir=tmp_path / "other", quiet=True).fit()
+    assert words in caught.value.what
+    assert caught.value.where == train
+    assert "data.eval" in caught.value.remedy
+
+
+def test_labels_that_no_evaluation_text_has_are_named(few, tmp_path):
+    rows = [*((f"text {number}", "often") for number in range(20)), ("what", "once"), ("is this", "seldom")]
+    notes = Text(**few | {"train": table(tmp_path / "a.csv", rows), "eval_fraction": 0.1}).notes()
+    assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in notes
 
 
 def test_unwritable_run_directory_is_an_error(few, tmp_path):

@@ -201,7 +201,7 @@ _engine(
 _engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
 _engine("schedule one update late", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"))
 _engine("skipped updates advance the schedule", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"), base="overflow")
-_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup_steps", "False"))
+_engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine("learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
 _engine(
     "learning rate scaled by the number of ranks",
@@ -217,7 +217,7 @@ _engine(
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("run:Trainer._fit", "asked = Agreement(world, flag)", "asked = Agreement(world, flag); run.forward.eval()"),
+    ("engine.trainer:fit", "run.forward.train()", "run.forward.eval()"),
     base="dropout",
 )
 _engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
@@ -769,7 +769,7 @@ _engine(
 )
 _engine("rank 0's metric states only", "evaluation", ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"))
 _engine("evaluation in training mode", "evaluation", ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"), base="dropout")
-_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluator", "training=False", "training=True"))
+_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluation_data", "training=False", "training=True"))
 _engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.rank]", "[0]"))
 _engine(
     "metrics not reset",

@@ -121,7 +121,8 @@ def test_a_gradient_of_many_parts_says_how_far_rounding_is_amplified(tmp_path):
 
 def test_a_skipped_update_is_not_compared(tmp_path):
     settings = {"task": {"kind": f"{OWN}:Masked", "mask_all": True}, "train": {"steps": 3}, "log": {"every_steps": 1}}
-    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), Watch(updates=(0, 2))))
+    watch = Watch(updates=(0, 2))  # stopped, because a run that ends without any update is an error
+    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), watch, stop_at=3))
     assert found.updates == {}
     assert found.norms == []
 

@@ -14,27 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import files, store
+from lockstep.checkpoint import files, finite, store
 from lockstep.checkpoint.store import Retention
 from lockstep.dist.faults import fail_at
 from lockstep.dist.sharding import Rows, rows_of
 from lockstep.dist.world import World
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, TrainingError
 
 
 class Saver:
     """Writes checkpoints of a run: every rank its share.
 
     A failure (disk full, no permission) is told at once, kept in `failures`, and does not end the training; what was
-    saved before stays.
+    saved before stays. A state that is not finite is not saved, and ends the training.
 
     Args:
         folder: of all checkpoints. tell: takes a message for people; called on rank 0, from any thread.
         in_background: return as soon as the state is in host memory.
+        allowed: tensors that need not be finite, see `finite.at_start`.
     """
 
-    def __init__(self, folder: Path, world: World, retention: Retention, tell: Callable[[str], None], in_background: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        retention: Retention,
+        tell: Callable[[str], None],
+        in_background: bool = True,
+        allowed: Mapping[str, int] | None = None,
+    ) -> None:
         self.folder, self.retention, self.tell, self.in_background = folder, retention, tell, in_background
+        self.allowed = allowed or {}
         self.world = world.in_background()
         self.failures: list[str] = []
         self.saved: int | None = None  # step of the newest checkpoint of this process
@@ -52,19 +62,35 @@ class Saver:
         self.wait()
         share = self._stage(tensors)
         fail_at("staged", step)
-        self.thread = threading.Thread(target=self._run, args=(step, share, dict(values), dict(manifest)), name="lockstep-saver", daemon=True)
-        self.thread.start()
-        if not self.in_background:
-            self.wait()
+        self._start(partial(self._write, step, share, dict(values), dict(manifest)))
         self.blocked_s = time.perf_counter() - begun
 
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add what an evaluation found to the checkpoint of `step`, as soon as it is written. Called on all ranks."""
+        if self.world.rank == 0:
+            self._start(partial(self._add_metrics, step, dict(metrics)))
+
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk, or has failed to get there."""
+        """Until the last checkpoint is on the disk, or has failed to get there.
+
+        Raises:
+            TrainingError: on all ranks, where it was refused because the state is not finite.
+        """
         if self.thread is not None:
             self.thread.join()
             self.thread = None
         if self.fault is not None:
             raise self.fault
+
+    def kept(self) -> str:
+        """What the next start goes on from, in words. Waits for what is being written, and raises nothing."""
+        if self.thread is not None:
+            self.thread.join()
+        step = self._newest()
+        return "No checkpoint is saved" if step is None else f"The checkpoint of step {step} is saved, and the same command goes on from there"
+
+    def _newest(self) -> int | None:
+        return next((one.step for one in store.listed(self.folder)), None)
 
     def finish(self) -> None:
         """Wait, and raise where a checkpoint is missing.
@@ -107,13 +133,42 @@ class Saver:
         self.buffers = {name: rows.local for name, rows in staged.items()}
         return staged
 
-    def _run(self, step: int, share: Mapping[str, Rows], values: dict[str, Any], manifest: dict[str, Any]) -> None:
-        try:
-            self._write(step, share, values, manifest)
-        except BaseException as error:  # a lost rank, or a fault of this code: the training must end
-            self.fault = error
+    def _start(self, work: Callable[[], None]) -> None:
+        """Do `work` after what was begun before; beside the training, or at once."""
+        before = self.thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            try:
+                if self.fault is None:
+                    work()
+            except BaseException as error:  # a lost rank, or a fault of this code: the training must end
+                self.fault = error
+
+        self.thread = threading.Thread(target=run, name="lockstep-saver", daemon=True)
+        self.thread.start()
+        if not self.in_background:
+            self.wait()
 
     def _write(self, step: int, share: Mapping[str, Rows], values: dict[str, Any], manifest: dict[str, Any]) -> None:
+        mine: dict[str, Any] = {}
+        not_finite = finite.faults({name: rows.local for name, rows in share.items()}, self.allowed)
+        if not_finite:
+            mine["not_finite"] = not_finite
+        else:
+            mine |= self._write_share(step, share)
+        shares = self.world.gather(mine)
+        fault = self.world.broadcast(self._commit(step, shares, values, manifest) if shares is not None else None)
+        if isinstance(fault, TrainingError):
+            raise fault
+        if fault is None:
+            self.saved = step
+        else:
+            self.failures.append(fault)
+
+    def _write_share(self, step: int, share: Mapping[str, Rows]) -> dict[str, Any]:
+        """What this rank wrote, or why it could not."""
         mine: dict[str, Any] = {}
         try:
             staged = store.staging(self.folder, step)
@@ -126,12 +181,15 @@ class Saver:
             fail_at("after-share", step)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             mine = {"fault": f"rank {self.world.rank}: {error}"}
-        shares = self.world.gather(mine)
-        fault = self.world.broadcast(self._commit(step, shares, values, manifest) if shares is not None else None)
-        if fault is None:
-            self.saved = step
-        else:
-            self.failures.append(fault)
+        return mine
+
+    def _add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """On rank 0."""
+        try:
+            if store.add_metrics(self.folder, step, metrics):
+                self._prune(step)
+        except OSError as error:
+            self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")
 
     def _prune(self, step: int) -> None:
         try:
@@ -143,8 +201,15 @@ class Saver:
         self.world.heart.beats += 1  # a slow disk is no hang
         fail_at(place, step)
 
-    def _commit(self, step: int, shares: list[dict[str, Any]], values: dict[str, Any], manifest: dict[str, Any]) -> str | None:
+    def _commit(self, step: int, shares: list[dict[str, Any]], values: dict[str, Any], manifest: dict[str, Any]) -> str | TrainingError | None:
         """On rank 0, when all ranks have written: make it count. What went wrong, if anything."""
+        for rank, share in enumerate(shares):
+            if "not_finite" in share:
+                shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
+                refusal = finite.refusal(share["not_finite"], rank, step, self._newest())
+                if self.in_background:  # the training hears of it when it waits for this checkpoint
+                    self.tell(f"error: {refusal}")
+                return refusal
         fault = next((share["fault"] for share in shares if "fault" in share), None)
         try:
             if fault is None:

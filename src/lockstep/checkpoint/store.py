@@ -2,6 +2,8 @@
 
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
+
+What an evaluation of the same step finds comes later, and is added to the manifest.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the evaluation at this very step; empty where there was none."""
+        """Of the evaluation at this very step; empty where there was none, or it has not ended yet."""
         return dict(self.manifest["metrics"])
 
     @cached_property
@@ -129,6 +131,34 @@ def commit(folder: Path, step: int, manifest: Mapping[str, Any], index: files.In
     fail_at("after-rename", step)
     sync(folder)
     return Checkpoint(final, content)
+
+
+def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
+    """Give the checkpoint of `step` these metrics. A kill at any instant leaves the manifest as it was, or the new one.
+
+    Returns:
+        whether there is such a checkpoint.
+
+    Raises:
+        OSError: the manifest cannot be written.
+    """
+    path, staged = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
+    content = _manifest(path)
+    if not isinstance(content, dict):
+        return False
+    fail_at("before-metrics", step)
+    try:
+        with staged.open("w") as text:
+            text.write(_signed({**content, "metrics": dict(metrics)}))
+            fail_at("in-metrics", step)
+            text.flush()
+            os.fsync(text.fileno())
+        staged.replace(path / MANIFEST)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
+    sync(path)
+    return True
 
 
 def listed(folder: Path) -> list[Checkpoint]:
@@ -235,7 +265,10 @@ def clear_leftovers(folder: Path) -> list[Path]:
     """Delete what processes left that were killed while they wrote or deleted. Only while nobody writes."""
     leftovers = sorted(folder.glob(f"{_STAGING}*"))
     for path in leftovers:
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     return leftovers
 
 

@@ -12,22 +12,26 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.encodings import read_text
 from lockstep.errors import DataError, did_you_mean
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
 _SHOWN = 40  # characters of a column's name
+_LETTERS = "where quotes are letters of the texts, set task.quoting=none"
 
 
 @dataclass
 class Table:
     """Columns of equal length, by name. name: of the source. lines: of the rows in its file; None where they are counted from 0.
-    classes: names that a column's numbers stand for, where the source has them."""
+    classes: names that a column's numbers stand for, where the source has them. told: what a person should know of the
+    way in which it was read."""
 
     columns: dict[str, list[Any]]
     name: str
     lines: list[int] | None = None
     classes: dict[str, list[str]] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
 
     def where(self, row: int) -> str:
         """A row in messages."""
@@ -48,6 +52,8 @@ class Source:
 
     name: a file, a folder that `datasets` saved, `docstrings` (embedded), or a name on the hub; the latter two kinds of data
     set with `:SPLIT`. subset: the hub's configuration. header: whether the first line of CSV names columns, else they are 0, 1, ...
+    quoting: of CSV: `minimal`, a field may stand in double quotes, or `none`, quotes are letters; None: `none` for .tsv, and
+    `minimal` for .csv.
     """
 
     name: str
@@ -55,14 +61,22 @@ class Source:
     subset: str | None = None
     header: bool = True
     delimiter: str | None = None
+    quoting: str | None = None
 
     @staticmethod
-    def parse(text: str, split: str = "train", subset: str | None = None, header: bool = True, delimiter: str | None = None) -> Source:
+    def parse(
+        text: str,
+        split: str = "train",
+        subset: str | None = None,
+        header: bool = True,
+        delimiter: str | None = None,
+        quoting: str | None = None,
+    ) -> Source:
         """From `NAME` or `NAME:SPLIT`; a file has no split."""
         name, colon, wanted = text.partition(":")
         if colon and not Path(text).exists() and "/" not in wanted and not wanted.endswith(SUFFIXES):
-            return Source(name, wanted, subset, header, delimiter)
-        return Source(text, split, subset, header, delimiter)
+            return Source(name, wanted, subset, header, delimiter, quoting)
+        return Source(text, split, subset, header, delimiter, quoting)
 
     @property
     def is_file(self) -> bool:
@@ -96,7 +110,7 @@ class Source:
             DataError: not readable, ragged, not UTF-8, of no known kind; names file and line, or byte.
         """
         if self.name == EMBEDDED:
-            return replace(_read_csv(self.files()[0], True, ","), name=EMBEDDED)
+            return replace(_read_csv(self.files()[0], True, ",", quoted=True), name=EMBEDDED)
         if not self.is_file:
             return _from_data_set(_data_set(self), f"{self.name}:{self.split}")
         (path,) = self.files()
@@ -108,12 +122,14 @@ class Source:
         if suffix == ".json":
             return _read_json(path)
         if suffix == ".txt":
-            lines = lines_of(_text(path))
+            lines = lines_of(read_text(path))
             if not lines:
                 raise DataError("no rows", where=self.name, remedy="the file needs one text per line")
             return Table({"text": lines}, self.name, list(range(1, len(lines) + 1)))
         if suffix in (".csv", ".tsv"):
-            return _read_csv(path, self.header, self.delimiter or ("\t" if suffix == ".tsv" else ","))
+            is_tsv = suffix == ".tsv"
+            quoting = self.quoting or ("none" if is_tsv else "minimal")
+            return _read_csv(path, self.header, self.delimiter or ("\t" if is_tsv else ","), quoting == "minimal")
         raise DataError(f"unknown suffix {suffix!r}", where=self.name, remedy=f"known are {', '.join(SUFFIXES)}")
 
 
@@ -123,23 +139,10 @@ def lines_of(text: str) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _text(path: Path) -> str:
-    """A UTF-8 file's text, without a byte order mark."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path and its permissions") from error
-    try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
-        what = f"not UTF-8: byte 0x{raw[error.start]:02x} at byte {error.start} (line {line})"
-        raise DataError(what, where=str(path), remedy=f"convert it, for example: iconv -f latin1 -t utf-8 {path.name}") from None
-
-
-def _read_csv(path: Path, header: bool, delimiter: str) -> Table:
+def _read_csv(path: Path, header: bool, delimiter: str, quoted: bool) -> Table:
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
+    quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     rows: list[list[str]] = []
     lines: list[int] = []
     names: list[str] | None = None
@@ -156,15 +159,35 @@ def _read_csv(path: Path, header: bool, delimiter: str) -> Table:
                     continue
             if len(row) != len(names):
                 what = f"{len(row)} fields where {'the header has' if header else 'the first line has'} {len(names)} ({', '.join(names)})"
-                raise DataError(what, where=f"{path}:{at}", remedy='put texts that hold the delimiter or line breaks into "quotes", and double quotes in them')
+                raise DataError(what, where=f"{path}:{at}", remedy=_of_ragged(row, quoted))
             rows.append(row)
             lines.append(at)
     except csv.Error as error:
-        raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy='a quoted field must end with " before a delimiter or a line break') from error
+        remedy = f'a quoted field must end with " before a delimiter or a line break; {_LETTERS}'
+        raise DataError(f"not CSV: {error}", where=f"{path}:{begins}", remedy=remedy) from error
     if not rows:
         raise DataError("no rows", where=str(path), remedy="the file needs one row per sample" + (" below its header" if header else ""))
     columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
-    return Table(columns, str(path), lines)
+    return Table(columns, str(path), lines, told=() if quoted else _told_of_quotes(rows))
+
+
+def _of_ragged(row: Sequence[str], quoted: bool) -> str:
+    """What to do about a row of another number of fields."""
+    if not quoted:
+        return 'no text may hold the delimiter or a line break; where they stand in "quotes", set task.quoting=minimal'
+    remedy = 'put texts that hold the delimiter or line breaks into "quotes", and double quotes in them'
+    has_quotes = any('"' in field or "\n" in field for field in row)
+    return f"{remedy}; {_LETTERS}" if has_quotes else remedy
+
+
+def _told_of_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A word on fields that look quoted where quotes are letters: all that have quotes are as a writer of CSV quotes them."""
+    with_quotes = [field for row in rows for field in row if '"' in field]
+    quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
+    if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):
+        return ()
+    what = f'{len(quoted):,} fields stand in "quotes", which are read as part of them'
+    return (f"{what}: if they enclose the fields, set task.quoting=minimal",)
 
 
 def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
@@ -179,7 +202,7 @@ def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
 
 def _read_json_lines(path: Path) -> Table:
     rows, lines = [], []
-    for number, line in enumerate(_text(path).split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -191,7 +214,7 @@ def _read_json_lines(path: Path) -> Table:
 
 
 def _read_json(path: Path) -> Table:
-    text = _text(path)
+    text = read_text(path)
     try:
         value = json.loads(text)
     except RecursionError as error:

@@ -19,14 +19,12 @@ from lockstep.errors import DataError
 
 Array = npt.NDArray[Any]
 
-_FORMAT = 1  # of the cached files: another number makes them anew
+_FORMAT = 2  # of the cached files: another number makes them anew
 _BLOCK = 4096  # texts that are tokenised at a time
 
 
 class Tokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
-
-    pad_token_id: int
 
     def __call__(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> Any: ...
 
@@ -46,6 +44,7 @@ class Texts:
 
     names: of the labels, in this source, sorted (numbers by value), or as the source has them. codes: label of each text,
     as its place in `names`, -1 where there is none; with several labels per text, 0 and 1 of shape (texts, names).
+    dropped: how many empty texts were left out. told: what a person should know of the way in which they were read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,6 +54,7 @@ class Texts:
         self.columns: dict[str, Any] = about["columns"]
         self.dropped: int = about["dropped"]
         self.source: str = about["source"]
+        self.told: list[str] = about["told"]
         self.codes: Array = _mapped(folder / "codes.npy")
         self._places: Array = _mapped(folder / "places.npy")
 
@@ -138,7 +138,8 @@ def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, s
     np.save(folder / "places.npy", np.array(kept if rows.lines is None else [rows.lines[row] for row in kept], dtype=np.int64))
     np.save(folder / "codes.npy", codes)
     about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": rows.lines is not None}
-    (folder / "about.json").write_text(json.dumps({"names": names, "columns": about, "dropped": len(blank), "source": rows.name}))
+    read = {"names": names, "columns": about, "dropped": len(blank), "source": rows.name, "told": rows.told}
+    (folder / "about.json").write_text(json.dumps(read))
 
 
 def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
@@ -267,15 +268,24 @@ def given(source: Source, text: str | int | Sequence[str | int] | None, pair: st
 
 
 class GivenTexts(Dataset[TextSample]):
-    """Texts without labels, tokenised in memory."""
+    """Texts without labels, tokenised in memory. A text in which the tokenizer finds nothing has no token at all, not even
+    a special one."""
 
     def __init__(self, rows: Sequence[Given], tokenizer: Tokenizer, max_length: int) -> None:
         self.rows = rows
         pairs = [one.pair or "" for one in rows] if any(one.pair is not None for one in rows) else None
-        found = tokenizer([one.text for one in rows], pairs, truncation=True, max_length=max_length) if rows else {"input_ids": []}
-        self.ids = [np.array(one or [tokenizer.pad_token_id], dtype=np.int32) for one in found["input_ids"]]  # of an empty line
-        self.types = [np.array(one, dtype=np.uint8) for one in found["token_type_ids"]] if pairs is not None and "token_type_ids" in found else None
-        self.lengths = np.array([len(one) for one in self.ids], dtype=np.int64)
+        found: Any = {"input_ids": []}
+        nothing: list[int] = []
+        if rows:
+            cut: Any = {"truncation": True, "max_length": max_length}
+            found = tokenizer([one.text for one in rows], pairs, **cut)
+            nothing = tokenizer([""], None if pairs is None else [""], **cut)["input_ids"][0]
+        self.ids = [np.array([] if one == nothing else one, dtype=np.int32) for one in found["input_ids"]]
+        self.types: list[Array] | None = None
+        if pairs is not None and "token_type_ids" in found:
+            types = zip(found["token_type_ids"], self.ids, strict=True)
+            self.types = [np.array(one[: len(mine)], dtype=np.uint8) for one, mine in types]
+        self.lengths = np.array([max(1, len(one)) for one in self.ids], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -285,15 +286,12 @@ def build(make: Callable[[], nn.Module], world: World) -> tuple[nn.Module, dict[
     """
     fault: str | None = None
     model: nn.Module | None = None
-    if world.rank:
-        try:
-            with torch.device("meta"):
-                model = make()
-            fault = _stray_meta(model)
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-    else:
-        model = make()
+    try:
+        with torch.device("meta") if world.rank else contextlib.nullcontext():
+            model = make()
+        fault = _stray_meta(model) if world.rank else None
+    except Exception as error:  # if rank 0 cannot make it, it raises below, and so do the others
+        fault = f"{type(error).__name__}: {error}"
     faults = [one for one in world.broadcast(world.gather(fault)) if one]
     if faults and (world.rank or model is None):
         model = make()

@@ -140,7 +140,13 @@ class Agreement:
     def __init__(self, world: World, flag: StopFlag) -> None:
         self.world, self.flag = world, flag
         self.left = self.between = 1
-        self.since = time.perf_counter()
+        self.begun = self.since = time.perf_counter()
+        self._agreed_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since this object was made: the mean over ranks when they talked last, so the same on all of them."""
+        return time.perf_counter() - self.begun if self.world.size == 1 else self._agreed_s
 
     def __call__(self) -> bool:
         if self.world.size == 1:
@@ -149,7 +155,8 @@ class Agreement:
         if self.left:
             return False
         now = time.perf_counter()
-        asked, seconds = self.world.all_sum([float(self.flag.signal is not None), now - self.since])
+        asked, seconds, elapsed = self.world.all_sum([float(self.flag.signal is not None), now - self.since, now - self.begun])
+        self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
         # At most twice as many as before: the first steps may be quicker than what follows.
         self.left = self.between = max(1, min(2 * self.between, int(_EVERY_S / max(per_call, 1e-9))))

@@ -55,8 +55,8 @@ class Forward(nn.Module):
         return by_head(self.loss(self.model, batch))
 
 
-def by_head(losses: Any) -> Losses:
-    """What `Task.loss` returned, by head, in the order of the heads' names; a single loss is the head `loss`.
+def by_head(losses: Any, where: str = "Task.loss") -> Losses:
+    """What a task's loss returned, by head, in the order of the heads' names; a single loss is the head `loss`.
 
     Raises:
         TrainingError: something else than a scalar tensor of floating-point numbers, or a dict of these.
@@ -64,17 +64,17 @@ def by_head(losses: Any) -> Losses:
     remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
     heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
     if not heads:
-        raise TrainingError("it returned an empty dict", where="Task.loss", remedy=remedy)
+        raise TrainingError("it returned an empty dict", where=where, remedy=remedy)
     for head, value in heads.items():
         named = f"head {head!r} is" if isinstance(losses, Mapping) else "it returned"
         if not isinstance(head, str):
-            raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.loss", remedy="use text as keys")
+            raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where=where, remedy="use text as keys")
         if not isinstance(value, Tensor):
             shown = "" if value is None or isinstance(value, Mapping | list | tuple | set) else f" ({value!r})"
-            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where="Task.loss", remedy=remedy)
+            raise TrainingError(f"{named} a {type(value).__name__}{shown}", where=where, remedy=remedy)
         if value.ndim or not value.is_floating_point():
             what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
-            raise TrainingError(what, where="Task.loss", remedy=remedy)
+            raise TrainingError(what, where=where, remedy=remedy)
     return {head: heads[head] for head in sorted(heads)}
 
 

@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, Micro, is_default
+from lockstep.data.loader import Loader, Micro, is_default, map_tensors
 from lockstep.data.order import EvaluationPlan, mix
 from lockstep.data.randomness import seed_forward
-from lockstep.dist import sharding
+from lockstep.dist import sharding, strategy
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import World
+from lockstep.engine import checked
 from lockstep.engine import metrics as metric_states
-from lockstep.errors import DataError
+from lockstep.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
     from lockstep.tasks.task import Task
@@ -57,22 +58,17 @@ def evaluate(
         `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
         (unreadable, left out). An empty data set has no loss and no metric: only `samples` and `bad`.
     """
-    metrics = task.metrics()
+    metrics = checked.metrics(task)
     if metrics is not None:
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
     shown: list[tuple[int, Any]] = []
     for micro in _forwards(forward, loader, plan, world, tick):
-        with precision.autocast():
-            if metrics is None:
-                losses, output = forward(micro.batch, task.loss), None
-            else:
-                losses, output = forward(micro.batch, task.loss_and_output)
+        by_head, output = measure(task, forward, micro, precision, metrics is not None)
         bad += len(micro.bad)
         if micro.filler:
             continue
-        by_head = losses if isinstance(losses, dict) else {"loss": losses}
         sums.append((by_head, micro.weights or dict.fromkeys(by_head, float(micro.samples))))
         samples += micro.samples
         if metrics is not None:
@@ -96,19 +92,40 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
 
     A sample that could not be read (with `on_error="skip"`) has the output None.
     """
-    outputs: dict[int, Any] = {}
+    outputs: list[tuple[tuple[int, ...], Any]] = []
     for micro in _forwards(forward, loader, plan, world):
         with precision.autocast():
             output = forward(micro.batch, task.predict)
         if not micro.filler:
-            outputs |= zip(micro.indices, split(output, len(micro.indices)), strict=True)
-    gathered = world.gather(outputs)
+            split(output, len(micro.indices))  # a wrong shape is an error before the other batches are computed
+            outputs.append((micro.indices, map_tensors(output, metric_states.compact)))
+    gathered = world.gather(outputs)  # batches: of a tensor for each sample, most would be pickle's own bytes
     if gathered is None:
         return None
     merged: dict[int, Any] = {}
-    for part in gathered:
-        merged |= part
+    for indices, output in (batch for rank in gathered for batch in rank):
+        parts = map_tensors(split(output, len(indices)), Tensor.clone)  # a view would keep its whole batch alive
+        merged |= zip(indices, parts, strict=True)
     return [merged.get(index) for index in range(plan.length)]
+
+
+def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, wants_output: bool) -> tuple[dict[str, Tensor], Any]:
+    """Loss sums of a micro-batch by head (a single one is the head `loss`), and the output, where it is wanted.
+
+    Raises:
+        TrainingError: the losses are no scalar tensors, or have other heads than the units.
+    """
+    with precision.autocast():
+        losses, output = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+    where = f"Task.{'loss_and_output' if wants_output else 'loss'}, in evaluation"
+    by_head = strategy.by_head(losses, where)
+    if micro.weights is not None and by_head.keys() != micro.weights.keys():
+        raise TrainingError(
+            f"the loss has the heads {sorted(by_head)}, Task.weight has {sorted(micro.weights)}",
+            where=where,
+            remedy="return the same keys from both; a single tensor is the head 'loss'",
+        )
+    return by_head, output
 
 
 def split(output: Any, count: int, name: str = "") -> list[Any]:

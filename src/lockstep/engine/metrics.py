@@ -83,9 +83,15 @@ def _is(name: str, reduction: Any) -> bool:
     return getattr(reduction, "__name__", "") == name
 
 
+def compact(tensor: Tensor) -> Tensor:
+    """A tensor on the CPU that is no small view of a large one: pickle takes all that is behind a view."""
+    plain = tensor.detach().cpu()
+    return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
+
+
 def _to_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().cpu()
+        return compact(value)
     return [_to_cpu(item) for item in value] if isinstance(value, list) else value
 
 

@@ -92,7 +92,7 @@ def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
         UsageError: no repeated blocks, so no levels.
     """
     if not blocks:
-        remedy = "set parallel.shard_modules to patterns of its blocks, or leave layer_decay out"
+        remedy = "set parallel.shard_modules to patterns of its blocks, or optim.layer_decay=null"
         raise UsageError("the model has no repeated blocks, whose depth it could count", where="optim.layer_decay", remedy=remedy)
     depths: dict[str, int] = {}
     begun = False

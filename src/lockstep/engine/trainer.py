@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import nn
+
 from lockstep.data.loader import Micro
 from lockstep.data.order import StepPlan
+from lockstep.dist import strategy
 from lockstep.dist.faults import fail_at
 from lockstep.dist.heart import Phase
 from lockstep.engine.memory import Memory
 from lockstep.engine.meter import Meter
 from lockstep.engine.oom import StepTooLarge
-from lockstep.engine.step import Training, train_step
-from lockstep.errors import Preempted
+from lockstep.engine.step import Outcome, Training, train_step
+from lockstep.errors import LockstepError, Preempted, TrainingError
 
 _PROGRESS_S = 0.25
+_FIRST_OVERFLOWS = 10  # fp16 begins with a loss scale that is too large, and lowers it step by step
 
 
 class Watcher(Protocol):
@@ -33,16 +38,34 @@ class Watcher(Protocol):
 class Cadence:
     """After how many steps to do what; 0 is never. Each is also done after the last step (if not 0).
 
-    save_evaluated: save also after each evaluation, so that the best weights are there to keep.
+    save_s: save also when so many seconds have passed since the last time; 0 is never.
+    save_evaluated: save also before each evaluation, so that the best weights are there to keep.
     """
 
     log: int = 50
     evaluate: int = 0
     save: int = 0
+    save_s: float = 0.0
     save_evaluated: bool = False
 
     def due(self, every: int, step: int, stop: int) -> bool:
         return every > 0 and (step % every == 0 or step == stop)
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """What keeps the state of a training. Each is called on all ranks after the same step.
+
+    save: this state, with what the evaluation of this very step gave, if there was one.
+    add_metrics: add the results of an evaluation to the checkpoint of the step.
+    kept: what is on the disk, in words.
+    elapsed_s: seconds, the same on all ranks.
+    """
+
+    save: Callable[[dict[str, float]], None] = lambda results: None
+    add_metrics: Callable[[dict[str, float]], None] = lambda results: None
+    kept: Callable[[], str] = lambda: "No checkpoint is saved"
+    elapsed_s: Callable[[], float] = lambda: 0.0
 
 
 def fit(
@@ -53,16 +76,19 @@ def fit(
     cadence: Cadence,
     watchers: Sequence[Watcher],
     evaluate: Callable[[], dict[str, float]],
-    save: Callable[[dict[str, float]], None],
+    keeper: Keeper,
     asked_to_stop: Callable[[], bool],
     evaluated: dict[str, float] | None = None,
     shrink: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Train from `run.step` to `stop`.
 
+    What is due to be saved is saved before it is evaluated: an evaluation that fails loses nothing. The state is also
+    saved before the first evaluation of this process, which nobody has seen to succeed.
+
     Args:
         batches: this rank's micro-batches, step by step.
-        evaluate, save: called on all ranks; `save` gets what the evaluation at this very step gave.
+        evaluate: called on all ranks.
         asked_to_stop: whether any rank was; called on all ranks after each step, with the same answer on all.
         evaluated: what the evaluation at `run.step` gave, where the run goes on from there.
         shrink: called on all ranks when a step did not fit into memory; `batches` then goes on with smaller ones, from `run.step`.
@@ -74,26 +100,28 @@ def fit(
         Preempted: on all ranks, after saving.
     """
     meter, memory = Meter(run.world, run.coefficients, plan.steps_per_epoch), Memory(run, stop, cadence.evaluate > 0)
-    evaluate, save = memory.during("evaluation", evaluate), memory.during("saving", save)
-    heart = run.world.heart
-    results = dict(evaluated or {})
-    latest = dict(results)
-    saved_at = run.step
+    evaluate, save = memory.during("evaluation", evaluate), memory.during("saving", keeper.save)
+    heart, results = run.world.heart, dict(evaluated or {})
+    log = _Log(run, meter, memory, watchers, dict(results))
+    saved_at, saved_s, late, has_evaluated = run.step, keeper.elapsed_s(), False, False
     shown = done = time.perf_counter()
     heart.step = run.step
+    run.forward.train()
     try:
         if run.step and not results and cadence.due(cadence.evaluate, run.step, stop):  # stopped before it was done
-            results = _evaluate(run, plan, meter, memory, evaluate, watchers, latest)
-            if cadence.save_evaluated:
-                save(results)
+            results, has_evaluated = log.evaluation(evaluate, keeper), True
+            keeper.add_metrics(results)
         heart.enter(Phase.FIRST_STEP)
         for micros in batches:
             ready = time.perf_counter()
             logs = cadence.due(cadence.log, run.step + 1, stop)
+            evaluates = cadence.due(cadence.evaluate, run.step + 1, stop)
+            saves = late or cadence.due(cadence.save, run.step + 1, stop)
+            saves = saves or (evaluates and (cadence.save_evaluated or not has_evaluated))
             if logs:
                 memory.ask()
             try:
-                outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs)
+                outcome = train_step(run, micros, plan.samples(run.step), want_norm=logs or saves)
             except StepTooLarge:
                 if shrink is None:
                     raise
@@ -105,60 +133,140 @@ def fit(
             meter.add(outcome, ready - begun, done - ready)
             results = {}
             if logs:
-                entry, complaints = meter.entry(run)
-                figures, table = memory.report()
-                latest |= _tell(watchers, entry | figures, complaints, table)
+                log.window()
             if done - shown > _PROGRESS_S:
                 shown = done
                 for watcher in watchers:
                     watcher.progress(run.step)
-            if cadence.due(cadence.evaluate, run.step, stop):
-                meter.check()
-                results = _evaluate(run, plan, meter, memory, evaluate, watchers, latest)
-            if cadence.due(cadence.save, run.step, stop) or (results and cadence.save_evaluated):
-                meter.check()
-                save(results)
-                saved_at = run.step
             if asked_to_stop() and run.step < stop:
                 raise Preempted
+            if saves or evaluates:
+                meter.check()
+            if saves:
+                save(results)
+                saved_at, saved_s = run.step, keeper.elapsed_s()
+            if evaluates:
+                results = log.evaluation(evaluate, keeper, save if not saves and run.world.size == 1 else None)
+                has_evaluated = True
+                if saves:
+                    keeper.add_metrics(results)
+            late = cadence.save_s > 0 and keeper.elapsed_s() - saved_s >= cadence.save_s
             done = time.perf_counter()
     except Preempted:
         if saved_at < run.step:
             meter.check()
             save(results)
         raise
-    return latest
+    return log.latest
 
 
-def _evaluate(
-    run: Training,
-    plan: StepPlan,
-    meter: Meter,
-    memory: Memory,
-    evaluate: Callable[[], dict[str, float]],
-    watchers: Sequence[Watcher],
-    latest: dict[str, float],
-) -> dict[str, float]:
-    """What the evaluation gives; logged, and with the memory it took among the `latest` values."""
-    heart = run.world.heart
-    before = heart.phase
-    heart.enter(Phase.EVALUATING)
-    fail_at("evaluating", run.step)
-    results = {f"eval/{name}": value for name, value in evaluate().items()}
-    heart.enter(Phase(before))
-    elapsed = round(time.perf_counter() - meter.started, 3)
-    figures, table = memory.report(evaluated=True)
-    _tell(watchers, {"step": run.step, "epoch": round(run.step / plan.steps_per_epoch, 4), "time_s": elapsed} | results | figures, [], table)
-    latest |= results | figures
-    return results
+@dataclass
+class _Log:
+    """Gives entries to the watchers. latest: the last value of everything that they were given."""
+
+    run: Training
+    meter: Meter
+    memory: Memory
+    watchers: Sequence[Watcher]
+    latest: dict[str, float]
+
+    def window(self) -> None:
+        """An entry of the steps since the last one."""
+        remarks = _idle(self.meter.outcomes)
+        entry, complaints = self.meter.entry(self.run)
+        figures, table = self.memory.report()
+        self._tell(entry | figures, [*complaints, *remarks], table)
+        self.latest |= entry | figures
+
+    def evaluation(
+        self,
+        evaluate: Callable[[], dict[str, float]],
+        keeper: Keeper,
+        save: Callable[[dict[str, float]], None] | None = None,
+    ) -> dict[str, float]:
+        """What `evaluate` gives, and an entry of it. Where it fails, the error says what is saved.
+
+        Args:
+            save: saves the state first, where it fails. None: the state is saved already, or there are other ranks,
+                which may not have failed.
+        """
+        run, heart = self.run, self.run.world.heart
+        before = heart.phase
+        heart.enter(Phase.EVALUATING)
+        fail_at("evaluating", run.step)
+        try:
+            results = {f"eval/{name}": value for name, value in evaluate().items()}
+        except Exception as error:
+            if save is not None:
+                with contextlib.suppress(LockstepError):
+                    save({})
+            _remark(error, keeper.kept())
+            raise
+        heart.enter(Phase(before))
+        elapsed = round(time.perf_counter() - self.meter.started, 3)
+        figures, table = self.memory.report(evaluated=True)
+        entry = {"step": run.step, "epoch": round(run.step / self.meter.steps_per_epoch, 4), "time_s": elapsed}
+        self._tell(entry | results | figures, [], table)
+        self.latest |= results | figures
+        return results
+
+    def _tell(self, entry: dict[str, float], complaints: Sequence[str], remarks: Sequence[str]) -> None:
+        """Give watchers an entry, and what is to be told before and after it."""
+        for watcher in self.watchers:
+            for complaint in complaints:
+                watcher.message(complaint)
+            watcher.record(entry)
+            for remark in remarks:
+                watcher.message(remark)
 
 
-def _tell(watchers: Sequence[Watcher], entry: dict[str, float], complaints: Sequence[str], remarks: Sequence[str]) -> dict[str, float]:
-    """Give watchers an entry, and what is to be told before and after it."""
-    for watcher in watchers:
-        for complaint in complaints:
-            watcher.message(complaint)
-        watcher.record(entry)
-        for remark in remarks:
-            watcher.message(remark)
-    return entry
+def _idle(outcomes: Sequence[Outcome]) -> list[str]:
+    """A warning where no update of a window was applied."""
+    if not outcomes or any(outcome.applied for outcome in outcomes):
+        return []
+    overflowed = sum(any(outcome.totals.values()) for outcome in outcomes)
+    if 0 < overflowed == len(outcomes) < _FIRST_OVERFLOWS:
+        return []
+    causes = [f"{overflowed} gradients overflowed in fp16"] if overflowed else []
+    causes += [f"{len(outcomes) - overflowed} global batches had no valid unit"] if overflowed < len(outcomes) else []
+    return [f"warning: the last {len(outcomes)} steps changed no weight: {', '.join(causes)}"]
+
+
+def _remark(error: Exception, text: str) -> None:
+    """Add `text` to what an error says."""
+    if isinstance(error, LockstepError):
+        error.remedy = f"{error.remedy}. {text}" if error.remedy else text
+    else:
+        error.add_note(text)
+
+
+def check_moved(run: Training) -> None:
+    """Raise at the end of a run of which no update was applied.
+
+    Raises:
+        TrainingError: says what may be the cause.
+    """
+    if run.step > run.skipped or not run.step:
+        return
+    causes = ["Task.weight counted no unit in any global batch: check the labels (masks, ignore_index) and the weight"]
+    if run.precision.name == "fp16":
+        causes.insert(0, "the gradients overflowed in fp16: use precision=bf16 or fp32")
+    raise TrainingError(
+        f"nothing was learned: all {run.step} updates were skipped. The checkpoint holds the weights that the run began with",
+        where="end of training",
+        remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
+    )
+
+
+def into_training_mode(forward: nn.Module) -> list[str]:
+    """Put a model into training mode; a note of the parts for which that is a change, where the model as a whole is in it."""
+    idle = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
+    forward.train()
+    changed = [name for name, module in idle.items() if module.training]
+    if not changed or "" in idle:
+        return []
+    more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
+    return [
+        f"note: Task.model left {changed[0]}{more} in evaluation mode; training puts the whole model into training mode. "
+        "To keep a part in evaluation mode, override train() in the model"
+    ]

@@ -18,6 +18,7 @@ from lockstep.errors import UsageError, did_you_mean
 # Roles of the special tokens of a tokenizer that is trained here, as BERT's are called.
 _SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 _SHOWN = 8
+EMBEDDING_BAG = "embedding_bag"
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -82,7 +83,8 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
     """The config of a model from scratch.
 
     Args:
-        architecture: a model type of transformers, such as `bert`. sizes: keys of its config, such as `hidden_size`.
+        architecture: `embedding_bag`, or a model type of transformers, such as `bert`. sizes: keys of its config, such as
+            `hidden_size`.
 
     Raises:
         UsageError: unknown architecture or key; names what there is.
@@ -91,15 +93,17 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
     # By names: a walk over the mapping of classes would import every architecture.
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    classifiers = sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)
+    classifiers = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
     if architecture not in classifiers:
-        remedy = f"{did_you_mean(architecture, classifiers)}transformers has: {', '.join(classifiers)}"
+        remedy = f"{did_you_mean(architecture, classifiers)}there are: {', '.join(classifiers)}"
         raise UsageError(f"no sequence classification model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy)
     kind = transformers.CONFIG_MAPPING[architecture]
     names = [key for key in inspect.signature(kind).parameters if key not in ("self", "kwargs", "args")]
     for key in sizes:
         if key not in names and key not in kind.attribute_map:
             remedy = f"{did_you_mean(key, names)}{kind.__name__} takes: {', '.join(names)}"
+            if architecture == EMBEDDING_BAG:
+                remedy += "; for another model, set task.scratch.architecture, such as bert"
             raise UsageError("unknown key", where=f"task.scratch.sizes.{key}", remedy=remedy)
     defaults: dict[str, Any] = {"vocab_size": len(tokenizer)}
     if "max_position_embeddings" in names or "max_position_embeddings" in kind.attribute_map:
@@ -108,6 +112,10 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
     always = ("pad", "bos", "eos", "decoder_start")
     named = {role: other for role, other in roles.items() if role in always or f"{role}_token_id" in names}
     defaults |= {f"{role}_token_id": getattr(tokenizer, f"{other}_token_id") for role, other in named.items()}
+    if architecture == EMBEDDING_BAG:
+        from lockstep.tasks import embedding_bag
+
+        defaults["auto_map"] = dict(embedding_bag.AUTO_MAP)
     try:
         return kind(**{**defaults, **sizes})
     except Exception as error:
@@ -205,6 +213,9 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise UsageError("transformers is not installed", where="task.kind: text", remedy="pip install 'torch-lockstep[text]'") from error
+    from lockstep.tasks import embedding_bag
+
+    embedding_bag.register()
     return transformers
 
 

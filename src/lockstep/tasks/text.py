@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from lockstep.data.labels import count_labels, match_labels, split
 from lockstep.data.table import SUFFIXES, Source, lines_of
 from lockstep.data.text import Given, GivenTexts, TextData, Texts, TextSample, Tokens, given, read_texts, tokenise
 from lockstep.errors import DataError, UsageError
-from lockstep.tasks import hugging_face, tables
+from lockstep.tasks import hugging_face, tables, text_notes
 from lockstep.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Batch = dict[str, Tensor]
 
 _ROLES = ("text", "pair", "label")
 _LINE = 100  # characters of a text in the log
-_NEW = 8  # names of weights in the log
+_NO_TOKENS = "the text is empty, or has no letter that the tokenizer knows"
 
 
 @final
@@ -41,15 +42,15 @@ class Text(Task):
         train, eval: a file, a saved `datasets` folder, or a name on the hub, the latter two with `:SPLIT`. Without `eval`,
             `eval_fraction` of every class is held back, drawn by `split_seed`.
         model: name on the Hugging Face hub, or a local folder; None: a new model as `scratch` says.
-        scratch: `architecture` (a model type of transformers), `sizes` (keys of its config), and `vocab_size` and
-            `lowercase` of the tokenizer that is trained on the training texts.
+        scratch: `architecture` (`embedding_bag`, or a model type of transformers), `sizes` (keys of its config), and
+            `vocab_size` and `lowercase` of the tokenizer that is trained on the training texts.
         max_length: tokens; longer texts are cut, counted and reported.
         columns: `text` (several are joined), `pair`, `label`; None: those with a usual name.
         multi_label: labels are lists, or text with `label_separator` between labels.
         class_weights: `balanced`, or a weight by label: the loss is a weighted mean, as torch's cross_entropy has it.
         new_head: replace the last layer of a model that already classifies.
         empty: `raise` or `drop` texts without letters.
-        subset: the hub's configuration of a data set. header, delimiter: of CSV.
+        subset: the hub's configuration of a data set. header, delimiter, quoting: of CSV; see `Source`.
     """
 
     def __init__(
@@ -70,18 +71,20 @@ class Text(Task):
         subset: str | None = None,
         header: bool = True,
         delimiter: str | None = None,
+        quoting: str | None = None,
     ) -> None:
-        self.source = Source.parse(train, "train", subset, header, delimiter)
-        self.eval_source = Source.parse(eval, "test", subset, header, delimiter) if eval else None
+        self.reading = (subset, header, delimiter, quoting)
+        self.source = Source.parse(train, "train", *self.reading)
+        self.eval_source = Source.parse(eval, "test", *self.reading) if eval else None
         self.model_name, self.scratch, self.max_length = model, dict(scratch or {}), max_length
         self.columns, self.empty = dict(columns or {}), empty
         self.multi_label, self.separator, self.class_weights, self.new_head = multi_label, label_separator, class_weights, new_head
         self.fraction, self.split_seed = eval_fraction, split_seed
-        self.subset, self.header, self.delimiter = subset, header, delimiter
         self.kept: Path | None = None
         self.trained = False
         self._tokens: dict[Path, Tokens] = {}
         self._new: list[str] = []
+        self._parameters = 0
         self._moved: Tensor | None = None
 
     def attach(self, folder: Path, trained: bool) -> None:
@@ -133,7 +136,21 @@ class Text(Task):
     def eval_data(self) -> TextData | None:
         if self._eval_texts is not None:
             return self._data(self._eval_texts)
+        if self._nothing_held_back:
+            remedy = "give data.eval, a larger task.eval_fraction or more texts of each label; "
+            remedy += "or, to train without evaluation, task.eval_fraction=0 and train.eval_every_epochs=0"
+            raise DataError(self._nothing_held_back, where=self._train_texts.source, remedy=remedy)
         return None if self._rows[1] is None else self._data(self._train_texts, self._rows[1])
+
+    @property
+    def _nothing_held_back(self) -> str | None:
+        """Why no text is left for evaluation, where some should be."""
+        if self._rows[1] is None or len(self._rows[1]):
+            return None
+        sizes = np.unique(self._train_texts.codes, axis=0, return_counts=True)[1]
+        once = f", and {int((sizes == 1).sum())} of {len(sizes)} labels occur once" if (sizes == 1).any() else ""
+        share = f"task.eval_fraction is {self.fraction} of {len(self._train_texts)} texts"
+        return f"no text is held back for evaluation: {share}{once}"
 
     def _data(self, texts: Texts, rows: Any = None) -> TextData:
         if texts.folder not in self._tokens:
@@ -157,7 +174,8 @@ class Text(Task):
         mine = range(len(texts)) if rows is None else rows.tolist()
         words = (texts.text(row, part) for part in range(1 + texts.has_pairs) for row in mine)
         digest = f"{texts.folder.name} {self.fraction, self.split_seed, self.eval_source is None}"
-        return hugging_face.train_tokenizer(words, digest, self.scratch.get("vocab_size", 8000), self.scratch.get("lowercase", True))
+        size, lowercase = self.scratch.get("vocab_size", 20000), self.scratch.get("lowercase", True)
+        return hugging_face.train_tokenizer(words, digest, size, lowercase)
 
     @cached_property
     def config(self) -> Any:
@@ -173,13 +191,14 @@ class Text(Task):
             config = hugging_face.load_config(self.model_name)
             labels = hugging_face.check_labels(config, labels, self.model_name, self.new_head)
         else:
-            sizes = self.scratch.get("sizes", {})
-            config = hugging_face.new_config(self.scratch.get("architecture", "bert"), sizes, self.max_length, self.tokenizer)
+            sizes, architecture = self.scratch.get("sizes", {}), self.scratch.get("architecture", hugging_face.EMBEDDING_BAG)
+            config = hugging_face.new_config(architecture, sizes, self.max_length, self.tokenizer)
         hugging_face.set_labels(config, labels, self.multi_label, self.tokenizer.pad_token_id)
         return config
 
     def model(self) -> nn.Module:
         model, self._new = hugging_face.make_model(self.config, None if self.trained else self.model_name, self.new_head)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
         return model
 
     # ---- from texts to a loss
@@ -192,10 +211,14 @@ class Text(Task):
     def collate(self, samples: list[Any]) -> Batch:
         """Pad to the longest of these samples. `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens); `labels`."""
         ids, types, labels = map(list, zip(*samples, strict=True))
+        masks = [torch.ones_like(one) if len(one) else one.new_zeros(1) for one in ids]
+        padding = self.tokenizer.pad_token_id
+        ids = [one if len(one) else one.new_full((1,), padding) for one in ids]  # a text without tokens
         pad = {"batch_first": True, "padding_side": self.tokenizer.padding_side}
-        batch = {"input_ids": pad_sequence(ids, padding_value=float(self.tokenizer.pad_token_id), **pad)}
-        batch["attention_mask"] = pad_sequence([torch.ones_like(one) for one in ids], **pad)
+        batch = {"input_ids": pad_sequence(ids, padding_value=float(padding), **pad)}
+        batch["attention_mask"] = pad_sequence(masks, **pad)
         if types[0] is not None:
+            types = [one if len(one) else one.new_zeros(1) for one in types]
             batch["token_type_ids"] = pad_sequence(types, padding_value=float(self.tokenizer.pad_token_type_id), **pad)
         batch["labels"] = torch.stack(labels) if isinstance(labels[0], Tensor) else torch.tensor(labels)
         return batch
@@ -249,7 +272,9 @@ class Text(Task):
         return logits.float().sigmoid() if self.multi_label else logits.float().softmax(dim=-1)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        return self._probabilities(self._logits(model, batch))
+        """Probabilities by class: (samples, classes). NaN for a text without tokens: the model knows nothing of it."""
+        probabilities = self._probabilities(self._logits(model, batch))
+        return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
     def loss_and_output(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
@@ -283,24 +308,15 @@ class Text(Task):
 
     def notes(self) -> list[str]:
         """What was read, by class, and what was cut off; and which weights are new."""
-        found = [f"not in {self.model_name}, so new: {', '.join(self._new[:_NEW])}{', ...' if len(self._new) > _NEW else ''}"] if self._new else []
-        for name, data in (("training", self.train_data()), ("evaluation", self.eval_data())):
-            if data is None:
-                continue
-            texts, tokens = data.texts, data.tokens
-            counts = count_labels(self.labels, data.labels if data.rows is None else data.labels[data.rows])
-            columns = ", ".join(
-                f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in texts.columns.items() if role in _ROLES and value
-            )
-            found.append(
-                f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {int(data.lengths.mean())} on average, {int(data.lengths.max())} at most"
-            )
-            found.append(f"  by label: {tables.listed(counts)}")
-            if tokens.truncated:
-                share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
-                found.append(f"  cut to {self.max_length} tokens: {tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens")
-            if texts.dropped:
-                found.append(f"  left out: {texts.dropped:,} empty texts")
+        training = self.train_data()
+        found = text_notes.of_model(self.model_name, self.config.model_type, self._parameters, self._new, len(training))
+        found += text_notes.of_data("training", training, self.labels, self.max_length)
+        if self._nothing_held_back:
+            return [*found, self._nothing_held_back]
+        held = self.eval_data()
+        if held is not None:
+            found += text_notes.of_data("evaluation", held, self.labels, self.max_length)
+            found += text_notes.of_absent_labels(held, self.labels)
         return found
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
@@ -319,6 +335,9 @@ class Text(Task):
         return f"  {right}: {found['prediction']!r} ({found['probability']:.3f}), truth {truth!r}: {' '.join(text.split())}"
 
     def describe(self, output: Tensor) -> dict[str, Any]:
+        if output.isnan().all():
+            nothing = {"prediction": None, "probability": None, "probabilities": dict.fromkeys(self.labels)}
+            return nothing | {"reason": _NO_TOKENS}
         probabilities = {label: round(value, 6) for label, value in zip(self.labels, output.tolist(), strict=True)}
         if self.multi_label:
             chosen: Any = [label for label, value in probabilities.items() if value > 0.5]
@@ -341,7 +360,7 @@ class Text(Task):
             if one == "-":
                 rows += [Given(f"standard input:{line}", text, None) for line, text in enumerate(lines_of(sys.stdin.read()), start=1)]
             elif Path(one).is_file() or (one.endswith(SUFFIXES) and " " not in one):
-                source = Source.parse(one, "train", self.subset, self.header, self.delimiter)
+                source = Source.parse(one, "train", *self.reading)
                 rows += given(source, self.columns.get("text"), self.columns.get("pair"), self.columns.get("label"))
             else:
                 rows.append(Given(f"argument {number + 1}", one, None))

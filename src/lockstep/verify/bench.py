@@ -81,7 +81,8 @@ class Bench:
         config: dict[str, Any] = copy.deepcopy(dict(self.config))
         steps = changes.get("train__steps", self.steps)
         warmup = min(config["schedule"]["warmup_steps"], steps // 4)
-        short = {"train__epochs": None, "train__steps": steps, "train__eval_every_epochs": None, "train__eval_every_steps": 0}
+        short = {"train__epochs": None, "train__min_steps": None, "train__steps": steps}
+        short |= {"train__eval_every_epochs": None, "train__eval_every_steps": 0}
         short |= {"schedule__warmup_steps": warmup, "log__every_steps": 1, "log__tensorboard": False}
         short |= {"checkpoint__every_steps": 0, "checkpoint__keep_best": None, "checkpoint__keep_every_steps": None, "checkpoint__keep_last": 1}
         for path, value in (short | changes).items():

@@ -1,0 +1,95 @@
+"""What a task's methods return, where its type is wrong: an error that says which method, what came and what is wanted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+    from lockstep.tasks.task import Task
+
+_MAP_STYLE = "return a map-style data set: an object with len() and [index]"
+
+
+def model(task: Task) -> nn.Module:
+    """`task.model()`.
+
+    Raises:
+        UsageError: it is no module.
+    """
+    found: Any = task.model()
+    if not isinstance(found, nn.Module):
+        raise UsageError(_came(found), where="Task.model", remedy="return a torch.nn.Module, such as nn.Linear(10, 5)")
+    return found
+
+
+def metrics(task: Task) -> MetricCollection | None:
+    """`task.metrics()`, without what an earlier evaluation may have left in them; None where there are none.
+
+    A single metric, and a dict of metrics, are made a collection.
+
+    Raises:
+        UsageError: it holds something else than metrics.
+    """
+    found: Any = task.metrics()
+    if found is None:
+        return None
+    from torchmetrics import Metric, MetricCollection
+
+    if isinstance(found, Mapping) and not isinstance(found, MetricCollection):
+        strange = {name: one for name, one in found.items() if not isinstance(one, Metric | MetricCollection)}
+        if not strange:
+            found = MetricCollection(dict(found))
+    elif isinstance(found, Metric):
+        found = MetricCollection(found)
+    if not isinstance(found, MetricCollection):
+        remedy = "return a torchmetrics.MetricCollection, a dict such as {'accuracy': MulticlassAccuracy(10)}, or None"
+        raise UsageError(_came(found), where="Task.metrics", remedy=remedy)
+    found.reset()  # a task may return the same objects each time
+    return found if len(found) else None
+
+
+def data(found: Any, where: str) -> Dataset[Any]:
+    """`found`, which `where` gave, if samples can be read from it in any order.
+
+    Raises:
+        UsageError: it is a loader, a stream, a class, or anything else without length or index.
+    """
+    if isinstance(found, DataLoader):
+        remedy = "return the data set, not a loader: Lockstep makes the batches. The data set of a loader is loader.dataset"
+        raise UsageError(_came(found), where=where, remedy=remedy)
+    if isinstance(found, IterableDataset):
+        remedy = f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}"
+        raise UsageError(f"{_came(found)}, which is an IterableDataset", where=where, remedy=remedy)
+    if isinstance(found, Mapping):
+        names = ", ".join(repr(name) for name in list(found)[:5])
+        remedy = f"return one of its data sets; or else {_MAP_STYLE.removeprefix('return ')}"
+        raise UsageError(f"{_came(found)} with the keys {names}", where=where, remedy=remedy)
+    if found is None or inspect.isclass(found) or not hasattr(found, "__getitem__"):
+        raise UsageError(_came(found), where=where, remedy=_MAP_STYLE)
+    try:
+        len(found)
+    except TypeError as error:
+        raise UsageError(f"{_came(found)}, which has no length", where=where, remedy=_MAP_STYLE) from error
+    dataset: Dataset[Any] = found
+    return dataset
+
+
+def _came(found: Any) -> str:
+    """What was returned, in words."""
+    if found is None:
+        return "returned None"
+    if inspect.isclass(found):
+        return f"returned the class {found.__name__}, not an object of it"
+    if isinstance(found, tuple | list):
+        return f"returned a {type(found).__name__} of {', '.join(type(one).__name__ for one in found[:3]) or 'nothing'}"
+    name = type(found).__name__
+    return f"returned {'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -1,0 +1,318 @@
+"""The source of a user's task: what it consists of, what of it is kept with a run, and where it differs from what was kept.
+
+A part is a Python file, by its path below the task's folder; or, where a task is given as an object, a class or function,
+by its qualified name. Comments, docstrings and layout are no difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import textwrap
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.tasks.registry import package_of
+
+Parts = dict[str, str]  # text by name
+
+_SHOWN = 60  # characters of a line
+_GIT_S = 2.0
+
+
+def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = None) -> Parts:
+    """The parts of a task; empty where it is a shipped one, or nothing of it can be read.
+
+    Args:
+        kind: `FILE.py:Class` in the config, if the config names one: where the task is of this class, its parts are files.
+        kept: parts that were kept of it; where these are files, no others are looked for (who imports another has changed).
+    """
+    path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
+    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    is_named = path.endswith(".py") and file is not None and type(task).__name__ == name and Path(file).resolve() == Path(path).resolve()
+    try:
+        if not is_named:
+            return of_class(type(task))
+        if kept and all(name.endswith(".py") for name in kept):
+            return now(Path(path).resolve(), kept)
+        return of_file(Path(path).resolve())
+    except Exception:  # what Python runs, however odd, must not fail to train because nobody can read it
+        return {}
+
+
+def read(folder: Path) -> Parts:
+    """What `write` has written there."""
+    return {str(path.relative_to(folder)): _read(path) or "" for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def write(folder: Path, parts: Mapping[str, str]) -> None:
+    """Make `folder` hold these parts, and no others."""
+    staged = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(staged, ignore_errors=True)
+    for name, text in parts.items():
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_text(text, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    if parts:
+        staged.rename(folder)
+
+
+def of_file(path: Path) -> Parts:
+    """A task's file and every file that it imports from its own folder or package, there and in functions, or has imported by now."""
+    packages, root = package_of(path)
+    folders = [path.parent, root] if packages else [path.parent]
+    found: Parts = {}
+    pending = [path, *_files(root, ".".join([*packages, path.stem])), *_loaded(folders)]
+    while pending:
+        file = pending.pop()
+        name = os.path.relpath(file, root)
+        if name not in found:
+            found[name] = _read(file) or ""
+            pending += [one for folder, module in _imports(found[name], file, folders) for one in _files(folder, module)]
+    return found
+
+
+def now(path: Path, kept: Mapping[str, str]) -> Parts:
+    """What is in the files now that `of_file(path)` has found before; those that are gone are left out."""
+    _, root = package_of(path)
+    return {name: text for name in kept if (text := _read(root / name)) is not None}
+
+
+def of_class(kind: type) -> Parts:
+    """A task's class, its bases, and the classes and functions that they name, as far as these are the user's and have a source."""
+    found: Parts = {}
+    pending: list[Any] = [one for one in kind.__mro__ if _is_users(one)]
+    home = _home(kind)
+    while pending:
+        one = pending.pop()
+        name = f"{one.__module__}.{one.__qualname__}"
+        if name in found or not (text := _text(one)):
+            continue
+        found[name] = text
+        space = vars(sys.modules[one.__module__])
+        named = {node.id for node in _walk(text) if isinstance(node, ast.Name)}
+        others = [space[word] for word in sorted(named & space.keys())]
+        pending += [other for other in others if inspect.isclass(other) or inspect.isfunction(other) if _is_users(other) and _home(other) == home]
+    return found
+
+
+def difference(kept: Mapping[str, str], new: Mapping[str, str]) -> str | None:
+    """In one line which parts differ, in how many functions or classes, and where first; None where all mean the same."""
+    found = []
+    for name in sorted(kept.keys() | new.keys()):
+        if kept.get(name) == new.get(name):
+            continue
+        if name not in new or name not in kept:
+            found.append(f"{name} is {'new' if name in new else 'gone'}")
+        elif text := _first_difference(_units(kept[name]), _units(new[name]), is_file=name.endswith(".py")):
+            found.append(f"{name} differs in {text}")
+    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "") if found else None
+
+
+def digest(parts: Mapping[str, str]) -> str:
+    """SHA-256 of what the parts mean."""
+    meaning = {name: {unit: text for unit, (text, _) in _units(parts[name]).items()} for name in sorted(parts)}
+    return hashlib.sha256(repr(meaning).encode()).hexdigest()
+
+
+def commit(folder: Path) -> dict[str, Any] | None:
+    """The git commit of a folder, and whether tracked files differ from it (`dirty`); None outside of git, or without git."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=_GIT_S)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    names = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if done.returncode or not names:
+        return None
+    return {"commit": names[0], "dirty": any(not line.startswith("#") for line in lines)}
+
+
+# ---- files
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _loaded(folders: list[Path]) -> list[Path]:
+    """Files of the modules that this process has imported from `folders` by their own names."""
+    files = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
+    return [
+        Path(file) for name, file in files.items() for folder in folders if file.startswith(f"{folder}{os.sep}") and Path(file) in _files(folder, name)[-1:]
+    ]
+
+
+def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path, str]]:
+    """(folder, dotted name) of what a file imports, or may: anywhere in it, also by importlib.import_module("NAME")."""
+    for node in _walk(text):
+        names: list[str] = []
+        places: Sequence[Path] = folders
+        if isinstance(node, ast.Import):
+            names = [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                places = [file.parents[min(node.level, len(file.parents)) - 1]]
+            names = [".".join(filter(None, (node.module, one.name))) for one in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            names = [node.args[0].value] if called in ("import_module", "__import__") else []
+        yield from ((folder, name) for folder in places for name in names if name.partition(".")[0] != "lockstep")
+
+
+def _files(folder: Path, module: str) -> list[Path]:
+    """The files that importing a dotted name from `folder` runs; what is no module there is left out."""
+    found = []
+    for part in module.strip(".").split("."):
+        folder, file = folder / part, folder / f"{part}.py"
+        found += [one for one in (file, folder / "__init__.py") if one.is_file()][-1:]
+    return found
+
+
+# ---- classes and functions
+
+
+def _is_users(one: Any) -> bool:
+    """Whether a class or function is neither Lockstep's nor a library's."""
+    module = sys.modules.get(one.__module__)
+    file = getattr(module, "__file__", None)
+    if module is None or one.__module__.partition(".")[0] == "lockstep":
+        return False
+    return not any(library in file for library in _libraries()) if file else one.__module__ == "__main__"
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    return (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
+
+
+def _home(one: Any) -> Path | None:
+    """The folder of its file, or of the outermost package around this; None where it was typed."""
+    file = getattr(sys.modules.get(one.__module__), "__file__", None)
+    return package_of(Path(file).resolve())[1] if file else None
+
+
+def _text(one: Any) -> str | None:
+    """The source of a class or function; of a class that was typed in a notebook that of its methods. None where there is none."""
+    file = getattr(sys.modules.get(one.__module__), "__file__", None)
+    if file:
+        return _definitions(_read(Path(file)) or "").get(one.__qualname__)
+    members: Iterable[Any] = vars(one).values() if inspect.isclass(one) else [one]
+    texts = []
+    for member in members:
+        function = getattr(member, "__func__", getattr(member, "fget", member))
+        if inspect.isfunction(function):
+            with contextlib.suppress(OSError, TypeError):
+                texts.append(textwrap.dedent(inspect.getsource(function)))
+    return "\n".join(texts) or None
+
+
+@functools.lru_cache(maxsize=16)
+def _definitions(text: str) -> dict[str, str]:
+    """The source of each class and function of a file, by its qualified name."""
+    found: dict[str, str] = {}
+    lines = text.split("\n")
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
+            inner = prefix
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                found[f"{prefix}{child.name}"] = textwrap.dedent("\n".join(lines[first - 1 : child.end_lineno]))
+                inner = f"{prefix}{child.name}." + ("" if isinstance(child, ast.ClassDef) else "<locals>.")
+            visit(child, inner)
+
+    visit(_tree(text) or ast.Module([], []), "")
+    return found
+
+
+# ---- what code means
+
+
+def _tree(text: str) -> ast.Module | None:
+    """Also of a class or function that was indented; None where it is no Python."""
+    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
+        warnings.simplefilter("ignore")  # of escapes in its strings: Python has warned when it was imported
+        with contextlib.suppress(SyntaxError):
+            return ast.parse(text)
+        (block,) = ast.parse(f"if True:\n{textwrap.indent(text, ' ')}").body
+        return ast.Module(block.body, []) if isinstance(block, ast.If) else None
+    return None
+
+
+def _walk(text: str) -> Iterator[ast.AST]:
+    yield from ast.walk(_tree(text) or ast.Module([], []))
+
+
+def _strip(tree: ast.AST) -> None:
+    """Take out what does nothing where it is imported: docstrings, other text that stands alone, `if __name__ == "__main__"`."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body:
+            body[:] = [one for one in body if not _does_nothing(one)] or [ast.Pass()]
+
+
+def _does_nothing(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "__name__ == '__main__'"
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+@functools.lru_cache(maxsize=128)
+def _units(text: str) -> dict[str, tuple[str, int]]:
+    """(code without comments and docstrings, first line) of each function; of what stands around them under the name of the class, or ""."""
+    tree = _tree(text)
+    if tree is None:
+        return {"": (text, 1)}
+    _strip(tree)
+    found: dict[str, tuple[str, int]] = {}
+
+    def add(name: str, code: str, line: int) -> None:
+        before, first = found.get(name, ("", line))
+        found[name] = (f"{before}{code}\n", first)
+
+    def visit(body: list[ast.stmt], name: str) -> None:
+        for child in body:
+            inner = f"{name}.{getattr(child, 'name', '')}".lstrip(".")
+            if isinstance(child, ast.ClassDef):
+                inside, child.body = child.body, [ast.Pass()]
+                add(inner, ast.unparse(child), child.lineno)
+                visit(inside, inner)
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                add(inner, ast.unparse(child), child.lineno)
+            else:
+                add(name, ast.unparse(child), child.lineno)
+
+    visit(tree.body, "")
+    return found
+
+
+def _first_difference(kept: Mapping[str, tuple[str, int]], new: Mapping[str, tuple[str, int]], is_file: bool) -> str | None:
+    """`2 places, first in Mine.loss (from line 14): now "...", before "..."`; None where there is none."""
+    none = ("", 0)
+    units = [unit for unit in {**new, **kept} if kept.get(unit, none)[0] != new.get(unit, none)[0]]
+    if not units:
+        return None
+    first = min(units, key=lambda unit: new[unit][1] if unit in new else sys.maxsize)
+    (then, _), (here, line) = (one.get(first, none) for one in (kept, new))
+    before, after = then.splitlines(), here.splitlines()
+    place = next((number for number, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), min(len(before), len(after)))
+    is_now, was = (f'"{lines[place].strip():.{_SHOWN}}"' if place < len(lines) else "nothing" for lines in (after, before))
+    where = f"{f'in {first}' if first else 'outside of functions'}{f' (from line {line})' if line and first and is_file else ''}"
+    return f"{len(units)} place{'s' if len(units) > 1 else ''}, first {where}: now {is_now}, before {was}"
