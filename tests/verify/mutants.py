@@ -221,7 +221,12 @@ _engine(
     base="dropout",
 )
 _engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
-_engine("nobody calls train() before the loop", "gradients", ("run:Trainer._training", "forward.train()", "forward"), base="frozen-norm")
+_engine(
+    "modules put into training mode past the model's own train()",
+    "gradients",
+    ("engine.trainer:fit", "run.forward.train()", "[setattr(one, 'training', True) for one in run.forward.modules()]"),
+    base="frozen-norm",
+)
 _task("dead branch", "gradients", "DeadBranch")
 _task("detached body", "gradients", "DetachedBody", base="unused")
 _task("dead units before a ReLU", "gradients", "DeadUnits")
