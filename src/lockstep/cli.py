@@ -173,11 +173,13 @@ def verify(
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and trials are cleared away
+        from lockstep import rundir
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
+        with rundir.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
+            result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
         print(report.summary(result))
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:

@@ -138,7 +138,9 @@ class Trainer:
 
         try:
             if run.step >= job.stop:
-                tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
+                tell(
+                    f"{self.run_dir} is complete at step {run.step}: raise train.{'steps' if self.config.train.steps else 'epochs'} to go on, or start anew with --fresh"
+                )
             latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, keeper, asked, job.evaluated, shrink)
             saver.finish()
             trainer.check_moved(run)
@@ -260,7 +262,7 @@ class Trainer:
             world=world,
             seed=config.seed,
             clip_norm=config.optim.clip_norm,
-            coefficients=task.coefficients(),
+            coefficients=checked.coefficients(task),
             must_agree_on_weights=config.data.on_error == "skip",
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
             buckets=assembly.buckets(config.parallel),

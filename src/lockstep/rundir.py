@@ -116,9 +116,26 @@ def _replace(path: Path, text: str) -> None:
     staged.replace(path)
 
 
-def _lock(folder: Path, held: contextlib.ExitStack) -> None:
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes that ask for the same `name` out of a folder, which is made where it is not there.
+
+    Raises:
+        UsageError: another process is in it, or it cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, held, name)
+        except OSError as error:
+            raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir") from error
+        yield
+
+
+def _lock(folder: Path, held: contextlib.ExitStack, name: str = ".lock") -> None:
     """Keep other processes out until `held` is closed or this process is gone."""
-    file = held.enter_context((folder / ".lock").open("a+"))
+    file = (folder / name).open("a+")
+    held.callback(_close, file)
     _locks.append(file)
     held.callback(_locks.remove, file)
     deadline = time.monotonic() + _DYING_S
@@ -137,6 +154,11 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}\n")
     file.flush()
+
+
+def _close(file: Any) -> None:
+    with contextlib.suppress(OSError):  # on a full disk: who holds the lock could not be written, which was told
+        file.close()
 
 
 def _was_restarted(folder: Path) -> bool:

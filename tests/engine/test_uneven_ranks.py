@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lockstep import LockstepError
 from tests import own_tasks, rank_cases, runs
 from tests.processes import launched
 from tests.ranks import run_ranks
@@ -178,3 +179,19 @@ def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world,
     found = [weights for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", options, settings)]
     assert all(runs.difference(weights, found[0]) == 0 for weights in found)
     assert runs.difference(found[0], expected) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "words"),
+    [({"bb": 2.0}, "there is no head 'bb'"), (2, "int"), ({"a": "x"}, "head 'a' is 'x'"), ({"b": float("nan")}, "head 'b' is nan")],
+    ids=["misspelt", "number", "text", "nan"],
+)
+def test_coefficients_that_mean_nothing_are_named(coefficients, words):
+    class Wrong(own_tasks.TwoHeads):
+        def coefficients(self):
+            return coefficients
+
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(Wrong(), runs.config(train={"steps": 1}))
+    assert words in str(caught.value)
+    assert "Task.coefficients" in str(caught.value)

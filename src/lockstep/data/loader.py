@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.order import Chunk, StepPlan, micro_batches, mix
 from lockstep.data.randomness import SampleSeeding, seed_all
-from lockstep.errors import DataError, LockstepError, TrainingError
+from lockstep.errors import DataError, LockstepError, TrainingError, exits_are_failures
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -104,6 +104,8 @@ class Chunks(Dataset[Micro]):
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
+        if batch is None:
+            raise TrainingError("it returned None", where="Task.collate", remedy="return a batch: tensors, or dicts, lists or tuples of them")
         return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
 
     def _read(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
@@ -285,7 +287,8 @@ class _Caught(Dataset[Any]):
 
     def __getitem__(self, chunk: Chunk) -> Micro | Failure:
         try:
-            return self.chunks[chunk]
+            with exits_are_failures():
+                return self.chunks[chunk]
         except LockstepError as error:
             return Failure(error)
 
@@ -331,7 +334,7 @@ def _number(head: Any, value: Any) -> float:
     remedy = "return how many units the loss sums over: a number, a tensor of one number, or a dict of these by head"
     if not isinstance(head, str):
         raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys")
-    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic)
+    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
     try:
         number = float(value.item() if isinstance(value, np.ndarray) else value) if is_number else math.nan
     except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers

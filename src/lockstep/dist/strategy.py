@@ -287,8 +287,9 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
     here = _unused(forward, _leaves(losses))
     unused_on = world.all_sum([float(unused and not is_constant) for unused in here.values()])
     names = [name for name, count in zip(here, unused_on, strict=True) if count]
+    most = int(max(unused_on, default=0))
     if names:
-        raise _unused_error(names, "first step")
+        raise _unused_error(names, "first step", "" if most == world.size else f" on {most} of {world.size} ranks")
 
 
 def _unused(forward: nn.Module, used: set[int]) -> dict[str, bool]:

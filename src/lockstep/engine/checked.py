@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,22 @@ def metrics(task: Task) -> MetricCollection | None:
         raise UsageError(_came(found), where="Task.metrics", remedy=remedy)
     found.reset()  # a task may return the same objects each time
     return found if len(found) else None
+
+
+def coefficients(task: Task) -> dict[str, float]:
+    """`task.coefficients()`.
+
+    Raises:
+        UsageError: it is no dict from names of heads to finite numbers.
+    """
+    found: Any = task.coefficients()
+    remedy = "return a dict of numbers by head, such as {'depth': 0.5}"
+    if not isinstance(found, Mapping):
+        raise UsageError(_came(found), where="Task.coefficients", remedy=remedy)
+    for head, value in found.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(f"the coefficient of head {head!r} is {value!r}", where="Task.coefficients", remedy=remedy)
+    return {head: float(value) for head, value in found.items()}
 
 
 def data(found: Any, where: str) -> Dataset[Any]:

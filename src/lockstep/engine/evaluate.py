@@ -116,7 +116,13 @@ def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, 
         TrainingError: the losses are no scalar tensors, or have other heads than the units.
     """
     with precision.autocast():
-        losses, output = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+        both = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+    if not isinstance(both, tuple) or len(both) != 2:
+        remedy = "return the loss and the output, as a tuple of two"
+        raise TrainingError(f"it returned a {type(both).__name__}", where="Task.loss_and_output", remedy=remedy)
+    losses, output = both
+    if wants_output and output is None:
+        raise TrainingError("the output is None", where="Task.predict", remedy="return what the metrics and users need")
     where = f"Task.{'loss_and_output' if wants_output else 'loss'}, in evaluation"
     by_head = strategy.by_head(losses, where)
     if micro.weights is not None and by_head.keys() != micro.weights.keys():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lockstep.dist.strategy import Losses
 from lockstep.dist.world import World
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, did_you_mean
 
 Names = tuple[str, ...]
 
@@ -43,6 +43,14 @@ def agree(known: Names | None, names: Names, method: str, world: World) -> Names
         what = f"the heads are {list(names)} on rank {world.rank}, and were {list(known)} in the first step"
         raise TrainingError(what, where=method, remedy=remedy)
     return names
+
+
+def check_coefficients(coefficients: Collection[str], losses: Losses) -> None:
+    """Raises TrainingError where a coefficient is that of no head."""
+    unknown = sorted(set(coefficients) - set(losses))
+    if unknown:
+        remedy = f"{did_you_mean(unknown[0], losses)}The loss has the heads: {', '.join(losses)}"
+        raise TrainingError(f"there is no head {unknown[0]!r}", where="Task.coefficients", remedy=remedy)
 
 
 def agree_on_losses(losses: Losses, with_units: Collection[str], may_be_frozen: bool, world: World) -> AgreedLosses:

@@ -208,6 +208,7 @@ def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: 
         )
     units = set(losses) if micro.weights is None else {head for head, weight in micro.weights.items() if weight}
     if run.agreed is None:
+        heads.check_coefficients(run.coefficients, losses)
         run.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not run.all_train, run.world)
     if tuple(losses) != run.agreed.names:
         heads.agree(run.agreed.names, tuple(losses), "Task.loss", run.world)
