@@ -738,7 +738,7 @@ _engine(
     base="drop-last",
 )
 _engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)"))
-_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_all", "epoch, training)", "epoch, False)"))
+_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_one", "epoch, self.training)", "epoch, False)"))
 
 # ---- evaluation: another number than one plain loop gives
 
