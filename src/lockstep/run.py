@@ -138,9 +138,8 @@ class Trainer:
 
         try:
             if run.step >= job.stop:
-                tell(
-                    f"{self.run_dir} is complete at step {run.step}: raise train.{'steps' if self.config.train.steps else 'epochs'} to go on, or start anew with --fresh"
-                )
+                key = "steps" if self.config.train.steps else "epochs"
+                tell(f"{self.run_dir} is complete at step {run.step}: raise train.{key} to go on, or start anew with --fresh")
             latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, keeper, asked, job.evaluated, shrink)
             saver.finish()
             trainer.check_moved(run)
