@@ -105,19 +105,29 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
     return [merged.get(index) for index in range(plan.length)]
 
 
-def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, wants_output: bool) -> tuple[dict[str, Tensor], Any]:
+def measure(
+    task: Task,
+    forward: nn.Module,
+    micro: Micro,
+    precision: Precision,
+    wants_output: bool,
+) -> tuple[dict[str, Tensor], Any]:
     """Loss sums of a micro-batch by head (a single one is the head `loss`), and the output, where it is wanted.
 
     Raises:
         TrainingError: the losses are no scalar tensors, or have other heads than the units.
     """
     with precision.autocast():
-        losses, output = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+        if wants_output:
+            losses, output = forward(micro.batch, task.loss_and_output)
+        else:
+            losses, output = forward(micro.batch, task.loss), None
     where = f"Task.{'loss_and_output' if wants_output else 'loss'}, in evaluation"
     by_head = losses if isinstance(losses, dict) else {"loss": losses}
     for head, loss in by_head.items():
         if not isinstance(loss, Tensor) or loss.ndim:
-            came = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
+            shape = tuple(loss.shape) if isinstance(loss, Tensor) else None
+            came = f"a tensor of shape {shape}" if shape is not None else f"of type {type(loss).__name__}"
             remedy = "return the SUM over the units, a scalar tensor; with several heads a dict of them"
             raise TrainingError(f"the loss {head!r} is {came}", where=where, remedy=remedy)
     if micro.weights is not None and by_head.keys() != micro.weights.keys():
