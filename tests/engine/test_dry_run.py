@@ -1,5 +1,6 @@
 """Before the first step of a new run: what it finds, what it does not complain of, and that it leaves no trace."""
 
+import contextlib
 import copy
 import random
 
@@ -11,6 +12,8 @@ from torch.nn import functional
 
 import lockstep.run
 from lockstep import LockstepError, Trainer
+from lockstep.dist.world import World
+from lockstep.engine import dry_run
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -242,7 +245,10 @@ CANNOT_BE_EVALUATED = [
     (NoPredict(eval_length=10), r"Task\.predict: NoPredict has no predict"),
     (BrokenEvaluation(), r"folder/000\.png: sample 0 cannot be read: OSError: truncated file"),
     (WrongTargets(), "preds|target"),
-    (OtherHeads(eval_length=10), r"Task\.loss, in evaluation: the loss has the heads \['a'\], Task\.weight has \['a', 'b'\]"),
+    (
+        OtherHeads(eval_length=10),
+        r"Task\.loss, in evaluation: the loss has the heads \['a'\], Task\.weight has \['a', 'b'\]",
+    ),
 ]
 
 
@@ -265,7 +271,10 @@ def test_what_cannot_be_evaluated_is_an_error_before_the_first_step(tmp_path, ta
 
 def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path):
     settings = EVALUATED | {"checkpoint": {"keep_best": "max eval/acuracy"}}
-    with pytest.raises(LockstepError, match=r"checkpoint\.keep_best: there is no metric eval/acuracy\n  remedy: did you mean eval/accuracy\?") as caught:
+    with pytest.raises(
+        LockstepError,
+        match=r"checkpoint\.keep_best: there is no metric eval/acuracy\n  remedy: did you mean eval/accuracy\?",
+    ) as caught:
         runs.fit(Untrained(), settings, tmp_path)
     assert caught.value.exit_code == 2
     assert "There are: eval/loss, eval/samples, eval/bad, eval/accuracy, " in str(caught.value)
@@ -350,6 +359,30 @@ def fit_with_and_without(kind, settings, folder):
         saved = store.listed(folder / name / "checkpoints")[0]
         found.append({name: tensor.numpy().tobytes() for name, tensor in files.read(saved.path, saved.index)})
     return found[2:]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_modes_and_gradients_are_as_they_were(fails):
+    world, model = World(0, 1, 0, torch.device("cpu")), Frozen(nn.Linear(3, 3), nn.BatchNorm1d(3)).train()
+    model[1].register_buffer("mask", torch.tensor([1.0, float("-inf")]))
+    modes, buffers = (
+        [module.training for module in model.modules()],
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+    )
+    states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    with contextlib.suppress(KeyError), dry_run.without_trace(model, world, compiled=False):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        torch.rand(1), random.random(), np.random.rand(), torch.manual_seed(5)
+        model[1].mask.fill_(2)
+        model[1].running_mean = torch.ones(3)
+        if fails:
+            raise KeyError
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), repr(np.random.get_state())) == states[1:]
+    assert torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
 
 
 TRACES = runs.config(train={"steps": 3, "eval_every_steps": 3})

@@ -655,7 +655,7 @@ _engine(
     "elastic",
     (
         "run:Trainer._training",
-        "coefficients=task.coefficients(),",
+        "coefficients=checked.coefficients(task),",
         "coefficients={'loss': 1.0 if found is None else world.size / found.manifest['versions']['world']},",
     ),
 )

@@ -155,7 +155,8 @@ class Agreement:
         if self.left:
             return False
         now = time.perf_counter()
-        asked, seconds, elapsed = self.world.all_sum([float(self.flag.signal is not None), now - self.since, now - self.begun])
+        mine = [float(self.flag.signal is not None), now - self.since, now - self.begun]
+        asked, seconds, elapsed = self.world.all_sum(mine)
         self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
         # At most twice as many as before: the first steps may be quicker than what follows.

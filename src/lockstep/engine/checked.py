@@ -1,4 +1,4 @@
-"""What a task's methods return, where its type is wrong: an error that says which method, what came and what is wanted."""
+"""What a task's methods return. Where the type is wrong, an error says which method, what came and what is wanted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def data(found: Any, where: str) -> Dataset[Any]:
         UsageError: it is a loader, a stream, a class, or anything else without length or index.
     """
     if isinstance(found, DataLoader):
-        remedy = "return the data set, not a loader: Lockstep makes the batches. The data set of a loader is loader.dataset"
+        remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches"
         raise UsageError(_came(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}"

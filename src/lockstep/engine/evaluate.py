@@ -109,7 +109,13 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
     return [merged.get(index) for index in range(plan.length)]
 
 
-def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, wants_output: bool) -> tuple[dict[str, Tensor], Any]:
+def measure(
+    task: Task,
+    forward: nn.Module,
+    micro: Micro,
+    precision: Precision,
+    wants_output: bool,
+) -> tuple[dict[str, Tensor], Any]:
     """Loss sums of a micro-batch by head (a single one is the head `loss`), and the output, where it is wanted.
 
     Raises:
