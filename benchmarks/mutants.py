@@ -52,26 +52,39 @@ def said(name: str, found: Found) -> str:
     return found.error or (verdict.reason if verdict is not None else "")
 
 
-def table(results: dict[str, Found], clean: dict[str, Found], nproc: int, seconds: float) -> str:
-    """Markdown."""
-    caught = [name for name, found in results.items() if MUTANTS[name].check in found.faults]
+def row(name: str, found: Found) -> str:
+    """Of the table. Bold: the check that is to notice it."""
+    mutant = MUTANTS[name]
+    by = ", ".join(f"**{check}**" if check == mutant.check else check for check in found.faults) or "nobody"
+    return f"| {name} | {shortened(mutant.words, 220)} | {by} | {shortened(said(name, found))} | {found.seconds:.1f} |"
+
+
+def rows_of(text: str) -> dict[str, str]:
+    """The rows of an earlier table, by mutant."""
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    return {one.split(" | ")[0].removeprefix("| "): one for one in rows[1:]}
+
+
+def table(results: dict[str, Found], before: str, clean: dict[str, Found], nproc: int) -> str:
+    """Markdown. Rows of mutants that were not made again stay as they were in the text `before`."""
+    earlier = rows_of(before)
+    rows = {name: row(name, results[name]) if name in results else earlier.get(name, "") for name in MUTANTS}
+    caught = [name for name in MUTANTS if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]]
+    minutes = sum(float(one.rsplit("|", 2)[1]) for one in rows.values() if one) / 60
     alarms = {base: one.faults for base, one in clean.items() if one.faults or one.error}
+    bases = {one.base for one in MUTANTS.values()}
     lines = [
         "# What `lockstep verify` notices",
         "",
-        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(results)} ways, one at a time, and verifies the training on {nproc} ranks.",
-        f"The check that is to notice it reported a fault for {len(caught)} of them, in {seconds / 60:.0f} minutes. The same {len(clean)}",
+        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one at a time, and verifies the training on {nproc} ranks.",
+        f"The check that is to notice it reported a fault for {len(caught)} of them; together they took {minutes:.0f} minutes. The same {len(bases)}",
         f"trainings as they are gave {'no fault' if not alarms else f'faults: {alarms}'}.",
         "",
         "| mutant | what was broken | caught by | what verify said | seconds |",
         "|---|---|---|---|---:|",
+        *filter(None, rows.values()),
     ]
-    for name, found in results.items():
-        mutant = MUTANTS[name]
-        what = shortened(mutant.words, 220)
-        by = ", ".join(f"**{check}**" if check == mutant.check else check for check in found.faults) or "nobody"
-        lines.append(f"| {name} | {what} | {by} | {shortened(said(name, found))} | {found.seconds:.1f} |")
-    missed = [name for name in results if name not in caught]
+    missed = [name for name in rows if name not in caught]
     if missed:
         lines += ["", "## Not noticed by the check that should", ""]
         lines += [f"- **{name}** ({MUTANTS[name].check}): {SURVIVORS.get(name, 'no reason known')}" for name in missed]
@@ -84,7 +97,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--all-checks", action="store_true", help="make every check on every mutant, not only the one that is to catch it")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table; rows of mutants that are not named stay")
     options = parser.parse_args()
     names = [name for name, one in MUTANTS.items() if not options.names or {name, one.check} & {*options.names}]
 
@@ -110,7 +123,8 @@ def main() -> int:
     missed = [name for name, found in results.items() if MUTANTS[name].check not in found.faults]
     print(f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; {sum(bool(one.faults) for one in clean.values())} false alarms")
     if options.write is not None:
-        options.write.write_text(table(results, clean, options.nproc, seconds))
+        before = options.write.read_text() if options.write.exists() else ""
+        options.write.write_text(table(results, before, clean, options.nproc))
     return 1 if set(missed) - SURVIVORS.keys() or any(one.faults or one.error for one in clean.values()) else 0
 
 

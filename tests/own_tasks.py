@@ -288,14 +288,15 @@ class TwoOutputs(nn.Module):
 class ConstantHeads(Masked):
     """Two heads with layers of their own. A head without units in a batch is the number 0, which depends on nothing."""
 
-    def __init__(self, length=60, dtype=torch.float64, eval_length=0, constants=True):
+    def __init__(self, length=60, dtype=torch.float64, eval_length=0, constants=True, narrow=False, frozen=False):
         super().__init__(length, dtype, eval_length)
-        self.constants = constants
+        self.constants, self.narrow, self.frozen = constants, narrow, frozen
         generator = torch.Generator().manual_seed(5)
         self.data = (*self.data[:2], torch.rand(length, 2, generator=generator) < 0.12)
 
     def model(self):
         self.built = TwoOutputs().to(self.dtype)
+        self.built.body.requires_grad_(not self.frozen)
         return self.built
 
     def weight(self, batch):
@@ -310,6 +311,7 @@ class ConstantHeads(Masked):
                 losses[head] = torch.zeros(())
             else:
                 losses[head] = ((layer(hidden) - targets).square().mean(dim=1) * mask[:, number]).sum()
+                losses[head] = losses[head].bfloat16() if self.narrow else losses[head]
         return losses
 
 
@@ -349,7 +351,7 @@ class UnusedFrom(Plain):
         return model
 
     def loss(self, model, batch):
-        self.calls += 1
+        self.calls += model.training  # not those of the dry run
         outputs = model[2](model[1](model[0](batch[0])))
         if rank() != self.rank or self.calls < self.first:
             outputs = outputs + model.extra(batch[0])

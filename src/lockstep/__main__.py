@@ -16,8 +16,9 @@ def _stop(number: int, frame: object) -> None:
     if sys.argv[1:2] != ["train"]:
         os._exit(128 + number)
     if "RANK" not in os.environ:
-        words = f"stopped by {signal.Signals(number).name} before training began; nothing was lost; the same command goes on from there\n"
-        os.write(2, words.encode())
+        name = signal.Signals(number).name
+        rest = "before training began; nothing was lost; the same command goes on from there"
+        os.write(2, f"stopped by {name} {rest}\n".encode())
     os._exit(_RUN_ME_AGAIN)
 
 

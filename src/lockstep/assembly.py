@@ -67,7 +67,8 @@ def assemble(config: RunConfig, task: Task, world: World, steps_per_epoch: int |
     training = steps_per_epoch is not None
     if training:
         strategy.resolve(parallel.strategy, world)
-    sharded = parallel.strategy == "fsdp" and world.size > 1  # what only runs forward needs nothing else: `single` does on any number of ranks
+    # What only runs forward has no gradients to synchronise, so `single` will do on any number of ranks.
+    sharded = parallel.strategy == "fsdp" and world.size > 1
     values: dict[str, Tensor] = {}
     told: list[str] = []
     seed(config)
@@ -110,12 +111,14 @@ def _check_parameters(model: nn.Module) -> nn.Module:
         raise TrainingError(
             f"the model is not complete: {', '.join(lazy[:5])} get a shape only when a batch passes through",
             where="Task.model",
-            remedy="give lazy modules (LazyLinear, ...) their sizes, or let one batch pass through the model before it is returned",
+            remedy="give lazy modules (LazyLinear, ...) their sizes, or pass a batch through before returning the model",
         )
-    sparse = [name or "the model" for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse]
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    sparse = [name or "the model" for name, one in embeddings.items() if one.sparse and one.weight.requires_grad]
     if sparse:
         raise TrainingError(
-            f"{', '.join(sparse[:5])} would have sparse gradients, of which norms, averages over ranks and most optimizers are not defined",
+            f"{', '.join(sparse[:5])} would have sparse gradients, which most optimizers cannot use, nor can clipping",
             where="Task.model",
             remedy="make the embedding with sparse=False, which learns the same",
         )

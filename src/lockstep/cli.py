@@ -98,7 +98,7 @@ def predict(
         typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data."),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write a .csv, .jsonl, .npz or .safetensors file instead of printing.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
     debug: Debug = False,
 ) -> None:
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
@@ -117,7 +117,8 @@ def predict(
                 print(rows.text(row))
         else:
             left_out = rows.write(out, found)
-            print(f"{len(found)} predictions: {out}{'; left out: ' if left_out else ''}{', '.join(left_out)}", file=sys.stderr)
+            lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
+            print(f"{len(found)} predictions: {out}{lacking}", file=sys.stderr)
 
 
 @app.command()
@@ -172,11 +173,13 @@ def verify(
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and trials are cleared away
+        from lockstep import rundir
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
+        with rundir.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
+            result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
         print(report.summary(result))
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:
@@ -205,7 +208,8 @@ def _ranks_of(nproc: str) -> int:
     if nproc != "auto":
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if int(nproc) > cores:
-            print(f"warning: {nproc} ranks on {cores} CPU cores slow each other down; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
+            what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
+            print(f"{what}; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
         return int(nproc)
     import torch
 

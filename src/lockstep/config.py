@@ -305,7 +305,8 @@ class ComputeConfig(Section):
 class CheckpointConfig(Section):
     """A checkpoint is due every so many minutes or steps, whichever comes first, and at the end.
 
-    every_steps: 0 leaves it to the minutes. every_minutes: null leaves it to the steps. mode: async trains on while it writes.
+    every_steps: 0 leaves it to the minutes. every_minutes: null leaves it to the steps. mode: async trains on
+    while it writes.
 
     Kept are the `keep_last` newest, those of every `keep_every_steps`-th step, and the best: `keep_best: max eval/accuracy`
     also saves before each evaluation.

@@ -224,8 +224,8 @@ def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
     """A line for each key that is wrong.
 
-    Of several kinds that a value may have, pydantic complains one by one: they share a line. Where one of them is wrong only
-    further inside, the value as a whole is not.
+    Of several kinds that a value may have, pydantic complains one by one: they share a line. Where one of them is wrong
+    only further inside, the value as a whole is not.
     """
     lines: dict[str, str] = {}
     for fault in error.errors():
@@ -245,7 +245,8 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
         elif fault["type"] == "model_type":
             lines[path] = f"{where}: {fault['input']!r}: must be a section with keys of: {', '.join(_keys(section))}"
         else:
-            lines[path] = f"{where}: {message}" if fault["type"] == "value_error" else f"{where}: {fault['input']!r}: {message}"
+            shown = "" if fault["type"] == "value_error" else f" {fault['input']!r}:"
+            lines[path] = f"{where}:{shown} {message}"
     return [line for path, line in lines.items() if not any(other.startswith(f"{path}.") for other in lines)]
 
 
@@ -271,11 +272,12 @@ def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[
 def _inside(kind: Any, part: str | int) -> list[Any]:
     """What the item `part` of a value of `kind` may be."""
     if _keys(kind):
-        return [one for name, field in kind.model_fields.items() if part == (field.alias or name) for one in _kinds(field.annotation)]
+        fields = {field.alias or name: field for name, field in kind.model_fields.items()}
+        return _kinds(fields[part].annotation) if part in fields else []
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is dict:
         return _kinds(arguments[1])
-    return [one for argument in arguments for one in _kinds(argument)] if origin in (list, tuple) and isinstance(part, int) else []
+    return _kinds(arguments[0]) if origin is list and isinstance(part, int) else []
 
 
 def _kinds(annotation: Any) -> list[Any]:

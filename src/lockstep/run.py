@@ -40,7 +40,15 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.oom import Guard
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.step import Training
-from lockstep.errors import CheckpointError, DataError, MemoryShortage, Preempted, TrainingError, UsageError, exits_are_failures
+from lockstep.errors import (
+    CheckpointError,
+    DataError,
+    MemoryShortage,
+    Preempted,
+    TrainingError,
+    UsageError,
+    exits_are_failures,
+)
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -108,13 +116,18 @@ class Trainer:
         run, world, tell = job.run, job.run.world, partial(_tell_all, watchers)
         cadence = self._cadence(job.plan)
         reading = self._evaluation_data(task, world) if cadence.evaluate else None
-        for text in [*trainer.into_training_mode(run.forward), *self._look_ahead(task, job, reading), *job.warnings]:
+        notes = trainer.into_training_mode(run.forward)
+        batch_norm.check_smallest_micro_batch(strategy.bare(run.forward), job.plan, job.batches.loader.one, run.precision)
+        for text in [*notes, *self._look_ahead(task, job, reading), *job.warnings]:
             tell(text)
         asked = Agreement(world, flag)
-        evaluate = self._evaluator(task, reading, lambda: run.forward, run.precision, world, tell, run, asked) if reading else dict
+        evaluate: Callable[[], dict[str, float]] = dict
+        if reading is not None:
+            evaluate = self._evaluator(task, reading, lambda: run.forward, run.precision, world, tell, run, asked)
         background = self.config.checkpoint.mode == "async"
-        saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, in_background=background, allowed=job.allowed)
-        keeper = trainer.Keeper(self._save_function(job, saver), partial(self._add_metrics, run, saver), saver.kept, lambda: asked.elapsed_s)
+        saver = Saver(self._checkpoints, world, rundir.retention(self.config), tell, background, job.allowed)
+        add_metrics = partial(self._add_metrics, run, saver)
+        keeper = trainer.Keeper(self._save_function(job, saver), add_metrics, saver.kept, lambda: asked.elapsed_s)
         flag.saves = True
 
         def shrink() -> None:
@@ -128,7 +141,8 @@ class Trainer:
 
         try:
             if run.step >= job.stop:
-                tell(f"{self.run_dir} is complete at step {run.step}: raise train.epochs to go on, or start anew with --fresh")
+                key = "steps" if self.config.train.steps else "epochs"
+                tell(f"{self.run_dir} is complete at step {run.step}: raise train.{key} to go on, or start anew with --fresh")
             latest = trainer.fit(run, batches, job.plan, job.stop, cadence, watchers, evaluate, keeper, asked, job.evaluated, shrink)
             saver.finish()
             trainer.check_moved(run)
@@ -159,15 +173,18 @@ class Trainer:
         """
         run, world, best = job.run, job.run.world, self._best
         if best and reading is None:
+            what = "nothing is evaluated that the best could be chosen by"
             remedy = "set train.eval_every_epochs or train.eval_every_steps, or checkpoint.keep_best=null"
-            raise UsageError("nothing is evaluated that the best could be chosen by", where="checkpoint.keep_best", remedy=remedy)
+            raise UsageError(what, where="checkpoint.keep_best", remedy=remedy)
         if run.step:  # a restart is to be quick
-            known = world.on_first(lambda: sorted({name for one in store.listed(self._checkpoints) for name in one.metrics}))
+            saved = world.on_first(lambda: store.listed(self._checkpoints))
+            known = sorted({name for one in saved for name in one.metrics})
             dry_run.check_best(best if known else None, known)
             return []
         forward = strategy.bare(run.forward)
         with dry_run.without_trace(forward, world, self.config.compute.compile is not None):
-            job.warnings += dry_run.look_at_losses(forward, job.batches.loader, job.plan, run.precision, must_run=reading is not None)
+            loader, evaluates = job.batches.loader, reading is not None
+            job.warnings += dry_run.look_at_losses(forward, loader, job.plan, run.precision, must_run=evaluates)
             if reading is None:
                 return []
             return dry_run.look_at_evaluation(task, forward, reading.loader, reading.plan, world, run.precision, best)
@@ -178,8 +195,8 @@ class Trainer:
             task = task or self.task()
             _, forward = self._trained(task, world)
             tell: Callable[[str], None] = _silently if self.quiet else partial(print, file=sys.stderr)
-            reading = self._evaluation_data(task, world)
-            return self._evaluator(task, reading, lambda: forward, Precision(self.config.precision, world.device), world, tell)()
+            reading, precision = self._evaluation_data(task, world), Precision(self.config.precision, world.device)
+            return self._evaluator(task, reading, lambda: forward, precision, world, tell)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
@@ -225,7 +242,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
-        with join_world(self.config.device, self.config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+        config = self.config
+        with join_world(config.device, config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
             yield world
 
     def _training(self, task: Task, world: World) -> Job:
@@ -249,7 +267,7 @@ class Trainer:
             world=world,
             seed=config.seed,
             clip_norm=config.optim.clip_norm,
-            coefficients=task.coefficients(),
+            coefficients=checked.coefficients(task),
             must_agree_on_weights=config.data.on_error == "skip",
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
             buckets=assembly.buckets(config.parallel),
@@ -258,15 +276,15 @@ class Trainer:
         )
         states.capture(model, run.optimizer)  # what cannot be saved is better known now than after the last step
         loader = self._loader(data, task, world, training=True)
-        batch_norm.check_smallest_micro_batch(strategy.bare(forward.train()), plan, loader.one, run.precision)
         if found is not None:
             made.told += self._resume(found, run, model, print_of_data)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {run.step}"]))
         state, _ = states.capture(model, run.optimizer, run.averages.tensors if run.averages else None)
         feed = Feed(loader, plan, world.rank, run.step, stop)
+        allowed = finite.at_start(model, state, world)
         warnings = list(found.manifest.get("warnings", ())) if found else []
-        return Job(made, run, feed, stop, print_of_data, found.metrics if found else {}, finite.at_start(model, state, world), warnings)
+        return Job(made, run, feed, stop, print_of_data, found.metrics if found else {}, allowed, warnings)
 
     def _plan(self, data: Dataset[Any], world: World) -> StepPlan:
         config = self.config
@@ -397,14 +415,20 @@ class Trainer:
         if every is None:
             every = plan.steps_per_epoch * (train.eval_every_epochs or 0)
         keep = self.config.checkpoint
-        return trainer.Cadence(self.config.log.every_steps, every, keep.every_steps or 2**62, (keep.every_minutes or 0) * 60, keep.keep_best is not None)
+        return trainer.Cadence(
+            log=self.config.log.every_steps,
+            evaluate=every,
+            save=keep.every_steps or 2**62,
+            save_s=60 * (keep.every_minutes or 0),
+            save_evaluated=keep.keep_best is not None,
+        )
 
     def _loader(self, data: Dataset[Any], task: Task, world: World, training: bool) -> Loader:
         chunks = Chunks(data, task, self.config.seed, training, self.config.data.on_error)
         return Loader(chunks, self.config.data.workers, world.device, self.config.compute.channels_last)
 
     def _evaluation_data(self, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:
-        """`data`, by default the task's evaluation data, ready to be read; cut alike for every world size, so that results are."""
+        """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size."""
         data = checked.data(data, "the data to predict") if data is not None else _required(task)
         micro = self.config.batch.micro or min(self.config.batch.global_ or 32, 256)
         plan = EvaluationPlan(len(data), micro, _lengths(data))  # type: ignore[arg-type]

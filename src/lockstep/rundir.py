@@ -36,7 +36,8 @@ from lockstep.observe.textlog import TextLog
 from lockstep.tasks import source
 from lockstep.tasks.task import Task
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "micro.json", "tables.jsonl", "task", "source")
+_LOGS = ("metrics.jsonl", "train.log", "tensorboard", "tables.jsonl")
+_OURS = ("checkpoints", "config.yaml", "environment.json", *_LOGS, "micro.json", "task", "source")
 _MICRO = "micro.json"
 _CURVE = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")  # what may make the schedule's curve another
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
@@ -95,14 +96,16 @@ def _claim(folder: Path, config: RunConfig, world: World, fresh: bool, allow_cha
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))
-        _replace(folder / "environment.json", json.dumps(_environment(world) | {"git": source.commit(_home(config))}, indent=1))
+        about = {"task": _recorded(folder).get("task"), "git": source.commit(_home(config))}
+        _replace(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
     except OSError as error:
         raise _unwritable(folder, error) from error
     return resolved
 
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"cannot write: {error.strerror}", where=str(error.filename or folder), remedy="choose another place with --run-dir")
+    where = str(error.filename or folder)
+    return UsageError(f"cannot write: {error.strerror}", where=where, remedy="choose another place with --run-dir")
 
 
 def _replace(path: Path, text: str) -> None:
@@ -113,9 +116,26 @@ def _replace(path: Path, text: str) -> None:
     staged.replace(path)
 
 
-def _lock(folder: Path, held: contextlib.ExitStack) -> None:
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes that ask for the same `name` out of a folder, which is made where it is not there.
+
+    Raises:
+        UsageError: another process is in it, or it cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, held, name)
+        except OSError as error:
+            raise UsageError(f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir") from error
+        yield
+
+
+def _lock(folder: Path, held: contextlib.ExitStack, name: str = ".lock") -> None:
     """Keep other processes out until `held` is closed or this process is gone."""
-    file = held.enter_context((folder / ".lock").open("a+"))
+    file = (folder / name).open("a+")
+    held.callback(_close, file)
     _locks.append(file)
     held.callback(_locks.remove, file)
     deadline = time.monotonic() + _DYING_S
@@ -136,13 +156,23 @@ def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     file.flush()
 
 
+def _close(file: Any) -> None:
+    with contextlib.suppress(OSError):  # on a full disk: who holds the lock could not be written, which was told
+        file.close()
+
+
 def _was_restarted(folder: Path) -> bool:
     """Whether this launch has begun the run already, and was restarted: then --fresh has been done."""
-    try:
-        begun = json.loads((folder / "environment.json").read_text())["launch"]
-    except (OSError, ValueError, KeyError):
-        return False
-    return _restarts() > 0 and begun == os.environ.get("TORCHELASTIC_RUN_ID")
+    begun = _recorded(folder).get("launch")
+    return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What environment.json says; nothing where it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((folder / "environment.json").read_text())
+        return about if isinstance(about, dict) else {}
+    return {}
 
 
 def _restarts() -> int:
@@ -200,12 +230,15 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
             return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
         change = source.difference(kept, found) if kept else None
         if change and "task" not in allow_change:
-            remedy = "undo the change, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run and start anew"
-            raise UsageError(f"the task's code is not that which the run began with: {change}", where=str(folder), remedy=remedy)
+            raise UsageError(
+                f"the task's code is not that which the run began with: {change}",
+                where=str(folder),
+                remedy="undo it, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run",
+            )
         try:
             if kept != found:
                 source.write(folder / "source", source.of_task(task, config.task.get("kind")))
-            about = json.loads((folder / "environment.json").read_text()) | {"task": source.digest(found) if found else None}
+            about = _recorded(folder) | {"task": source.digest(found) if found else None}
             _replace(folder / "environment.json", json.dumps(about, indent=1))
         except OSError as error:
             raise _unwritable(folder, error) from error
@@ -223,7 +256,7 @@ def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
 
 
 def same_curve(config: RunConfig, run: Training, manifest: Mapping[str, Any], allow_change: Sequence[str]) -> list[str]:
-    """Compare the length of the schedule's curve with that which the checkpoint was made on, before `run` goes on from it.
+    """Compare the length of the schedule's curve with that of a checkpoint, before `run` goes on from it.
 
     Returns:
         what is to be told of a change that is allowed.
@@ -242,14 +275,15 @@ def same_curve(config: RunConfig, run: Training, manifest: Mapping[str, Any], al
         key, value = "schedule.total_steps", config.schedule.total_steps
     group = run.optimizer.param_groups[0]
     before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
-    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now: after {done} updates the learning rate goes from {before} to {after}"
+    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
+    text += f": after {done} updates the learning rate goes from {before} to {after}"
     if any(f"{one}.".startswith(f"{allowed}.") for one in _CURVE for allowed in allow_change):
         return [f"warning: {text}"]
     raise UsageError(
         text,
         where=f"{key}={value}",
-        remedy=f"schedule.total_steps={then.length} keeps the curve, and its last rate from its end on; --allow-change {key} goes on on the new curve; "
-        "--fresh deletes the run and starts anew",
+        remedy=f"schedule.total_steps={then.length} keeps the curve, and its last rate from its end on; "
+        f"--allow-change {key} goes on on the new curve; --fresh deletes the run and starts anew",
     )
 
 
@@ -292,8 +326,6 @@ def _environment(world: World) -> dict[str, Any]:
 
 def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: Assembled, notes: Sequence[str], quiet: bool) -> list[Watcher]:
     """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
-    from lockstep.observe.console import ConsoleWatcher  # rich takes a while
-
     writers: dict[str, Callable[[], Any]] = {
         "train.log": lambda: TextLog(folder / "train.log", stop),
         "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", run.step),
@@ -301,7 +333,7 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
     if config.log.tensorboard:
         writers["tensorboard"] = lambda: TensorBoard(folder / "tensorboard", run.step)
     if not quiet:
-        writers["the console"] = lambda: ConsoleWatcher(stop, run.step)
+        writers["the console"] = lambda: _console(stop, run.step)
     found = together(writers)
     log, console = found[0], found[-1]
     log.message(f"lockstep {lockstep.__version__}, torch {torch.__version__}, {run.world.size} ranks on {run.world.device.type}, from step {run.step}")
@@ -312,6 +344,12 @@ def watchers(folder: Path, config: RunConfig, run: Training, stop: int, made: As
         for one in found:
             one.message(text)
     return [*found]
+
+
+def _console(stop: int, start: int) -> Any:
+    from lockstep.observe.console import ConsoleWatcher  # rich takes a while to import
+
+    return ConsoleWatcher(stop, start)
 
 
 def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
@@ -325,7 +363,10 @@ def _endless_warmup(config: RunConfig, run: Training, stop: int) -> list[str]:
 
 
 class Tables:
-    """Appends what evaluations' metrics computed in two and more dimensions to tables.jsonl; what a run that died wrote of later steps goes."""
+    """Appends what an evaluation's metrics computed in two and more dimensions to tables.jsonl.
+
+    What a run that died wrote of later steps goes.
+    """
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self.path, self.tell = folder / "tables.jsonl", tell

@@ -40,7 +40,11 @@ def test_nan_beside_infinity_is_nan_and_an_imaginary_part_counts():
     assert finite.grade(torch.complex(torch.zeros(2), torch.tensor([0.0, INF])).conj()) == finite.INFINITE
 
 
-@pytest.mark.parametrize("tensor", [torch.empty(0), torch.tensor([True]), torch.tensor([2**62]), torch.full((3,), 3e38)], ids=["empty", "bool", "int", "large"])
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(0), torch.tensor([True]), torch.tensor([2**62]), torch.full((3,), 3e38)],
+    ids=["empty", "bool", "int", "large"],
+)
 def test_what_can_hold_no_nan_or_is_merely_large_is_finite(tensor):
     assert finite.grade(tensor) == finite.FINITE
 

@@ -1,5 +1,6 @@
 """Before the first step of a new run: what it finds, what it does not complain of, and that it leaves no trace."""
 
+import contextlib
 import copy
 import random
 
@@ -11,6 +12,8 @@ from torch.nn import functional
 
 import lockstep.run
 from lockstep import LockstepError, Trainer
+from lockstep.dist.world import World
+from lockstep.engine import dry_run
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -79,10 +82,10 @@ def test_the_warning_says_how_little_of_the_gradient_is_left(tmp_path):
     assert MEAN not in told(Mean(), tmp_path / "each", batch={"global": 24, "micro": 1})  # of one sample, the mean is the sum
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_mean_is_found_in_lower_precision_and_a_sum_is_none(tmp_path, precision):
-    assert MEAN in told(Mean(dtype=torch.float32), tmp_path / "mean", precision=precision)
-    assert MEAN not in told(own_tasks.Plain(dtype=torch.float32), tmp_path / "sum", precision=precision)
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.float32), ("fp16", torch.float32), ("fp32", torch.bfloat16)])
+def test_a_mean_is_found_in_lower_precision_and_a_sum_is_none(tmp_path, precision, dtype):
+    assert MEAN in told(Mean(dtype=dtype), tmp_path / "mean", precision=precision)
+    assert MEAN not in told(own_tasks.Plain(dtype=dtype), tmp_path / "sum", precision=precision)
 
 
 def test_the_warning_is_for_people_and_stays_with_the_run(tmp_path, capsys):
@@ -242,8 +245,21 @@ CANNOT_BE_EVALUATED = [
     (NoPredict(eval_length=10), r"Task\.predict: NoPredict has no predict"),
     (BrokenEvaluation(), r"folder/000\.png: sample 0 cannot be read: OSError: truncated file"),
     (WrongTargets(), "preds|target"),
-    (OtherHeads(eval_length=10), r"Task\.loss, in evaluation: the loss has the heads \['a'\], Task\.weight has \['a', 'b'\]"),
+    (
+        OtherHeads(eval_length=10),
+        r"Task\.loss, in evaluation: the loss has the heads \['a'\], Task\.weight has \['a', 'b'\]",
+    ),
 ]
+
+
+@pytest.mark.parametrize("evaluates", [0, 5])
+def test_a_loss_of_the_wrong_type_is_left_to_those_who_name_it(tmp_path, evaluates):
+    class Vector(own_tasks.Plain):
+        def loss(self, model, batch):
+            return (model(batch[0]) - batch[1]).square().mean(dim=1)
+
+    with pytest.raises(LockstepError, match=r"tensor of shape \((24|8),\)"):
+        runs.fit(Vector(eval_length=10), runs.config(train={"eval_every_steps": evaluates}), tmp_path)
 
 
 @pytest.mark.parametrize(("task", "message"), CANNOT_BE_EVALUATED, ids=[type(task).__name__ for task, _ in CANNOT_BE_EVALUATED])
@@ -255,7 +271,10 @@ def test_what_cannot_be_evaluated_is_an_error_before_the_first_step(tmp_path, ta
 
 def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path):
     settings = EVALUATED | {"checkpoint": {"keep_best": "max eval/acuracy"}}
-    with pytest.raises(LockstepError, match=r"checkpoint\.keep_best: there is no metric eval/acuracy\n  remedy: did you mean eval/accuracy\?") as caught:
+    with pytest.raises(
+        LockstepError,
+        match=r"checkpoint\.keep_best: there is no metric eval/acuracy\n  remedy: did you mean eval/accuracy\?",
+    ) as caught:
         runs.fit(Untrained(), settings, tmp_path)
     assert caught.value.exit_code == 2
     assert "There are: eval/loss, eval/samples, eval/bad, eval/accuracy, " in str(caught.value)
@@ -267,7 +286,7 @@ def test_a_metric_to_keep_by_that_is_misspelt_in_a_later_start_is_an_error_befor
     runs.fit(own_tasks.Classes(), EVALUATED, tmp_path)
     later = EVALUATED | {"train": {"steps": 6, "eval_every_steps": 2}, "checkpoint": {"keep_best": "min eval/lss"}}
     with pytest.raises(LockstepError, match=r"no metric eval/lss\n  remedy: did you mean eval/loss\?"):
-        runs.fit(Untrained(), later, tmp_path)
+        runs.fit(Untrained(), later, tmp_path, allow_change=["task"])
 
 
 @pytest.mark.parametrize("head", ["loss", "loss/a", "loss/b", "samples"])
@@ -340,6 +359,30 @@ def fit_with_and_without(kind, settings, folder):
         saved = store.listed(folder / name / "checkpoints")[0]
         found.append({name: tensor.numpy().tobytes() for name, tensor in files.read(saved.path, saved.index)})
     return found[2:]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_generators_modes_and_gradients_are_as_they_were(fails):
+    world, model = World(0, 1, 0, torch.device("cpu")), Frozen(nn.Linear(3, 3), nn.BatchNorm1d(3)).train()
+    model[1].register_buffer("mask", torch.tensor([1.0, float("-inf")]))
+    modes, buffers = (
+        [module.training for module in model.modules()],
+        {name: buffer.clone() for name, buffer in model.named_buffers()},
+    )
+    states = torch.get_rng_state(), random.getstate(), repr(np.random.get_state())
+    with contextlib.suppress(KeyError), dry_run.without_trace(model, world, compiled=False):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        torch.rand(1), random.random(), np.random.rand(), torch.manual_seed(5)
+        model[1].mask.fill_(2)
+        model[1].running_mean = torch.ones(3)
+        if fails:
+            raise KeyError
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), repr(np.random.get_state())) == states[1:]
+    assert torch.is_grad_enabled()
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
 
 
 TRACES = runs.config(train={"steps": 3, "eval_every_steps": 3})

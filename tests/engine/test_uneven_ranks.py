@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lockstep import LockstepError
 from tests import own_tasks, rank_cases, runs
 from tests.processes import launched
 from tests.ranks import run_ranks
@@ -46,6 +47,8 @@ ALONE = launched(
     failing("HeadsByRank", "task.fewer_from=1", "task.of=loss"),
     failing("UnusedFrom"),
     failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp"),
+    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp", "task.frozen=true"),
+    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.static_graph=true"),
 )
 
 
@@ -74,10 +77,10 @@ def test_a_parameter_that_one_rank_stops_using_is_named_there(launch):
 
 @ALONE
 def test_constants_that_a_strategy_cannot_do_without_are_named(launch):
-    ended = launch.done[3]
-    assert ended.returncode == 1
-    assert "is a constant, which depends on no parameter" in ended.stderr
-    assert "parallel.strategy=fsdp" in ended.stderr
+    for ended, key in zip(launch.done[3:], ("strategy=fsdp", "strategy=fsdp", "static_graph"), strict=True):
+        assert ended.returncode == 1
+        assert "is a constant, which depends on no parameter" in ended.stderr
+        assert f"parallel.{key}" in ended.stderr
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (1, 2), (2, 3), (3, 2)])
@@ -166,3 +169,29 @@ def test_a_loss_of_16_bits_does_not_round_its_factor(kind, bound):
     for name, tensor in weights.items():
         moved, wanted = tensor - start[name], expected[name] - start[name]
         assert float((moved - wanted).norm() / wanted.norm()) < bound
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 2), (2, 3), (3, 2)])
+def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world, micro):
+    options = {"dtype": torch.float32, "narrow": True}
+    expected, _ = runs.by_hand(own_tasks.ConstantHeads(dtype=torch.float32, constants=False), steps=12, global_batch=6, optimizer=sgd)
+    settings = runs.config(batch={"global": 6, "micro": micro}, train={"steps": 12}, **SGD)
+    found = [weights for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", options, settings)]
+    assert all(runs.difference(weights, found[0]) == 0 for weights in found)
+    assert runs.difference(found[0], expected) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "words"),
+    [({"bb": 2.0}, "there is no head 'bb'"), (2, "int"), ({"a": "x"}, "head 'a' is 'x'"), ({"b": float("nan")}, "head 'b' is nan")],
+    ids=["misspelt", "number", "text", "nan"],
+)
+def test_coefficients_that_mean_nothing_are_named(coefficients, words):
+    class Wrong(own_tasks.TwoHeads):
+        def coefficients(self):
+            return coefficients
+
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(Wrong(), runs.config(train={"steps": 1}))
+    assert words in str(caught.value)
+    assert "Task.coefficients" in str(caught.value)

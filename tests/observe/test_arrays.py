@@ -22,6 +22,7 @@ def row(number):
     return {
         "sample": number,
         "input": f"file-{number}.png",
+        "file": 10 * number,
         "truth": None,
         "output": {
             "logits": value,
@@ -37,6 +38,7 @@ def row(number):
 
 EXPECTED = {
     "sample": [0, 1, 2],
+    "file": [0, 10, 20],
     "output/logits": [[0, 0.5], [1, 0.5], [2, 0.5]],
     "output/half": [[0, 0.5], [1, 0.5], [2, 0.5]],
     "output/pair/0": [[0, 0], [1, 0], [2, 0]],

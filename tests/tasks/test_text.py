@@ -512,6 +512,15 @@ def test_labels_that_no_evaluation_text_has_are_named(few, tmp_path):
     assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in notes
 
 
+def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
+    (tmp_path / "a.tsv").write_text("text\tlabel\n" + '"good film"\tpos\n"bad film"\tneg\n' * 10)
+    notes = Text(**few | {"train": str(tmp_path / "a.tsv"), "eval_fraction": 0.1}).notes()
+    assert ["20 fields stand in" in line for line in notes].count(True) == 1
+    task = Text(**few | {"train": str(tmp_path / "a.tsv"), "quoting": "minimal"})
+    assert task.train_data()[0].text == "good film"
+    assert not any("fields stand in" in line for line in task.notes())
+
+
 def test_unwritable_run_directory_is_an_error(few, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):

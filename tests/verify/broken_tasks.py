@@ -191,7 +191,7 @@ class Rarely(Classes):
 
     def prepare(self, sample, epoch, training):
         inputs, label = sample
-        if training and float(inputs[0]) > 0.8:
+        if training and float(inputs[0]) > 0.9:
             inputs = inputs + torch.from_numpy(np.random.normal(size=FEATURES)).float()
         return inputs, label
 

@@ -221,7 +221,12 @@ _engine(
     base="dropout",
 )
 _engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
-_engine("nobody calls train() before the loop", "gradients", ("run:Trainer._training", "forward.train()", "forward"), base="frozen-norm")
+_engine(
+    "modules put into training mode past the model's own train()",
+    "gradients",
+    ("engine.trainer:fit", "run.forward.train()", "[setattr(one, 'training', True) for one in run.forward.modules()]"),
+    base="frozen-norm",
+)
 _task("dead branch", "gradients", "DeadBranch")
 _task("detached body", "gradients", "DetachedBody", base="unused")
 _task("dead units before a ReLU", "gradients", "DeadUnits")
@@ -295,7 +300,12 @@ _engine(
     (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"),
     base="rarely",
 )
-_engine("samples that draw found, and not seeded", "gradients", (SEEDING, "self.drawn += found", "pass"))
+_engine(
+    "samples that draw found, and not seeded",
+    "gradients",
+    (SEEDING, "self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))", "pass"),
+    base="rarely",
+)
 _engine(
     "nobody looks for draws after a micro-batch without any",
     "gradients",
@@ -303,15 +313,15 @@ _engine(
     base="rarely",
 )
 _engine(
-    "nobody looks for draws that leave no trace",
+    "torch's generator seeded only where draws leave a trace",
     "gradients",
-    (AT_ONCE, "if not self.looked:", "if False:"),
+    ("data.randomness:SampleSeeding.__init__", "() if lazily else GENERATORS[:1]", "()"),
     base="forked",
 )
 _engine(
     "only torch's generator seeded for samples",
     "gradients",
-    ("data.randomness:SampleSeeding.seed", "in self.drawn:", "in self.drawn[:1] if self.drawn[:1] == GENERATORS[:1] else ():"),
+    ("data.randomness:SampleSeeding.seed", "in self.drawn:", "in self.drawn[:1]:"),
     base="rarely",
 )
 
@@ -432,13 +442,13 @@ _engine(
     "logged losses packed in the rank's own order of heads",
     "ranks",
     ("dist.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
-    (STEP, 'heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)', "tuple(outcome.losses[0])"),
+    ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), "Task.loss", world)', "tuple(losses)"),
     ("engine.meter:Meter.entry", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
 _engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
 _engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"), base="few-masked")
-_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", f"mix(self.seed, epoch, index, {RANK})"))
+_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", f"mix(index, {RANK}, state=of_epoch)"))
 _engine(
     "order seeded with the world size", "ranks", ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch")
 )
@@ -611,7 +621,7 @@ _engine(
 _engine(
     "augmentation seeded by the steps of this process",
     "resume",
-    ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
+    ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
 )
 _engine(
     "momentum not restored",
@@ -645,7 +655,7 @@ _engine(
     "elastic",
     (
         "run:Trainer._training",
-        "coefficients=task.coefficients(),",
+        "coefficients=checked.coefficients(task),",
         "coefficients={'loss': 1.0 if found is None else world.size / found.manifest['versions']['world']},",
     ),
 )
@@ -715,12 +725,6 @@ _engine(
     ("data.loader:Chunks._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
 )
 _engine(
-    "each sample of odd number read as its neighbour, without draws",
-    "gradients",
-    ("data.loader:Chunks._read_all", "return [data[index] for", "return [data[index // 2 * 2] for"),
-    base="masked",
-)
-_engine(
     "neighbours where the data set reads many at once",
     "gradients",
     ("data.loader:Chunks._read_all", "self.read_many(list(indices))", "self.read_many([index - 1 for index in indices])"),
@@ -732,8 +736,8 @@ _engine(
     ("run:Trainer._plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
-_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, 0, index)"))
-_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_all", "epoch, training)", "epoch, False)"))
+_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(self.seed, 0, index)"))
+_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_one", "epoch, self.training)", "epoch, False)"))
 
 # ---- evaluation: another number than one plain loop gives
 
@@ -863,7 +867,7 @@ _engine(
 _engine(
     "samples seeded per process",
     "determinism",
-    ("data.loader:Chunks._read_one", "mix(self.seed, epoch, index)", "mix(self.seed, epoch, index, id(self))"),
+    ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(index, id(self), state=of_epoch)"),
     base="workers",
 )
 _engine(

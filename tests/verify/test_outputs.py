@@ -149,6 +149,13 @@ def test_the_best_constant_is_evaluated_on_other_data():
     assert not found.no_predict
 
 
+def test_metrics_may_come_in_a_dict_and_methods_may_be_set_on_the_object():
+    found, expected = (trivial(settings(name), 512) for name in ("MetricsInADict", "Classes"))
+    assert found.values == expected.values
+    assert found.directed == ["accuracy"]
+    assert not trivial(settings("PredictsOnTheObject"), 64).no_predict
+
+
 def test_a_constant_is_fitted_to_a_part_of_the_data():
     whole, part = trivial(settings("Classes"), 512), trivial(settings("Classes"), 3)
     assert whole.values["loss"] != part.values["loss"]

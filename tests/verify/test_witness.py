@@ -82,5 +82,5 @@ def test_a_mode_that_train_does_not_give_is_seen_and_left():
 
 def test_training_begins_in_the_mode_that_train_gives(tmp_path):
     assert fitted("FrozenNorm", tmp_path / "right").misled == []
-    with mutants.broken(mutants.MUTANTS["nobody calls train() before the loop"]):
+    with mutants.broken(mutants.MUTANTS["modules put into training mode past the model's own train()"]):
         assert fitted("FrozenNorm", tmp_path / "wrong").misled == ["norm"]

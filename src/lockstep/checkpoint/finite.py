@@ -36,7 +36,7 @@ def faults(tensors: Mapping[str, Tensor], allowed: Mapping[str, int]) -> Grades:
 
 
 def at_start(model: nn.Module, tensors: Mapping[str, Tensor], world: World) -> Grades:
-    """What tensors may hold in checkpoints, because they hold it before training begins: infinity in a mask, for instance.
+    """What tensors may hold in checkpoints, because they hold it before training begins: a mask holds infinity.
 
     Args:
         tensors: what checkpoints will hold on this rank, as `state.capture` names it.
@@ -62,7 +62,7 @@ def refusal(found: Grades, rank: int, step: int, kept: int | None) -> TrainingEr
     """The error for a state that was not saved.
 
     Args:
-        found: what is wrong on `rank`. step: whose state it is. kept: step of the newest checkpoint; None: there is none.
+        found: what is wrong on `rank`. step: of the state. kept: step of the newest checkpoint; None: there is none.
     """
     stays = f"the checkpoint of step {kept} is kept" if kept is not None else "no checkpoint was saved before"
     return TrainingError(

@@ -87,7 +87,9 @@ class Saver:
         if self.thread is not None:
             self.thread.join()
         step = self._newest()
-        return "No checkpoint is saved" if step is None else f"The checkpoint of step {step} is saved, and the same command goes on from there"
+        if step is None:
+            return "No checkpoint is saved"
+        return f"The checkpoint of step {step} is saved, and the same command goes on from there"
 
     def _newest(self) -> int | None:
         return next((one.step for one in store.listed(self.folder)), None)
@@ -201,7 +203,13 @@ class Saver:
         self.world.heart.beats += 1  # a slow disk is no hang
         fail_at(place, step)
 
-    def _commit(self, step: int, shares: list[dict[str, Any]], values: dict[str, Any], manifest: dict[str, Any]) -> str | TrainingError | None:
+    def _commit(
+        self,
+        step: int,
+        shares: list[dict[str, Any]],
+        values: dict[str, Any],
+        manifest: dict[str, Any],
+    ) -> str | TrainingError | None:
         """On rank 0, when all ranks have written: make it count. What went wrong, if anything."""
         for rank, share in enumerate(shares):
             if "not_finite" in share:

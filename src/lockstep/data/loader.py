@@ -6,7 +6,6 @@ import contextlib
 import math
 import numbers
 import os
-import pickle
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.order import Chunk, StepPlan, micro_batches, mix
 from lockstep.data.randomness import SampleSeeding, seed_all
-from lockstep.errors import DataError, LockstepError, TrainingError
+from lockstep.errors import DataError, LockstepError, TrainingError, exits_are_failures
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -82,18 +81,16 @@ class Chunks(Dataset[Micro]):
 
     def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
-        self.seeding, self.looked = SampleSeeding(), False
         # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
+        self.seeding = SampleSeeding(lazily=self.read_many is not None)
 
     def __getitem__(self, chunk: Chunk) -> Micro:
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
             return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
-        if not self.looked:
-            self._look_at(chunk.indices[0], chunk.epoch)
         while True:
             self.seeding.begin(mix(self.seed, chunk.epoch))
             samples, indices, bad = self._read(chunk)
@@ -107,29 +104,9 @@ class Chunks(Dataset[Micro]):
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
     def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
+        if batch is None:
+            raise TrainingError("it returned None", where="Task.collate", remedy="return a batch: tensors, or dicts, lists or tuples of them")
         return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
-
-    def _look_at(self, index: int, epoch: int) -> None:
-        """Once per process: whether a sample is another under another seed, although no generator shows that it was drawn from.
-
-        So it is where numbers are drawn under `torch.random.fork_rng`, or from a generator that is made from `torch.initial_seed()`.
-        """
-        found: list[bytes | int] = []
-        for seed in (1, 2):
-            self.seeding.begin(seed)
-            try:
-                sample = self.task.prepare(self.data[index], epoch, self.training)
-            except Exception:  # it is told where it is read for the training
-                return
-            if self.seeding.found_more():
-                break
-            try:
-                found.append(pickle.dumps(map_tensors(sample, _as_bytes)))
-            except Exception:
-                found.append(seed)  # what cannot be compared may differ
-        self.looked = True
-        if len(found) == 2 and found[0] != found[1]:
-            self.seeding.seed_always()
 
     def _read(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
@@ -139,22 +116,18 @@ class Chunks(Dataset[Micro]):
             return self._one_by_one(chunk)
 
     def _read_all(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
-        if self.seeding.drawn:
-            return [self._read_one(index, epoch) for index in indices]
-        if self.read_many is not None:
+        if self.read_many is not None and not self.seeding.drawn:
             samples = list(self.read_many(list(indices)))
             if len(samples) == len(indices):
                 return samples
-        data, prepare, training = self.data, self.task.prepare, self.training
-        if not self.prepares:
-            return [data[index] for index in indices]
-        return [prepare(data[index], epoch, training) for index in indices]
+        of_epoch = mix(self.seed, epoch)
+        return [self._read_one(index, epoch, of_epoch) for index in indices]
 
     def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
         for index in chunk.indices:
             try:
-                samples.append(self._read_one(index, chunk.epoch))
+                samples.append(self._read_one(index, chunk.epoch, mix(self.seed, chunk.epoch)))
                 indices.append(index)
             except Exception as error:
                 if self.on_error == "raise":
@@ -162,10 +135,10 @@ class Chunks(Dataset[Micro]):
                 bad.append((index, str(self._unreadable(index, error))))
         return samples, tuple(indices), tuple(bad)
 
-    def _read_one(self, index: int, epoch: int) -> Any:
-        if self.seeding.drawn:
-            self.seeding.seed(mix(self.seed, epoch, index))
-        return self.task.prepare(self.data[index], epoch, self.training)
+    def _read_one(self, index: int, epoch: int, of_epoch: int) -> Any:
+        self.seeding.seed(mix(index, state=of_epoch))
+        sample = self.data[index]
+        return self.task.prepare(sample, epoch, self.training) if self.prepares else sample
 
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
@@ -314,7 +287,8 @@ class _Caught(Dataset[Any]):
 
     def __getitem__(self, chunk: Chunk) -> Micro | Failure:
         try:
-            return self.chunks[chunk]
+            with exits_are_failures():
+                return self.chunks[chunk]
         except LockstepError as error:
             return Failure(error)
 
@@ -335,11 +309,6 @@ def _leave_soon(*_: object) -> None:
     timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
     timer.daemon = True  # no reason to stay when the work is done
     timer.start()
-
-
-def _as_bytes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's values in a form that pickles alike; torch writes where a tensor lies in memory."""
-    return tensor.dtype, tuple(tensor.shape), tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _same(micro: Any) -> Any:
@@ -365,7 +334,7 @@ def _number(head: Any, value: Any) -> float:
     remedy = "return how many units the loss sums over: a number, a tensor of one number, or a dict of these by head"
     if not isinstance(head, str):
         raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys")
-    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic)
+    is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
     try:
         number = float(value.item() if isinstance(value, np.ndarray) else value) if is_number else math.nan
     except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers

@@ -24,9 +24,12 @@ _ROUNDS = 8
 _BLOCK = 8192
 
 
-def mix(*words: int) -> int:
-    """Hash integers to one 64-bit integer; the only source of seeds in the package (SplitMix64, chained)."""
-    state = 0
+def mix(*words: int, state: int = 0) -> int:
+    """Hash integers to one 64-bit integer; the only source of seeds in the package (SplitMix64, chained).
+
+    Args:
+        state: what the words before gave: mix(a, b, c) is mix(c, state=mix(a, b)).
+    """
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -48,17 +48,21 @@ def seed_forward(seed: int, device: torch.device) -> None:
 
 
 class SampleSeeding:
-    """Gives every sample random numbers of its own, and costs next to nothing where samples draw none.
+    """Gives every sample random numbers of its own, and costs little where samples draw none.
 
-    Which generators samples draw from is found by looking: before a micro-batch is read, `begin` puts the generators that
-    nobody has drawn from so far into a known state, and afterwards `found_more` tells whether some left it. Then the
-    micro-batch is to be read again, and from then on `seed` seeds these generators for each sample. So a sample that draws is
-    always read under its own seed, and a sample that draws nothing is the same under any.
+    torch's generator is seeded for each sample. NumPy's and Python's, which take longer, are seeded once a sample was seen to
+    draw from them: before a micro-batch is read, `begin` puts the generators that nobody has drawn from so far into a known
+    state, and afterwards `found_more` tells whether some left it. Then the micro-batch is to be read again, and from then on
+    `seed` seeds these generators too. So a sample that draws is always read under its own seed, and a sample that draws nothing
+    is the same under any.
+
+    Args:
+        lazily: look for draws from torch's generator too, instead of seeding it: where samples are not read one by one.
     """
 
-    def __init__(self) -> None:
-        self.drawn: tuple[_Generator, ...] = ()  # from these, samples draw
-        self._others: tuple[_Generator, ...] = GENERATORS
+    def __init__(self, lazily: bool = False) -> None:
+        self.drawn: tuple[_Generator, ...] = () if lazily else GENERATORS[:1]  # from these, samples draw
+        self._others = tuple(one for one in GENERATORS if one not in self.drawn)
         self._seed: int | None = None
         self._first: tuple[int | float, ...] = ()  # what the others draw first after `_seed`
 
@@ -70,10 +74,6 @@ class SampleSeeding:
         for generator in self._others:
             generator.seed(seed)
 
-    def seed_always(self) -> None:
-        """From now on seed all generators for each sample."""
-        self.drawn, self._others, self._seed, self._first = GENERATORS, (), None, ()
-
     def seed(self, seed: int) -> None:
         """Before a sample is read: seed the generators that samples draw from."""
         for generator in self.drawn:
@@ -81,9 +81,9 @@ class SampleSeeding:
 
     def found_more(self) -> bool:
         """After a micro-batch was read: whether samples drew from generators that were not known to be drawn from."""
-        found = tuple(one for one, number in zip(self._others, self._first, strict=True) if one.draw() != number)
+        found = [one for one, number in zip(self._others, self._first, strict=True) if one.draw() != number]
         if found:
-            self.drawn += found
-            self._others = tuple(one for one in self._others if one not in found)
+            self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))
+            self._others = tuple(one for one in GENERATORS if one not in self.drawn)
             self._seed = None
         return bool(found)

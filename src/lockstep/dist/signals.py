@@ -24,12 +24,12 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 STOP_FILE = "stop"  # in the folder of hearts: by which signal the launcher was asked to stop; ranks that start later see it
 LAUNCHED = "LOCKSTEP_LAUNCHED"  # set in ranks that our launcher started: it speaks for them, and decides on second signals
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on one and the same request
-_KEY_S = 0.2  # of one Ctrl-C, what a wrapper passes on came 5 ms after the terminal's at most (2 cores, 6 busy processes)
+_KEY_S = 0.2  # one Ctrl-C came again, from a wrapper, after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
 
 
 def is_another(number: int, asked_at: float) -> bool:
-    """Whether a signal that arrives now is a request of its own, and not that of `asked_at` (monotonic seconds) once more."""
+    """Whether a signal that arrives now is a request of its own, not that of `asked_at` (monotonic seconds) again."""
     return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
@@ -155,7 +155,8 @@ class Agreement:
         if self.left:
             return False
         now = time.perf_counter()
-        asked, seconds, elapsed = self.world.all_sum([float(self.flag.signal is not None), now - self.since, now - self.begun])
+        mine = [float(self.flag.signal is not None), now - self.since, now - self.begun]
+        asked, seconds, elapsed = self.world.all_sum(mine)
         self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
         # At most twice as many as before: the first steps may be quicker than what follows.

@@ -148,18 +148,23 @@ def needs_settling(forward: nn.Module, world: World) -> bool:
     return forward.static_graph or (world.size > 2 and not forward.find_unused_parameters)
 
 
-def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, check_unused: bool) -> None:
+def settle(forward: nn.Module, batch: Any, world: World, precision: Precision, check_unused: bool, looked_at: Sequence[str] = ()) -> None:
     """Let DDP arrange its gradient buckets before the first step, with a backward pass of zeros.
 
     DDP arranges them anew after the first backward pass. With three ranks and more, the order in which an element is
     added over ranks depends on its place in the bucket: without this, the first step after a restart would differ in
     its last bits from the same step of a run that went on (seen on gloo with 3 and 4 ranks). Leaves no gradient, and
     buffers as they were.
+
+    Args:
+        looked_at: heads of coefficient 0, which may be constants.
     """
-    rehearse(forward, batch, precision, (lambda losses: check_all_used(forward, losses, world)) if check_unused else None)
+    rehearse(forward, batch, precision, (lambda losses: check_all_used(forward, losses, world)) if check_unused else None, looked_at)
 
 
-def rehearse(forward: nn.Module, batch: Any, precision: Precision, look: Callable[[Losses], None] | None = None) -> None:
+def rehearse(
+    forward: nn.Module, batch: Any, precision: Precision, look: Callable[[Losses], None] | None = None, looked_at: Sequence[str] = ()
+) -> None:
     """A forward and a backward pass of zeros that leave no trace. With a `bare` forward, on this rank alone: to see whether its memory suffices.
 
     look: called with the losses, before the backward pass.
@@ -167,6 +172,7 @@ def rehearse(forward: nn.Module, batch: Any, precision: Precision, look: Callabl
     with _without_trace(forward):
         with precision.autocast():
             losses: Losses = forward(batch)
+        losses = {head: loss for head, loss in losses.items() if loss.requires_grad or head not in looked_at}
         if look is not None:
             look(losses)
         tensors, zeros = roots(forward, losses, {head: torch.zeros_like(loss) for head, loss in losses.items()}, last=True)
@@ -188,10 +194,10 @@ def roots(forward: nn.Module, losses: Losses, gradients: Losses, last: bool) -> 
     if not constants:
         return tensors, grads
     finds_unused = isinstance(forward, DistributedDataParallel) and forward.find_unused_parameters
-    all_train = all(parameter.requires_grad for parameter in forward.parameters())  # else that may be why
-    if (is_sharded(forward) and all_train) or (finds_unused and last and not tensors):
+    is_static = isinstance(forward, DistributedDataParallel) and forward.static_graph
+    if is_sharded(forward) or is_static or (finds_unused and last and not tensors):
         remedy = "let it depend on its parameters where it has no units, such as a sum over an empty selection of the model's output"
-        where = "parallel.strategy=fsdp" if is_sharded(forward) else "parallel.find_unused_parameters"
+        where = "parallel.strategy=fsdp" if is_sharded(forward) else f"parallel.{'static_graph' if is_static else 'find_unused_parameters'}"
         raise TrainingError(f"the loss of head {constants[0]!r} is a constant, which depends on no parameter", where=where, remedy=remedy)
     if last and not finds_unused:
         unused, parameters = _unused(forward, _leaves(losses)), dict(unwrap(forward).named_parameters())
@@ -281,8 +287,9 @@ def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
     here = _unused(forward, _leaves(losses))
     unused_on = world.all_sum([float(unused and not is_constant) for unused in here.values()])
     names = [name for name, count in zip(here, unused_on, strict=True) if count]
+    most = int(max(unused_on, default=0))
     if names:
-        raise _unused_error(names, "first step")
+        raise _unused_error(names, "first step", "" if most == world.size else f" on {most} of {world.size} ranks")
 
 
 def _unused(forward: nn.Module, used: set[int]) -> dict[str, bool]:

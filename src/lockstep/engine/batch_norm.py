@@ -24,9 +24,10 @@ def batch_norms(forward: nn.Module) -> list[nn.Module]:
 def without_trace(forward: nn.Module) -> Generator[None, None, None]:
     """Around the forward and backward pass of a filler, which counts for nothing: no buffer is changed.
 
-    BatchNorm takes its running statistics, because it raises on the single sample of a filler.
+    BatchNorm takes its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not: there
+    the other ranks wait for this one's.
     """
-    norms = [norm for norm in batch_norms(forward) if norm.training]
+    norms = [norm for norm in batch_norms(forward) if norm.training and not isinstance(norm, nn.SyncBatchNorm)]
     buffers = [(buffer, buffer.clone()) for buffer in forward.buffers()]
     for norm in norms:
         norm.training = False

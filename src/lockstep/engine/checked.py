@@ -1,8 +1,9 @@
-"""What a task's methods return, where its type is wrong: an error that says which method, what came and what is wanted."""
+"""What a task's methods return. Where the type is wrong, an error says which method, what came and what is wanted."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,22 @@ def metrics(task: Task) -> MetricCollection | None:
     return found if len(found) else None
 
 
+def coefficients(task: Task) -> dict[str, float]:
+    """`task.coefficients()`.
+
+    Raises:
+        UsageError: it is no dict from names of heads to finite numbers.
+    """
+    found: Any = task.coefficients()
+    remedy = "return a dict of numbers by head, such as {'depth': 0.5}"
+    if not isinstance(found, Mapping):
+        raise UsageError(_came(found), where="Task.coefficients", remedy=remedy)
+    for head, value in found.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(f"the coefficient of head {head!r} is {value!r}", where="Task.coefficients", remedy=remedy)
+    return {head: float(value) for head, value in found.items()}
+
+
 def data(found: Any, where: str) -> Dataset[Any]:
     """`found`, which `where` gave, if samples can be read from it in any order.
 
@@ -64,7 +81,7 @@ def data(found: Any, where: str) -> Dataset[Any]:
         UsageError: it is a loader, a stream, a class, or anything else without length or index.
     """
     if isinstance(found, DataLoader):
-        remedy = "return the data set, not a loader: Lockstep makes the batches. The data set of a loader is loader.dataset"
+        remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches"
         raise UsageError(_came(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}"

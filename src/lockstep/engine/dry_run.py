@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data.loader import Loader, Micro
 from lockstep.data.order import Chunk, EvaluationPlan, StepPlan, micro_batches
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SAMPLES = 8
 _APART = 0.1  # of the losses: less than this is no mean instead of a sum
-_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # of the losses: rounding, and samples that influence each other a little
+_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # of the losses: what rounding explains
 
 
 @contextlib.contextmanager
@@ -40,11 +40,11 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
     """Evaluation mode without gradients; afterwards training mode, and buffers and random numbers as they were.
 
     Args:
-        compiled: `torch.compile` was applied to `forward`, which is run as it was written: shapes that it sees here would count.
+        compiled: `torch.compile` was applied to `forward`. It is run as it was written: shapes seen here would count.
     """
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone()) for module in forward.modules() for name, buffer in module._buffers.items() if buffer is not None
-    ]
+    places = [(module._buffers, name) for module in forward.modules() for name in module._buffers]
+    buffers = [(place, name, place[name]) for place, name in places]
+    values = [buffer if buffer is None else buffer.clone() for _, _, buffer in buffers]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [world.device] if world.device.type == "cuda" else []
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
@@ -57,18 +57,24 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
         np.random.set_state(numpy)
         forward.train()
         with torch.no_grad():
-            for place, name, buffer, before in buffers:
-                place[name] = buffer.copy_(before)
+            for (place, name, buffer), value in zip(buffers, values, strict=True):
+                place[name] = buffer if buffer is None or value is None else buffer.copy_(value)
         sharding.reshard(forward)
 
 
-def look_at_losses(forward: nn.Module, loader: Loader, plan: StepPlan, precision: Precision, must_run: bool) -> list[str]:
-    """Whether the loss is a mean where a sum is asked for: compares some samples of the first step with their two halves.
+def look_at_losses(
+    forward: nn.Module,
+    loader: Loader,
+    plan: StepPlan,
+    precision: Precision,
+    must_run: bool,
+) -> list[str]:
+    """Whether the loss is a mean where a sum is asked for: some samples of the first step against their halves.
 
     Args:
         forward: a `Forward`; all ranks call this with the same samples, so that shards are gathered alike.
-        must_run: raise what the loss raises in evaluation mode, because evaluations call it too; else leave it to the first
-            step, which calls it in training mode.
+        must_run: raise what the loss raises in evaluation mode, because evaluations call it too; else leave it to the
+            first step, which calls it in training mode.
 
     Returns:
         a warning, or nothing.
@@ -80,17 +86,22 @@ def look_at_losses(forward: nn.Module, loader: Loader, plan: StepPlan, precision
     micros = _read(loader, [indices, indices[:half], indices[half:]])
     if any(micro.filler for micro in micros):  # none of a half can be read
         return []
+    found: list[dict[str, Any]] = []
     try:
-        losses = []
         for micro in micros:
             seed_forward(0, precision.device)  # the same noise for the whole and for its halves, and on every rank
             with precision.autocast():
-                losses.append({head: float(loss) for head, loss in forward(micro.batch).items()})
+                found.append(forward(micro.batch))
     except Exception:
         if must_run:
             raise
         return []
-    heads = [head for head in losses[0] if _is_mean(head, losses, micros, _NEAR[precision.name])]
+    values = [loss for losses in found for loss in losses.values()]
+    if not values or not all(map(_is_number, values)):
+        return []  # the first step says what is wrong with them
+    near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
+    losses = [{head: float(loss) for head, loss in of_part.items()} for of_part in found]
+    heads = [head for head in losses[0] if _is_mean(head, losses, micros, near)]
     if not heads:
         return []
     samples = plan.samples(0) / (plan.world * micro_batches(plan.samples(0), plan.world, plan.micro_batch))
@@ -98,16 +109,24 @@ def look_at_losses(forward: nn.Module, loader: Loader, plan: StepPlan, precision
     if share < 1.5:  # of one sample, the mean is the sum
         return []
     whole, first, second = (of_part[heads[0]] for of_part in losses)
-    name = "Task.loss" if len(losses[0]) == 1 else f"Task.loss, head {', '.join(map(repr, heads))},"
+    named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
     return [
-        f"WARNING: {name} returns a mean, not the SUM over its units: {micros[0].samples} samples give {whole:.4g}, "
-        f"and their two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, "
-        f"so this run trains with about 1/{share:.0f} of the gradient.\n"
+        f"WARNING: Task.loss{named} returns a mean, not the SUM over its units: {micros[0].samples} samples give "
+        f"{whole:.4g}, and their two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the "
+        f"global batch, so this run trains with about 1/{share:.0f} of the gradient.\n"
         "  remedy: return the sum (reduction='sum'), or the mean times its number of units"
     ]
 
 
-def look_at_evaluation(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, precision: Precision, best: str | None) -> list[str]:
+def look_at_evaluation(
+    task: Task,
+    forward: nn.Module,
+    loader: Loader,
+    plan: EvaluationPlan,
+    world: World,
+    precision: Precision,
+    best: str | None,
+) -> list[str]:
     """Evaluate some samples, spread over the data set, on every rank by itself.
 
     Args:
@@ -135,8 +154,8 @@ def look_at_evaluation(task: Task, forward: nn.Module, loader: Loader, plan: Eva
             try:
                 values, _ = metric_states.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some need more samples
-                told.append(f"warning: the metrics of {count} samples cannot be computed ({type(error).__name__}: {error})")
-                return told
+                cause = f"{type(error).__name__}: {error}"
+                return [*told, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
             finally:
                 metrics.reset()
         names += values
@@ -174,8 +193,15 @@ def _is_mean(head: str, losses: Sequence[Mapping[str, float]], micros: Sequence[
     if not abs(whole - expected) > _APART * scale:
         return False
     sizes = [micro.samples for micro in micros[1:]]
-    means = [sum(loss * count for loss, count in zip(halves, counts, strict=True)) / sum(counts) for counts in (parts, sizes, [1, 1])]
-    return any(abs(whole - mean) <= near * scale for mean in means)
+    for one, two in (parts, sizes, (1, 1)):
+        mean = (one * halves[0] + two * halves[1]) / (one + two)
+        if abs(whole - mean) <= near * scale:
+            return True
+    return False
+
+
+def _is_number(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim
 
 
 def _shape_of(output: Any, count: int) -> list[str]:
@@ -183,5 +209,6 @@ def _shape_of(output: Any, count: int) -> list[str]:
     try:
         split(output, count)
     except DataError as error:
-        return [f"warning: {error.where} gave {error.what}: metrics get it as it is, but predictions fail. {error.remedy or ''}".rstrip()]
+        text = f"warning: {error.where} gave {error.what}: metrics get it as it is, but predictions fail"
+        return [f"{text}. {error.remedy}" if error.remedy else text]
     return []

@@ -109,14 +109,26 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
     return [merged.get(index) for index in range(plan.length)]
 
 
-def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, wants_output: bool) -> tuple[dict[str, Tensor], Any]:
+def measure(
+    task: Task,
+    forward: nn.Module,
+    micro: Micro,
+    precision: Precision,
+    wants_output: bool,
+) -> tuple[dict[str, Tensor], Any]:
     """Loss sums of a micro-batch by head (a single one is the head `loss`), and the output, where it is wanted.
 
     Raises:
         TrainingError: the losses are no scalar tensors, or have other heads than the units.
     """
     with precision.autocast():
-        losses, output = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+        both = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
+    if not isinstance(both, tuple) or len(both) != 2:
+        remedy = "return the loss and the output, as a tuple of two"
+        raise TrainingError(f"it returned a {type(both).__name__}", where="Task.loss_and_output", remedy=remedy)
+    losses, output = both
+    if wants_output and output is None:
+        raise TrainingError("the output is None", where="Task.predict", remedy="return what the metrics and users need")
     where = f"Task.{'loss_and_output' if wants_output else 'loss'}, in evaluation"
     by_head = strategy.by_head(losses, where)
     if micro.weights is not None and by_head.keys() != micro.weights.keys():
@@ -129,10 +141,10 @@ def measure(task: Task, forward: nn.Module, micro: Micro, precision: Precision, 
 
 
 def split(output: Any, count: int, name: str = "") -> list[Any]:
-    """A batch's output as `count` outputs of one sample each, on the CPU: along the first dimension of every tensor and array.
+    """A batch's output as `count` outputs of one sample each, on the CPU: along tensors' and arrays' first dimension.
 
-    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item per
-    sample; None stays None.
+    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item
+    per sample; None stays None.
 
     Args:
         name: of `output` in what it is a part of, for errors.
@@ -162,7 +174,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     if isinstance(output, list) and len(output) == count:
         return output
     kind = f"list of {len(output)}" if isinstance(output, list) else type(output).__name__
-    remedy = "return tensors whose first dimension is the batch, a dict or tuple of them, or a list with one item per sample"
+    remedy = "return tensors whose first dimension is the batch, dicts or tuples of them, or one item per sample"
     raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
 
 

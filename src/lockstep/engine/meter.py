@@ -121,8 +121,8 @@ class Meter:
         raise TrainingError(
             "; ".join(dict.fromkeys(fault[1] for fault in first)),
             where=f"step {first[0][0] + 1}, " + "; ".join(dict.fromkeys(fault[2] for fault in first)),
-            remedy="look at these samples; else lower optim.lr, set optim.clip_norm, lengthen schedule.warmup_steps, "
-            "or use precision=fp32. Nothing was saved since",
+            remedy=("look at these samples; else " if any("samples" in fault[2] for fault in first) else "")
+            + "lower optim.lr, set optim.clip_norm, lengthen schedule.warmup_steps, or use precision=fp32. Nothing was saved since",
         )
 
     def _collect(self, bad: list[str]) -> list[str]:

@@ -56,7 +56,7 @@ class Guard:
                 self.trials -= 1
                 strategy.rehearse(strategy.bare(run.forward), batch, run.precision)
                 self._agree(run, fits=True)
-            self.open = agree and not run.unsettled  # settling is a collective
+            self.open = agree and not run.unsettled and run.agreed is not None  # settling and agreeing are collectives
             yield
         except torch.OutOfMemoryError as error:
             traceback.clear_frames(error.__traceback__)  # they hold activations

@@ -42,8 +42,8 @@ class Training:
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
     weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
     weights, where they are wanted. buckets: how `forward` was wrapped. unfreezing: what is trainable when; `forward` was
-    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory. weight_heads, loss_heads:
-    the names that all ranks agreed on in this process's first step.
+    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory. weight_heads, agreed:
+    what all ranks know of the heads since this process's first step, or since other parameters train.
     """
 
     forward: nn.Module
@@ -62,7 +62,7 @@ class Training:
     step: int = 0
     skipped: int = 0
     weight_heads: heads.Names | None = None
-    loss_heads: heads.Names | None = None
+    agreed: heads.AgreedLosses | None = None
 
     def __post_init__(self) -> None:
         self.check_unused = not self.buckets.find_unused_parameters
@@ -74,6 +74,7 @@ class Training:
         """Make trainable what is so from this step on."""
         if self.unfreezing is not None and self.step in self.unfreezing.steps:
             self.unfreezing.apply(self.step)
+            self.agreed = None
             self.rewrap()
 
     def rewrap(self) -> None:
@@ -132,7 +133,8 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
     rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
     with run.guard.step(run, micros[0].batch) if run.guard.enabled else contextlib.nullcontext():
         if run.unsettled:
-            strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused)
+            looked_at = [head for head, coefficient in run.coefficients.items() if not coefficient]
+            strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused, looked_at)
             run.unsettled = run.check_unused = False
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
@@ -141,21 +143,21 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
             with strategy.sync(run.forward, last, world), without_trace:
                 with run.precision.autocast():
                     losses: Losses = run.forward(micro.batch)
+                losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
                 factors, rest = _factors(run, losses, totals, micro, 0 if micro.filler else world.size)
                 if last and run.guard.open:
                     run.guard.last_backward(run)
-                if last and run.check_unused:
+                check_unused = last and run.check_unused
+                if check_unused:
                     strategy.check_all_used(run.forward, {head: losses[head] for head in factors}, world)
                     run.check_unused = False
                 scaled = {head: scaler.scale(factor) for head, factor in factors.items()}
                 tensors, gradients = strategy.roots(run.forward, losses, scaled, last)
                 if tensors:
                     torch.autograd.backward(tensors, gradients)
-                if last:
+                if last and not check_unused:
                     strategy.check_reduced(run.forward)
             outcome.losses.append({head: value.detach() for head, value in losses.items()})
-    if run.loss_heads is None:
-        run.loss_heads = heads.agree(None, tuple(outcome.losses[0]), "Task.loss", world)
     if rest != 1.0:
         sharding.scale_grads(run.parameters, rest)
 
@@ -198,26 +200,29 @@ def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: 
     is a power of two, and what is left of c[k] * world / W[k] comes second: gradients are multiplied by it after the step's
     last backward pass. (With several such heads it is what is left for the first; factors of the others are relative to it.)
     """
-    names = tuple(losses)
-    if run.loss_heads is not None and names != run.loss_heads:
-        heads.agree(run.loss_heads, names, "Task.loss", run.world)
     if SAMPLES not in totals and losses.keys() != totals.keys():
         raise TrainingError(
             f"the loss has the heads {sorted(losses)}, the weight has {sorted(totals)}",
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
+    units = set(losses) if micro.weights is None else {head for head, weight in micro.weights.items() if weight}
+    if run.agreed is None:
+        heads.check_coefficients(run.coefficients, losses)
+        run.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not run.all_train, run.world)
+    if tuple(losses) != run.agreed.names:
+        heads.agree(run.agreed.names, tuple(losses), "Task.loss", run.world)
     whole = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
     coefficients = {head: run.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0
-    if any(value.element_size() < 4 for value in losses.values()):
+    if run.agreed.is_narrow:
         first = next((head for head in losses if whole[head] and coefficients[head]), None)
         rest = 2 * math.frexp(coefficients[first] * run.world.size / whole[first])[0] if first is not None else 1.0
     factors = {}
     for head, value in losses.items():
-        if not value.requires_grad and not coefficients[head]:
-            continue  # only looked at
-        if not value.requires_grad and not micro.filler and (micro.weights or {}).get(head, 1.0) and run.all_train:
+        if not value.requires_grad and (not coefficients[head] or head in run.agreed.frozen):
+            continue  # only looked at, or nothing of it trains
+        if not value.requires_grad and not micro.filler and head in units and run.all_train:
             remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad(); or give it the coefficient 0"
             raise TrainingError(f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy)
         factor = coefficients[head] * world / whole[head] if whole[head] else 0.0

@@ -252,14 +252,14 @@ def check_moved(run: Training) -> None:
     if run.precision.name == "fp16":
         causes.insert(0, "the gradients overflowed in fp16: use precision=bf16 or fp32")
     raise TrainingError(
-        f"nothing was learned: all {run.step} updates were skipped. The checkpoint holds the weights that the run began with",
+        f"nothing was learned: all {run.step} updates were skipped. The checkpoint holds the weights of the beginning",
         where="end of training",
         remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
     )
 
 
 def into_training_mode(forward: nn.Module) -> list[str]:
-    """Put a model into training mode; a note of the parts for which that is a change, where the model as a whole is in it."""
+    """Put a model into training mode. A note of the parts for which that is a change, though the whole was in it."""
     idle = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
     forward.train()
     changed = [name for name, module in idle.items() if module.training]
@@ -267,6 +267,6 @@ def into_training_mode(forward: nn.Module) -> list[str]:
         return []
     more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
     return [
-        f"note: Task.model left {changed[0]}{more} in evaluation mode; training puts the whole model into training mode. "
-        "To keep a part in evaluation mode, override train() in the model"
+        f"note: Task.model left {changed[0]}{more} in evaluation mode; training puts the whole model into training "
+        "mode. To keep a part in evaluation mode, override train() in the model"
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,18 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], final: Path) -> list[st
     if final.suffix == ".npz":
         import numpy as np
 
-        with path.open("wb") as file:
-            np.savez(file, **{name: as_numpy(value) if is_tensor(value) else value for name, value in columns.items()})
+        with zipfile.ZipFile(path, "w") as archive:  # as numpy.savez, which cannot take an array of the name `file`
+            for name, value in columns.items():
+                array = as_numpy(value) if is_tensor(value) else value
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         return left_out
     import torch
     from safetensors.torch import save_file
 
     texts = [name for name, value in columns.items() if not is_tensor(value) and value.dtype.kind == "U"]
-    tensors = {name: value if is_tensor(value) else torch.from_numpy(value) for name, value in columns.items() if name not in texts}
+    numbers = {name: value for name, value in columns.items() if name not in texts}
+    tensors = {name: value if is_tensor(value) else torch.from_numpy(value) for name, value in numbers.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     return left_out + texts
 
@@ -37,7 +42,8 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], final: Path) -> list[st
 def stack(rows: Sequence[Mapping[str, Any]], where: str) -> tuple[dict[str, Any], list[str]]:
     """An array or tensor for each name, and the names that are None in all rows.
 
-    What lies in mappings, dataclasses and tuples has the names on its way joined with `/`. A list of numbers is an array.
+    What lies in mappings, dataclasses and tuples has the names on its way joined with `/`. A list of numbers is an
+    array.
 
     Raises:
         UsageError: rows that have other names or shapes, or values that are no numbers and no text.
@@ -60,13 +66,16 @@ def _stacked(name: str, values: list[Any], where: str) -> Any:
     import numpy as np
 
     tensors = all(is_tensor(value) for value in values)
+    found: list[Any] = values
     try:
-        found: list[Any] = values if tensors else [as_numpy(value) if is_tensor(value) else np.asarray(value) for value in values]
+        if not tensors:
+            found = [as_numpy(value) if is_tensor(value) else np.asarray(value) for value in values]
     except ValueError:  # a list of lists of several lengths
         raise _unfit(f"{name} holds lists of several lengths", where) from None
     shapes = list(dict.fromkeys(tuple(one.shape) for one in found))
     if len(shapes) > 1:
-        raise _unfit(f"{name} has another shape in another row: {', '.join(map(str, shapes[:4]))}{', ...' if len(shapes) > 4 else ''}", where)
+        more = ", ..." if len(shapes) > 4 else ""
+        raise _unfit(f"{name} has another shape in another row: {', '.join(map(str, shapes[:4]))}{more}", where)
     if tensors:
         import torch
 
@@ -78,7 +87,8 @@ def _stacked(name: str, values: list[Any], where: str) -> Any:
 
 
 def _unfit(text: str, where: str) -> UsageError:
-    return UsageError(text, where=where, remedy="write a .jsonl file, which takes values of any shape, or change what Task.describe returns")
+    remedy = "write a .jsonl file, which takes values of any shape, or change what Task.describe returns"
+    return UsageError(text, where=where, remedy=remedy)
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
@@ -96,4 +106,4 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 
 def _is_nested(item: Any) -> bool:
-    return isinstance(item, Mapping | tuple) or is_tensor(item) or hasattr(item, "dtype") or dataclasses.is_dataclass(item)
+    return isinstance(item, Mapping | tuple) or hasattr(item, "dtype") or dataclasses.is_dataclass(item)

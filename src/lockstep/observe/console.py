@@ -16,7 +16,8 @@ class _Console(Console):
     """rich's, but a pipe whose reader has gone (`| head`) is an error like others; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would stumble over what is left at its end
+        # Python would stumble at its end over what is left to be written.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 

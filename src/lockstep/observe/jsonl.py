@@ -29,7 +29,8 @@ class JsonLines:
                 new.write_bytes(b"".join(kept))
                 new.replace(path)
             if damaged := steps.count(None):
-                self.note = f"{path.name}: {damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?) and were dropped"
+                what = f"{damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?)"
+                self.note = f"{path.name}: {what} and were dropped"
         self.file = path.open("ab", buffering=0)
         self.torn = False
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in lists, mappings, text, numbers and None, whole: tensors and arrays become lists, a complex number its two parts.
+    """`value` in lists, mappings, text, numbers and None, whole: a tensor becomes a list, a complex number two parts.
 
     Raises:
         TypeError: something in it is none of these; names its type.
@@ -49,7 +49,7 @@ def as_dense(tensor: Any) -> Any:
 
 
 def as_numpy(tensor: Any) -> Any:
-    """A tensor as a NumPy array; number formats that NumPy lacks, such as bf16, in float32, which holds each of their values."""
+    """As a NumPy array; number formats that NumPy lacks (bf16) in float32, which holds all of their values."""
     tensor = as_dense(tensor)
     try:
         return tensor.numpy()

@@ -18,7 +18,8 @@ _SUFFIXES = (".csv", ".jsonl", ".npz", ".safetensors")
 def check(path: Path) -> None:
     """Raises UsageError where `path` cannot be written, or has another suffix."""
     if path.suffix not in _SUFFIXES:
-        raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}")
+        remedy = f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=remedy)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError("cannot be written there", where=f"--out {path}", remedy="give a file in a folder that exists and is writable")
 

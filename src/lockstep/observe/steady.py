@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Guard:
-    """Calls what writes a log. The first time that this fails, on stderr and with `tell` it says so; what was to be written is let go.
+    """Calls what writes a log. What fails is let go; the first time it is told on stderr, and with `tell`.
 
     Args:
         name: of the log, for people.
@@ -26,7 +26,8 @@ class Guard:
             if self.failed:
                 return
             self.failed = True
-            why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+            known = error.strerror if isinstance(error, OSError) else None
+            why = known or f"{type(error).__name__}: {error}"
             text = f"warning: {self.name} cannot be written: {why}; training goes on"
             with contextlib.suppress(Exception):
                 print(text, file=sys.stderr, flush=True)
@@ -34,7 +35,7 @@ class Guard:
 
 
 class Steady:
-    """Passes everything on to the watcher that `make` gives, behind a `Guard`. A watcher that cannot be opened is tried again."""
+    """Passes everything on to the watcher that `make` opens, behind a `Guard`. What cannot be opened is tried again."""
 
     def __init__(self, name: str, make: Callable[[], Any]) -> None:
         self.make = make

@@ -28,13 +28,14 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in entry.items() if name not in ("step", "time_s")]
+        tags = [name for name in entry if name not in ("step", "time_s")]
+        values = [Summary.Value(tag=name, simple_value=entry[name]) for name in tags]
         if self.writer is None:
             self._open()
         self._add(Event(wall_time=time.time(), step=int(entry["step"]), summary=Summary(value=values)))
 
     def _open(self) -> None:
-        """A new file. Not by EventFileWriter, whose thread writes up to two minutes late, and keeps what goes wrong to itself."""
+        """A new file. Not by EventFileWriter: its thread writes up to two minutes late, and prints its errors."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 

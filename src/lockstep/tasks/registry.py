@@ -20,7 +20,8 @@ _SHIPPED = {"toy": "toy:Toy", "classification": "classification:Classification",
 def build_task(section: dict[str, Any], train: str | None, evaluation: str | None) -> Task:
     """Make the task that `section` describes: `kind`, and the constructor's arguments.
 
-    A constructor that has the parameters `train` or `eval`, or takes any, also gets the config's data.train and data.eval.
+    A constructor that has the parameters `train` or `eval`, or takes any, also gets the config's data.train and
+    data.eval.
 
     Raises:
         UsageError: no such file or class, or arguments (also data.train and data.eval) that its constructor does not
@@ -80,7 +81,9 @@ def _import(path: Path) -> ModuleType:
     other = _other_of(packages[0], root) if packages else None
     try:
         if packages and other is None:
-            return importlib.import_module(".".join([*packages, path.stem]))
+            dotted = ".".join([*packages, path.stem])
+            loaded = sys.modules.get(dotted)  # by an earlier call: the file may be another by now
+            return importlib.import_module(dotted) if loaded is None else importlib.reload(loaded)
         module_name = f"lockstep_user_{path.stem}"
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
@@ -91,7 +94,7 @@ def _import(path: Path) -> ModuleType:
     except ImportError as error:
         if "relative import" not in str(error):
             raise
-        remedy = f"put an empty __init__.py into {path.parent}, which makes it a package, or write `from NAME import ...` without the dot"
+        remedy = f"put an empty __init__.py into {path.parent}, or write `from NAME import ...` without the dot"
         if other:
             remedy = f"give the folder {root / packages[0]} another name: Python finds {other} under this one"
         raise UsageError(f"cannot be imported: {error}", where=str(path), remedy=remedy) from error
@@ -99,7 +102,7 @@ def _import(path: Path) -> ModuleType:
 
 
 def package_of(path: Path) -> tuple[list[str], Path]:
-    """Names of the packages around a file, from the outermost, and the folder that this one is in; without any, the file's folder."""
+    """Names of the packages around a file, the outermost first, and the folder that this is in, or the file's own."""
     packages: list[str] = []
     folder = path.parent
     while folder.name.isidentifier() and (folder / "__init__.py").is_file():
@@ -116,6 +119,5 @@ def _other_of(package: str, root: Path) -> str | None:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module that was made by hand
         return package
-    if spec is None or any(os.path.realpath(place) == str(root / package) for place in spec.submodule_search_locations or ()):
-        return None
-    return spec.origin or package
+    places = [os.path.realpath(place) for place in (spec.submodule_search_locations or ())] if spec else []
+    return None if spec is None or str(root / package) in places else spec.origin or package

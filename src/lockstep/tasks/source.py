@@ -1,7 +1,7 @@
-"""The source of a user's task: what it consists of, what of it is kept with a run, and where it differs from what was kept.
+"""The source of a user's task: what it consists of, and where it differs from what a run has kept of it.
 
-A part is a Python file, by its path below the task's folder; or, where a task is given as an object, a class or function,
-by its qualified name. Comments, docstrings and layout are no difference.
+A part is a Python file, by its path below the task's folder; or, where a task is given as an object, a class or
+function, by its qualified name. Comments, docstrings and layout are no difference.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from lockstep.tasks.registry import package_of
 
 Parts = dict[str, str]  # text by name
+Units = dict[str, tuple[str, int]]
 
 _SHOWN = 60  # characters of a line
 _GIT_S = 2.0
@@ -34,14 +35,15 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
     """The parts of a task; empty where it is a shipped one, or nothing of it can be read.
 
     Args:
-        kind: `FILE.py:Class` in the config, if the config names one: where the task is of this class, its parts are files.
-        kept: parts that were kept of it; where these are files, no others are looked for (who imports another has changed).
+        kind: `FILE.py:Class`, if the config names one: where the task is of this class, its parts are files.
+        kept: parts that were kept of it; where these are files, no others are looked for: who imports another has
+            changed.
     """
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
-    is_named = path.endswith(".py") and file is not None and type(task).__name__ == name and Path(file).resolve() == Path(path).resolve()
+    is_named = path.endswith(".py") and file is not None and type(task).__name__ == name
     try:
-        if not is_named:
+        if not is_named or Path(str(file)).resolve() != Path(path).resolve():
             return of_class(type(task))
         if kept and all(name.endswith(".py") for name in kept):
             return now(Path(path).resolve(), kept)
@@ -68,7 +70,7 @@ def write(folder: Path, parts: Mapping[str, str]) -> None:
 
 
 def of_file(path: Path) -> Parts:
-    """A task's file and every file that it imports from its own folder or package, there and in functions, or has imported by now."""
+    """A task's file, and all that it imports from its own folder or package, anywhere in it, or has imported by now."""
     packages, root = package_of(path)
     folders = [path.parent, root] if packages else [path.parent]
     found: Parts = {}
@@ -78,7 +80,8 @@ def of_file(path: Path) -> Parts:
         name = os.path.relpath(file, root)
         if name not in found:
             found[name] = _read(file) or ""
-            pending += [one for folder, module in _imports(found[name], file, folders) for one in _files(folder, module)]
+            for folder, module in _imports(found[name], file, folders):
+                pending += _files(folder, module)
     return found
 
 
@@ -89,7 +92,7 @@ def now(path: Path, kept: Mapping[str, str]) -> Parts:
 
 
 def of_class(kind: type) -> Parts:
-    """A task's class, its bases, and the classes and functions that they name, as far as these are the user's and have a source."""
+    """A task's class, its bases, and the classes and functions they name, if these are the user's and have a source."""
     found: Parts = {}
     pending: list[Any] = [one for one in kind.__mro__ if _is_users(one)]
     home = _home(kind)
@@ -102,12 +105,13 @@ def of_class(kind: type) -> Parts:
         space = vars(sys.modules[one.__module__])
         named = {node.id for node in _walk(text) if isinstance(node, ast.Name)}
         others = [space[word] for word in sorted(named & space.keys())]
-        pending += [other for other in others if inspect.isclass(other) or inspect.isfunction(other) if _is_users(other) and _home(other) == home]
+        others = [other for other in others if inspect.isclass(other) or inspect.isfunction(other)]
+        pending += [other for other in others if _is_users(other) and _home(other) == home]
     return found
 
 
 def difference(kept: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """In one line which parts differ, in how many functions or classes, and where first; None where all mean the same."""
+    """In one line which parts differ, in how many places, and where first; None where all mean the same."""
     found = []
     for name in sorted(kept.keys() | new.keys()):
         if kept.get(name) == new.get(name):
@@ -126,10 +130,11 @@ def digest(parts: Mapping[str, str]) -> str:
 
 
 def commit(folder: Path) -> dict[str, Any] | None:
-    """The git commit of a folder, and whether tracked files differ from it (`dirty`); None outside of git, or without git."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    """The git commit of a folder, and whether tracked files differ from it (`dirty`); None without git, or outside."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), "status"]
+    options = ["--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True, timeout=_GIT_S)
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_GIT_S)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
     lines = done.stdout.splitlines()
@@ -152,9 +157,11 @@ def _read(file: Path) -> str | None:
 def _loaded(folders: list[Path]) -> list[Path]:
     """Files of the modules that this process has imported from `folders` by their own names."""
     files = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
-    return [
-        Path(file) for name, file in files.items() for folder in folders if file.startswith(f"{folder}{os.sep}") and Path(file) in _files(folder, name)[-1:]
-    ]
+    found = []
+    for folder in folders:
+        here = {name: Path(file) for name, file in files.items() if file.startswith(f"{folder}{os.sep}")}
+        found += [file for name, file in here.items() if file in _files(folder, name)[-1:]]
+    return found
 
 
 def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path, str]]:
@@ -168,9 +175,10 @@ def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path,
             if node.level:
                 places = [file.parents[min(node.level, len(file.parents)) - 1]]
             names = [".".join(filter(None, (node.module, one.name))) for one in node.names]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+        elif isinstance(node, ast.Call) and node.args:
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            names = [node.args[0].value] if called in ("import_module", "__import__") else []
+            name = getattr(node.args[0], "value", None) if called in ("import_module", "__import__") else None
+            names = [name] if isinstance(name, str) else []
         yield from ((folder, name) for folder in places for name in names if name.partition(".")[0] != "lockstep")
 
 
@@ -207,7 +215,7 @@ def _home(one: Any) -> Path | None:
 
 
 def _text(one: Any) -> str | None:
-    """The source of a class or function; of a class that was typed in a notebook that of its methods. None where there is none."""
+    """The source of a class or function; of a class that was typed in a notebook, that of its methods. None without."""
     file = getattr(sys.modules.get(one.__module__), "__file__", None)
     if file:
         return _definitions(_read(Path(file)) or "").get(one.__qualname__)
@@ -261,7 +269,7 @@ def _walk(text: str) -> Iterator[ast.AST]:
 
 
 def _strip(tree: ast.AST) -> None:
-    """Take out what does nothing where it is imported: docstrings, other text that stands alone, `if __name__ == "__main__"`."""
+    """Take out what does nothing where it is imported: docstrings, other text, `if __name__ == "__main__"`."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
@@ -275,13 +283,13 @@ def _does_nothing(node: ast.AST) -> bool:
 
 
 @functools.lru_cache(maxsize=128)
-def _units(text: str) -> dict[str, tuple[str, int]]:
-    """(code without comments and docstrings, first line) of each function; of what stands around them under the name of the class, or ""."""
+def _units(text: str) -> Units:
+    """(code without comments and docstrings, first line) of each function; what is around them by class, or ""."""
     tree = _tree(text)
     if tree is None:
         return {"": (text, 1)}
     _strip(tree)
-    found: dict[str, tuple[str, int]] = {}
+    found: Units = {}
 
     def add(name: str, code: str, line: int) -> None:
         before, first = found.get(name, ("", line))
@@ -303,7 +311,7 @@ def _units(text: str) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _first_difference(kept: Mapping[str, tuple[str, int]], new: Mapping[str, tuple[str, int]], is_file: bool) -> str | None:
+def _first_difference(kept: Units, new: Units, is_file: bool) -> str | None:
     """`2 places, first in Mine.loss (from line 14): now "...", before "..."`; None where there is none."""
     none = ("", 0)
     units = [unit for unit in {**new, **kept} if kept.get(unit, none)[0] != new.get(unit, none)[0]]
@@ -312,7 +320,10 @@ def _first_difference(kept: Mapping[str, tuple[str, int]], new: Mapping[str, tup
     first = min(units, key=lambda unit: new[unit][1] if unit in new else sys.maxsize)
     (then, _), (here, line) = (one.get(first, none) for one in (kept, new))
     before, after = then.splitlines(), here.splitlines()
-    place = next((number for number, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), min(len(before), len(after)))
-    is_now, was = (f'"{lines[place].strip():.{_SHOWN}}"' if place < len(lines) else "nothing" for lines in (after, before))
-    where = f"{f'in {first}' if first else 'outside of functions'}{f' (from line {line})' if line and first and is_file else ''}"
-    return f"{len(units)} place{'s' if len(units) > 1 else ''}, first {where}: now {is_now}, before {was}"
+    pairs = enumerate(zip(before, after, strict=False))
+    place = next((number for number, (one, other) in pairs if one != other), min(len(before), len(after)))
+    shown = [f'"{lines[place].strip():.{_SHOWN}}"' if place < len(lines) else "nothing" for lines in (after, before)]
+    where = f"in {first}" if first else "outside of functions"
+    if line and first and is_file:
+        where += f" (from line {line})"
+    return f"{len(units)} place{'s' if len(units) > 1 else ''}, first {where}: now {shown[0]}, before {shown[1]}"

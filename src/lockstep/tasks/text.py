@@ -310,12 +310,13 @@ class Text(Task):
         """What was read, by class, and what was cut off; and which weights are new."""
         training = self.train_data()
         found = text_notes.of_model(self.model_name, self.config.model_type, self._parameters, self._new, len(training))
-        found += text_notes.of_data("training", training, self.labels, self.max_length)
+        found += text_notes.of_data("training", training, self.labels, self.max_length) + text_notes.of_reading(training)
         if self._nothing_held_back:
             return [*found, self._nothing_held_back]
         held = self.eval_data()
         if held is not None:
             found += text_notes.of_data("evaluation", held, self.labels, self.max_length)
+            found += text_notes.of_reading(held) if self.eval_source else []
             found += text_notes.of_absent_labels(held, self.labels)
         return found
 

@@ -48,7 +48,12 @@ def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -
         found.append(f"  cut to {max_length} tokens: {cut}")
     if texts.dropped:
         found.append(f"  left out: {texts.dropped:,} empty texts")
-    return found + [f"  {told}" for told in texts.told]
+    return found
+
+
+def of_reading(data: TextData) -> list[str]:
+    """What a person should know of the way in which the texts were read."""
+    return [f"  {told}" for told in data.texts.told]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from lockstep.data.loader import Chunks, OnError, map_tensors
 from lockstep.data.order import EvaluationPlan
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import join_world
+from lockstep.engine import checked
 from lockstep.engine.evaluate import split
 from lockstep.engine.metrics import flatten
 from lockstep.run import Trainer
@@ -29,7 +30,7 @@ def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_b
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
     chunks = Chunks(data, task, 0, False, on_error)
-    metrics = task.metrics()
+    metrics = checked.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()

@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.assembly import seed
 from lockstep.dist.precision import Precision
 from lockstep.dist.world import join_world
+from lockstep.engine import checked
 from lockstep.run import Trainer
 from lockstep.tasks.task import Task
 from lockstep.verify.adjusted import Adjusted, Adjustment
@@ -59,7 +60,7 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             found.obstacle, found.values = f"no constant output could be fitted in the place of the model's: {reason}", {}
             return found
-        metrics = task.metrics()
+        metrics = checked.metrics(task)
         for name, one in metrics.items() if metrics is not None else ():
             if one.higher_is_better is not None:
                 found.higher_is_better[str(name)] = bool(one.higher_is_better)
