@@ -73,9 +73,9 @@ class Meter:
         entry["train/lr"] = next(iter(rates.values()))
         if len(rates) > 1:
             entry |= {f"train/lr/{name}": rate for name, rate in rates.items()}
-        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
-        if norms:
-            entry["train/grad_norm"] = float(norms[-1])
+        norm = next((o.grad_norm for o in reversed(self.outcomes) if o.applied), None)  # of the last update, or of none
+        if norm is not None:
+            entry["train/grad_norm"] = float(norm)
         if run.precision.name == "fp16":
             entry["train/loss_scale"] = run.precision.loss_scale
         seconds = total_s / size
