@@ -28,7 +28,7 @@ def examples(count, at_length):
 
 
 @seeds
-@examples(40, LONG)
+@examples(30, LONG)
 def test_a_case_on_one_rank_is_plain_torch(seed):
     fuzz_runs.check("plain", [Maker(seed).case()])
 
@@ -42,7 +42,7 @@ def test_cases_on_ranks_are_plain_torch(world, seed):
 
 
 @seeds
-@examples(20, LONG // 5)
+@examples(12, LONG // 5)
 def test_random_numbers_in_batches_survive_a_stop(seed):
     fuzz_runs.check("resumed", [Maker(seed).noisy()])
 
