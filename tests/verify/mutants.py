@@ -304,6 +304,7 @@ _engine(
     "samples that draw found, and not seeded",
     "gradients",
     (SEEDING, "self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))", "pass"),
+    (SEEDING, "tuple(one for one in GENERATORS if one not in self.drawn)", "tuple(one for one in self._others if one not in found)"),
     base="rarely",
 )
 _engine(

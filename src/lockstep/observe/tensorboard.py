@@ -40,7 +40,7 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):08d}"
         self.writer = RecordWriter((self.folder / name).open("xb"))
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if self.resumed_at:
