@@ -26,15 +26,44 @@ import torch
 from lockstep.checkpoint import files, store
 
 HERE = Path(__file__).parent
-STAGES = ["staged", "before-share", "in-share", "before-fsync", "after-share", "before-manifest", "in-manifest", "before-rename", "after-rename", "evaluating"]
+STAGES = [
+    "staged",
+    "before-share",
+    "in-share",
+    "before-fsync",
+    "after-share",
+    "before-manifest",
+    "in-manifest",
+    "before-rename",
+    "after-rename",
+    "evaluating",
+]
 ONLY_RANK_0 = STAGES[5:9]
-SETTINGS = ["train.steps=200", "train.eval_every_steps=25", "checkpoint.every_steps=10", "batch.global=64", "optim.lr=0.003", "optim.clip_norm=1.0"]
+SETTINGS = [
+    "train.steps=200",
+    "train.eval_every_steps=25",
+    "checkpoint.every_steps=10",
+    "batch.global=64",
+    "optim.lr=0.003",
+    "optim.clip_norm=1.0",
+]
 SETTINGS += ["schedule.name=cosine", "schedule.warmup_steps=20", "log.tensorboard=false", "device=cpu"]
 
 
 def start(run, environment, restarts):
     lockstep = str(Path(sys.executable).parent / "lockstep")
-    command = [lockstep, "train", f"{HERE / 'kills_task.py'}:Digits", *SETTINGS, "--nproc", "2", "--max-restarts", str(restarts), "--run-dir", str(run)]
+    command = [
+        lockstep,
+        "train",
+        f"{HERE / 'kills_task.py'}:Digits",
+        *SETTINGS,
+        "--nproc",
+        "2",
+        "--max-restarts",
+        str(restarts),
+        "--run-dir",
+        str(run),
+    ]
     log = (run.parent / f"{run.name}.log").open("a")
     return subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -60,8 +89,14 @@ def result(run, ledger):
 
 
 def compare(name, expected, found):
-    weights = all(torch.equal(expected[0][key], found[0][key]) for key in expected[0]) and expected[0].keys() == found[0].keys()
-    print(f"{name}: weights and optimizer state bit-identical: {weights}; ledger of {len(found[1])} entries exact: {expected[1] == found[1]}", flush=True)
+    weights = (
+        all(torch.equal(expected[0][key], found[0][key]) for key in expected[0])
+        and expected[0].keys() == found[0].keys()
+    )
+    print(
+        f"{name}: weights and optimizer state bit-identical: {weights}; ledger of {len(found[1])} entries exact: {expected[1] == found[1]}",
+        flush=True,
+    )
     return weights and expected[1] == found[1]
 
 
@@ -72,7 +107,11 @@ def kill_ranks(folder, count, rng):
         rank = 0 if stage in ONLY_RANK_0 else number % 2
         step = 25 * (1 + number % 7) if stage == "evaluating" else 20 + 10 * number
         faults.append(f"{rank}:{step}:{stage}:kill:{folder / stage}")
-    launcher = start(folder / "ranks", {"LEDGER": str(folder / "ranks.ledger"), "LOCKSTEP_FAIL_AT": " ".join(faults)}, restarts=3 * (count + len(STAGES)))
+    launcher = start(
+        folder / "ranks",
+        {"LEDGER": str(folder / "ranks.ledger"), "LOCKSTEP_FAIL_AT": " ".join(faults)},
+        restarts=3 * (count + len(STAGES)),
+    )
     killed = 0
     while launcher.poll() is None:
         time.sleep(rng.uniform(6, 18))
@@ -82,7 +121,9 @@ def kill_ranks(folder, count, rng):
             killed += 1
     staged = [stage for stage in STAGES if (folder / stage).exists()]
     restarts = (folder / "ranks.log").read_text().count(": restart ")
-    print(f"one command: {killed} random kills, {len(staged)} kills at stages ({', '.join(staged)}), {restarts} restarts, exit code {launcher.returncode}")
+    print(
+        f"one command: {killed} random kills, {len(staged)} kills at stages ({', '.join(staged)}), {restarts} restarts, exit code {launcher.returncode}"
+    )
     return launcher.returncode == 0 and len(staged) == len(STAGES)
 
 
@@ -113,7 +154,9 @@ def main():
         assert start(folder / "undisturbed", {"LEDGER": str(folder / "undisturbed.ledger")}, restarts=0).wait() == 0
         expected = result(folder / "undisturbed", folder / "undisturbed.ledger")
         good = kill_ranks(folder, arguments.random, rng) and kill_all(folder, arguments.whole, rng)
-        for run, text in (("ranks", "one command"), ("whole", f"{arguments.whole} kills of everything")) if good else ():
+        for run, text in (
+            (("ranks", "one command"), ("whole", f"{arguments.whole} kills of everything")) if good else ()
+        ):
             good &= compare(text, expected, result(folder / run, folder / f"{run}.ledger"))
         if not good:
             for log in folder.glob("*.log"):

@@ -2,10 +2,10 @@
 
 import os
 
-from lockstep.engine import trainer
-from lockstep.tasks.classification import Classification
+from lockstep.engine import loop
+from lockstep.tasks.classification.task import Classification
 
-_step = trainer.train_step
+_step = loop.train_step
 
 
 def _noting(run, micros, samples, want_norm=False):
@@ -16,7 +16,7 @@ def _noting(run, micros, samples, want_norm=False):
     return outcome
 
 
-trainer.train_step = _noting
+loop.train_step = _noting
 
 
 class Digits(Classification):

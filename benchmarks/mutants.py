@@ -20,11 +20,17 @@ from tests.verify import mutants
 from tests.verify.mutants import MUTANTS, SURVIVORS, Found
 
 
-def clean_twins(names: Sequence[str], judge: Callable[[str, Sequence[str]], Found], everything: bool) -> dict[str, Found]:
+def clean_twins(
+    names: Sequence[str], judge: Callable[[str, Sequence[str]], Found], everything: bool
+) -> dict[str, Found]:
     """What verify says of each base that `names` break, by base."""
     found = {}
     for base in dict.fromkeys(MUTANTS[name].base for name in names):
-        checks = [] if everything else list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
+        checks = (
+            []
+            if everything
+            else list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
+        )
         found[base] = one = judge(base, checks)
         faults = "; ".join(f"{check}: {one.verdicts[check].reason}" for check in one.faults)
         print(f"as it is  {base:24} {one.seconds:5.1f} s  {one.error or faults or 'no fault'}", flush=True)
@@ -59,7 +65,7 @@ def row(name: str, found: Found) -> str:
     return f"| {name} | {shortened(mutant.words, 220)} | {by} | {shortened(said(name, found))} | {found.seconds:.1f} |"
 
 
-def rows_of(text: str) -> dict[str, str]:
+def local_shard(text: str) -> dict[str, str]:
     """The rows of an earlier table, by mutant."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     return {one.split(" | ")[0].removeprefix("| "): one for one in rows[1:]}
@@ -67,9 +73,13 @@ def rows_of(text: str) -> dict[str, str]:
 
 def table(results: dict[str, Found], before: str, clean: dict[str, Found], nproc: int) -> str:
     """Markdown. Rows of mutants that were not made again stay as they were in the text `before`."""
-    earlier = rows_of(before)
+    earlier = local_shard(before)
     rows = {name: row(name, results[name]) if name in results else earlier.get(name, "") for name in MUTANTS}
-    caught = [name for name in MUTANTS if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]]
+    caught = [
+        name
+        for name in MUTANTS
+        if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]
+    ]
     minutes = sum(float(one.rsplit("|", 2)[1]) for one in rows.values() if one) / 60
     alarms = {base: one.faults for base, one in clean.items() if one.faults or one.error}
     bases = {one.base for one in MUTANTS.values()}
@@ -96,8 +106,14 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="of mutants or of checks; default: all")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--all-checks", action="store_true", help="make every check on every mutant, not only the one that is to catch it")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table; rows of mutants that are not named stay")
+    parser.add_argument(
+        "--all-checks",
+        action="store_true",
+        help="make every check on every mutant, not only the one that is to catch it",
+    )
+    parser.add_argument(
+        "--write", type=Path, help="a Markdown file for the table; rows of mutants that are not named stay"
+    )
     options = parser.parse_args()
     names = [name for name, one in MUTANTS.items() if not options.names or {name, one.check} & {*options.names}]
 
@@ -108,7 +124,11 @@ def main() -> int:
         ranks = Ranks(Path(folder) / "ranks.log")
         place, common = Path(folder) / "run", {"nproc": options.nproc, "steps": options.steps}
         try:
-            clean = clean_twins(names, lambda base, checks: mutants.judge_clean(base, ranks, place, checks, **common), options.all_checks)
+            clean = clean_twins(
+                names,
+                lambda base, checks: mutants.judge_clean(base, ranks, place, checks, **common),
+                options.all_checks,
+            )
             begun = time.perf_counter()
             for name in names:
                 check = MUTANTS[name].check
@@ -116,12 +136,17 @@ def main() -> int:
                 word = "caught" if check in found.faults else "elsewhere" if found.faults else "SURVIVED"
                 unclear = [one.name for one in found.verdicts.values() if one.status == "not shown"]
                 by = ", ".join(found.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
-                print(f"{word:9} {name:60} {check:13} {found.seconds:5.1f} s  {by}: {shortened(said(name, found), 110)}", flush=True)
+                print(
+                    f"{word:9} {name:60} {check:13} {found.seconds:5.1f} s  {by}: {shortened(said(name, found), 110)}",
+                    flush=True,
+                )
             seconds = time.perf_counter() - begun
         finally:
             ranks.close()
     missed = [name for name, found in results.items() if MUTANTS[name].check not in found.faults]
-    print(f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; {sum(bool(one.faults) for one in clean.values())} false alarms")
+    print(
+        f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; {sum(bool(one.faults) for one in clean.values())} false alarms"
+    )
     if options.write is not None:
         before = options.write.read_text() if options.write.exists() else ""
         options.write.write_text(table(results, before, clean, options.nproc))

@@ -32,7 +32,7 @@ MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW
 def data(hidden, layers, steps, kind="map"):
     from torch.utils.data import Dataset
 
-    from lockstep.tasks.toy import Toy
+    from lockstep.tasks.toy.task import Toy
 
     class MapStyle(Dataset):
         def __init__(self, tensors):
@@ -52,7 +52,9 @@ def data(hidden, layers, steps, kind="map"):
         def collate(self, samples):
             return super().collate(samples)
 
-    return {"map": Mapped, "tensors": Toy, "collate": Collating}[kind](samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+    return {"map": Mapped, "tensors": Toy, "collate": Collating}[kind](
+        samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers
+    )
 
 
 class Plain:
@@ -115,7 +117,7 @@ class Ours:
     """The same through Lockstep's own objects and loop; a round is one epoch."""
 
     def __init__(self, task, world, folder):
-        from lockstep.run import Trainer
+        from lockstep.trainer import Trainer
 
         config = {
             "batch": {"global": BATCH},
@@ -128,28 +130,50 @@ class Ours:
         self.trainer = Trainer(config, run_dir=folder / "ours")
 
     def run(self, _):
-        from lockstep import rundir
-        from lockstep.dist.signals import Agreement, StopFlag
-        from lockstep.engine import trainer
+        from lockstep import run_directory
+        from lockstep.distributed.signals import StopConsensus, StopFlag
+        from lockstep.engine import loop
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
-        job = self.trainer._training(self.task, self.world)
-        watchers = [] if self.world.rank else rundir.watchers(self.trainer.run_dir, self.trainer.config, job.run, job.stop, job.made, (), quiet=False)
-        asked = Agreement(self.world, StopFlag())
+        prepared = self.trainer._training(self.task, self.world)
+        writers = (
+            []
+            if self.world.rank
+            else run_directory.writers(
+                self.trainer.run_dir,
+                self.trainer.config,
+                prepared.state,
+                prepared.stop,
+                prepared.built,
+                (),
+                quiet=False,
+            )
+        )
+        asked = StopConsensus(self.world, StopFlag())
         begun = time.perf_counter()
-        trainer.fit(job.run, job.batches, job.plan, job.stop, trainer.Cadence(log=50), watchers, dict, trainer.Keeper(), asked)
+        loop.fit(
+            prepared.state,
+            prepared.batches,
+            prepared.plan,
+            prepared.stop,
+            loop.Intervals(log=50),
+            writers,
+            dict,
+            loop.SaveHooks(),
+            asked,
+        )
         seconds = time.perf_counter() - begun
-        for watcher in watchers:
+        for watcher in writers:
             watcher.close()
-        return seconds / job.stop
+        return seconds / prepared.stop
 
 
 def rank_main(size, rounds, kind):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.dist.world import join_world
+    from lockstep.distributed.world import join_world
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -170,7 +194,10 @@ def rank_main(size, rounds, kind):
             extra = statistics.median(o - p for p, o in pairs)
             ratio = statistics.median(o / p for p, o in pairs)
             spread = f"{min(o / p for p, o in pairs):.3f} to {max(o / p for p, o in pairs):.3f}"
-            print(f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})", flush=True)
+            print(
+                f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})",
+                flush=True,
+            )
 
 
 def memory_main(which):
@@ -178,7 +205,7 @@ def memory_main(which):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.dist.world import join_world
+    from lockstep.distributed.world import join_world
 
     with join_world("cpu") as world, tempfile.TemporaryDirectory() as name:
         task = data(*MEMORY)
@@ -206,14 +233,27 @@ def main():
             for size in options.sizes:
                 command = [sys.executable, __file__, "--as-rank", size, "--rounds", str(options.rounds), "--data", kind]
                 if ranks > 1:
-                    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *command[1:]]
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--nproc-per-node",
+                        str(ranks),
+                        *command[1:],
+                    ]
                 subprocess.run(command, check=True, env=environment)
     peaks = {which: [] for which in ("plain", "ours")}
     for _ in range(3):
         for which, found in peaks.items():
-            found.append(float(subprocess.check_output([sys.executable, __file__, "--memory", which], env=environment).split()[-1]))
+            found.append(
+                float(
+                    subprocess.check_output([sys.executable, __file__, "--memory", which], env=environment).split()[-1]
+                )
+            )
     plain, ours = (statistics.median(peaks[which]) for which in ("plain", "ours"))
-    print(f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, ratio {ours / plain:.3f}")
+    print(
+        f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, ratio {ours / plain:.3f}"
+    )
     return None
 
 

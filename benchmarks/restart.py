@@ -32,7 +32,14 @@ from pathlib import Path
 from restart_plain import BATCH, EVERY
 
 HERE = Path(__file__).parent
-PARTS = {"agent": "started", "imports": "imported", "group": "joined", "data": "model", "model": "loss", "step": "loss 2"}
+PARTS = {
+    "agent": "started",
+    "imports": "imported",
+    "group": "joined",
+    "data": "model",
+    "model": "loss",
+    "step": "loss 2",
+}
 LIMIT_S = 120.0
 
 
@@ -64,10 +71,33 @@ class Job:
         self.ranks, self.marks = {}, {}  # by pid: its rank; and its marks by name
         restarts = ("--max-restarts", str(max_restarts))
         if which == "plain":
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *restarts, str(HERE / "restart_plain.py")]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                "2",
+                *restarts,
+                str(HERE / "restart_plain.py"),
+            ]
         else:
-            command = [str(Path(sys.executable).parent / "lockstep"), "train", f"{HERE / 'restart_task.py'}:Marked", "--nproc", "2", *restarts]
-            command += ["--run-dir", str(folder / "run"), f"batch.global={BATCH}", f"checkpoint.every_steps={EVERY}", "train.steps=100000000", "device=cpu"]
+            command = [
+                str(Path(sys.executable).parent / "lockstep"),
+                "train",
+                f"{HERE / 'restart_task.py'}:Marked",
+                "--nproc",
+                "2",
+                *restarts,
+            ]
+            command += [
+                "--run-dir",
+                str(folder / "run"),
+                f"batch.global={BATCH}",
+                f"checkpoint.every_steps={EVERY}",
+                "train.steps=100000000",
+                "device=cpu",
+            ]
         environment = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "MARKS": str(self.marks_file)}
         environment["CHECKPOINT"] = str(folder / "plain.pt")
         with self.log.open("w") as out:
@@ -81,12 +111,18 @@ class Job:
                 at, cpu, rank, pid, name = line.split()
                 self.ranks[int(pid)] = int(rank)
                 self.marks.setdefault(int(pid), {}).setdefault(name, []).append((float(at), float(cpu)))
-            new = {rank: pid for pid, rank in self.ranks.items() if pid not in pids_before and len(self.marks[pid].get("loss", [])) >= steps}
+            new = {
+                rank: pid
+                for pid, rank in self.ranks.items()
+                if pid not in pids_before and len(self.marks[pid].get("loss", [])) >= steps
+            }
             if len(new) == 2:
                 return new
             if time.monotonic() > deadline or self.process.poll() is not None:
                 ended = "no step" if self.process.returncode is None else f"exit code {self.process.returncode}"
-                raise Hang(f"{ended} after {time.monotonic() - deadline + LIMIT_S:.0f} s; the end of its output:\n{self.log.read_text()[-3000:]}")
+                raise Hang(
+                    f"{ended} after {time.monotonic() - deadline + LIMIT_S:.0f} s; the end of its output:\n{self.log.read_text()[-3000:]}"
+                )
             time.sleep(0.1)
 
     def kill(self, rank):
@@ -139,7 +175,9 @@ def compare(rounds, busy):
         if len(pair) < 2:
             continue
         pairs.append(pair)
-        told = "; ".join(f"{which} {one.seconds:.2f} s, others {one.others:.0%}" for which, one in sorted(pair.items(), reverse=True))
+        told = "; ".join(
+            f"{which} {one.seconds:.2f} s, others {one.others:.0%}" for which, one in sorted(pair.items(), reverse=True)
+        )
         print(f"round {number + 1}, rank {number % 2} killed: {told}", flush=True)
     quiet = [pair for pair in pairs if max(one.others for one in pair.values()) <= busy]
     print(f"{len(quiet)} of {len(pairs)} rounds with at most {busy:.0%} of the machine taken by others")
@@ -158,7 +196,10 @@ def compare(rounds, busy):
 
 def in_a_row(restarts):
     times = []
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Job("lockstep", Path(folder), restarts) as job:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        Job("lockstep", Path(folder), restarts) as job,
+    ):
         try:
             for _ in range(restarts):
                 times.append(job.kill(random.randrange(2)).seconds)
@@ -172,7 +213,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--restarts", type=int, default=20)
-    parser.add_argument("--busy", type=float, default=0.15, help="share of the machine that others may take in a round that counts")
+    parser.add_argument(
+        "--busy", type=float, default=0.15, help="share of the machine that others may take in a round that counts"
+    )
     options = parser.parse_args()
     if options.rounds:
         compare(options.rounds, options.busy)

@@ -17,7 +17,9 @@ EVERY = 50  # steps from checkpoint to checkpoint
 def mark(name, at=None):
     """Append a line `time cpu-seconds rank pid name` to the file that the environment names."""
     with open(os.environ["MARKS"], "a") as file:
-        file.write(f"{time.time() if at is None else at:.3f} {time.process_time():.3f} {os.environ['RANK']} {os.getpid()} {name}\n")
+        file.write(
+            f"{time.time() if at is None else at:.3f} {time.process_time():.3f} {os.environ['RANK']} {os.getpid()} {name}\n"
+        )
 
 
 def started(thread=None):
@@ -29,11 +31,15 @@ def started(thread=None):
 
 def digits():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(1797, 1, 8, 8, generator=generator), torch.randint(10, (1797,), generator=generator))
+    return TensorDataset(
+        torch.randn(1797, 1, 8, 8, generator=generator), torch.randint(10, (1797,), generator=generator)
+    )
 
 
 def network():
-    return nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 16, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 16, 10)
+    )
 
 
 def main():

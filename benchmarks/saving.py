@@ -82,11 +82,19 @@ class Loop:
         dist.barrier()
 
     def ours(self):
-        """As `lockstep.run.Trainer` does it."""
+        """As `lockstep.trainer.Trainer` does it."""
         from lockstep.checkpoint.state import capture
 
         tensors, values = capture(self.model, self.optimizer)
-        about = {"step": self.step, "skipped": 0, "loss_scale": None, "metrics": {}, "data": {}, "config": "", "versions": {}}
+        about = {
+            "step": self.step,
+            "skipped": 0,
+            "loss_scale": None,
+            "metrics": {},
+            "data": {},
+            "config": "",
+            "versions": {},
+        }
         self.saver.save(self.step, tensors, values, about)
         self.watched.clear()
         threading.Thread(target=self.watch, args=(self.saver.thread,)).start()
@@ -130,7 +138,7 @@ def rank_main(rounds, parameters, busy, folder):
     import torch
 
     torch.set_num_threads(1)
-    from lockstep.dist.world import join_world
+    from lockstep.distributed.world import join_world
 
     with join_world("cpu", folder=folder) as world:
         loop = Loop(world, parameters, folder)
@@ -144,11 +152,21 @@ def rank_main(rounds, parameters, busy, folder):
                 times[kind.__name__] = loop.phase(kind, count)
             ours = times["ours"]
             step = statistics.mean(one[1] / count for one in base)
-            row = {"others": statistics.mean(one[3] for one in [*base, *times.values()]), "step": step, "written": ours[2], "window": ours[0] + ours[1]}
-            row |= {f"{name} blocked": t[0] for name, t in times.items()} | {f"{name} total": t[0] + t[1] - count * step for name, t in times.items()}
+            row = {
+                "others": statistics.mean(one[3] for one in [*base, *times.values()]),
+                "step": step,
+                "written": ours[2],
+                "window": ours[0] + ours[1],
+            }
+            row |= {f"{name} blocked": t[0] for name, t in times.items()} | {
+                f"{name} total": t[0] + t[1] - count * step for name, t in times.items()
+            }
             if world.rank == 0:
                 label = "first round" if number == 0 else f"round {number}"
-                print(f"{label} ({count} steps): " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
+                print(
+                    f"{label} ({count} steps): " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()),
+                    flush=True,
+                )
             if number == 0:  # how many steps cover the write; the same on all ranks, as are the times
                 count = max(MIN_STEPS, math.ceil(1.3 * ours[2] / step))
             else:
@@ -164,18 +182,25 @@ def report(found, size, busy):
     print(f"{len(quiet)} of {len(found)} rounds with at most {busy:.0%} of the machine taken by others")
     found = quiet or found
     middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
-    print(f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s")
+    print(
+        f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s"
+    )
     for what in ("blocked", "total"):
         ratios = [row[f"ours {what}"] / row[f"plain {what}"] for row in found]
         times = f"torch.save {middle[f'plain {what}']:.2f} s, Lockstep {middle[f'ours {what}']:.2f} s"
-        print(f"{what:7}  {times}, ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})", flush=True)
+        print(
+            f"{what:7}  {times}, ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--parameters", type=float, default=100, help="in millions")
-    parser.add_argument("--busy", type=float, default=0.05, help="share of the machine that others may take in a round that counts")
+    parser.add_argument(
+        "--busy", type=float, default=0.05, help="share of the machine that others may take in a round that counts"
+    )
     parser.add_argument("--folder", type=Path, help="where checkpoints go; default: a temporary folder")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()

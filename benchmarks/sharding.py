@@ -12,7 +12,7 @@ memory  Trained through `Trainer.fit` with ddp and with fsdp, and by hand, each 
 steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged every 50
         steps. Phases of both alternate in one process per rank. Time is the slower rank's, CPU time both ranks'. The medians of
         ratios over rounds count. Both begin with the same weights; how far these are apart in the end is a check.
-build   Peak RSS while `assembly.assemble` makes the model, relative to one full copy of its parameters, in new processes that
+build   Peak RSS while `build.assemble` makes the model, relative to one full copy of its parameters, in new processes that
         have trained a small one before.
 """
 
@@ -39,10 +39,10 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, assembly, rundir
-from lockstep.dist.signals import Agreement, StopFlag
-from lockstep.dist.world import join_world
-from lockstep.engine import trainer as engine
+from lockstep import Trainer, build, run_directory
+from lockstep.distributed.signals import StopConsensus, StopFlag
+from lockstep.distributed.world import join_world
+from lockstep.engine import loop as engine
 from lockstep.tasks.task import Task
 
 LAYERS, VOCABULARY, LENGTH, HEAD = 12, 8192, 32, 64
@@ -60,7 +60,9 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, inputs):
-        q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(self.before(inputs)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(self.before(inputs)).chunk(3, -1)
+        )
         inputs = inputs + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return inputs + self.mlp(self.between(inputs))
 
@@ -82,17 +84,21 @@ class Transformer(nn.Module):
 class Text(Task):
     """Random words. made: called just before a model is made."""
 
-    def __init__(self, millions, steps=6, made=lambda: None):
-        root = math.sqrt(VOCABULARY**2 + 12 * LAYERS * millions * 1e6)  # 12 width^2 in a layer, and the vocabulary twice
+    def __init__(self, millions, steps=6, built=lambda: None):
+        root = math.sqrt(
+            VOCABULARY**2 + 12 * LAYERS * millions * 1e6
+        )  # 12 width^2 in a layer, and the vocabulary twice
         self.width = max(1, round((root - VOCABULARY) / (12 * LAYERS) / HEAD)) * HEAD
-        self.samples, self.made = steps * BATCH, made
+        self.samples, self.made = steps * BATCH, built
 
     def model(self):
-        self.made()
+        self.built()
         return Transformer(self.width)
 
     def train_data(self):
-        return TensorDataset(torch.randint(VOCABULARY, (self.samples, LENGTH + 1), generator=torch.Generator().manual_seed(1)))
+        return TensorDataset(
+            torch.randint(VOCABULARY, (self.samples, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+        )
 
     def loss(self, model, batch):
         words = batch[0]
@@ -132,7 +138,13 @@ class Plain:
 
 def trainer_of(strategy, folder, fused):
     optim = {"lr": 1e-4, "clip_norm": 1.0, "fused": fused}  # AdamW
-    config = {"batch": {"global": BATCH}, "train": {"epochs": 1}, "optim": optim, "log": {"every_steps": LOG}, "device": "cpu"}
+    config = {
+        "batch": {"global": BATCH},
+        "train": {"epochs": 1},
+        "optim": optim,
+        "log": {"every_steps": LOG},
+        "device": "cpu",
+    }
     return Trainer(config | {"parallel": {"strategy": strategy}}, run_dir=folder, quiet=True)
 
 
@@ -162,7 +174,9 @@ def memory_rank(folder, options):
     def before_update(optimizer, *_):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         slots = [value for state in optimizer.state.values() for value in state.values()]
-        found.update(parameters=held(parameters), gradients=held([one.grad for one in parameters]), optimizer=held(slots))
+        found.update(
+            parameters=held(parameters), gradients=held([one.grad for one in parameters]), optimizer=held(slots)
+        )
         found["sum"] = found["parameters"] + found["gradients"] + found["optimizer"]
         found["RSS"] = megabytes("VmRSS") - found["began"]
 
@@ -175,10 +189,15 @@ def memory_rank(folder, options):
     register_optimizer_step_post_hook(after_update)
     for millions in (SMALL, options.parameters):
         found.clear()
-        task = Text(millions, made=lambda: found.update(began=baseline()))
+        task = Text(millions, built=lambda: found.update(began=baseline()))
         if options.strategy == "by hand":
             with join_world("cpu") as world:
-                plain = Plain(task, [[first, first + 1] for first in range(2 * world.rank, task.samples, BATCH)], folder, options.fused)
+                plain = Plain(
+                    task,
+                    [[first, first + 1] for first in range(2 * world.rank, task.samples, BATCH)],
+                    folder,
+                    options.fused,
+                )
                 plain.steps()
         else:
             trainer_of(options.strategy, folder / str(millions), options.fused).fit(task)
@@ -190,8 +209,11 @@ def steps_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "run", options.fused)
     times = {"plain": [], "Lockstep": []}
     with join_world("cpu", folder=folder) as world:
-        job = lockstep._training(task, world)
-        order = [[index for chunk in job.plan.rank_chunks(step, world.rank) for index in chunk.indices] for step in range(job.stop)]
+        prepared = lockstep._training(task, world)
+        order = [
+            [index for chunk in prepared.plan.rank_micro_batches(step, world.rank) for index in chunk.indices]
+            for step in range(prepared.stop)
+        ]
         plain = Plain(task, order, folder, options.fused)
 
         def timed(name, phase):
@@ -205,16 +227,35 @@ def steps_rank(folder, options):
 
         def alternating():
             """Lockstep's batches. Whenever a phase of its loop is over, the other loop has its turn."""
-            phases = {"Lockstep": lambda: itertools.islice(job.batches, PHASE), "plain": lambda: plain.steps(PHASE) or ()}
+            phases = {
+                "Lockstep": lambda: itertools.islice(prepared.batches, PHASE),
+                "plain": lambda: plain.steps(PHASE) or (),
+            }
             for number in range(options.rounds + 1):
                 for name in sorted(phases, reverse=number % 2 == 0):
                     yield from timed(name, phases[name])
 
         lockstep.run_dir.mkdir(exist_ok=True)
-        watchers = [] if world.rank else rundir.watchers(lockstep.run_dir, lockstep.config, job.run, job.stop, job.made, (), quiet=False)
-        asked = Agreement(world, StopFlag())
-        engine.fit(job.run, alternating(), job.plan, job.stop, engine.Cadence(log=LOG), watchers, dict, engine.Keeper(), asked)
-        both = zip(job.made.model.parameters(), plain.model.parameters(), strict=True)
+        writers = (
+            []
+            if world.rank
+            else run_directory.writers(
+                lockstep.run_dir, lockstep.config, prepared.state, prepared.stop, prepared.built, (), quiet=False
+            )
+        )
+        asked = StopConsensus(world, StopFlag())
+        engine.fit(
+            prepared.state,
+            alternating(),
+            prepared.plan,
+            prepared.stop,
+            engine.Intervals(log=LOG),
+            writers,
+            dict,
+            engine.SaveHooks(),
+            asked,
+        )
+        both = zip(prepared.built.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
     return times | {"apart": apart}
 
@@ -223,18 +264,40 @@ def build_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "small", False)
     lockstep.fit(Text(SMALL))
     with join_world("cpu") as world:
-        assembly.assemble(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
+        build.assemble(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        made, _ = assembly.assemble(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
-        peak, copy = megabytes("VmHWM") - began, sum(parameter.numel() for parameter in made.model.parameters()) * 4 / 2**20
+        built, _ = build.assemble(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        peak, copy = (
+            megabytes("VmHWM") - began,
+            sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,
+        )
         return {"copy": copy, "peak RSS": peak, "RSS after": megabytes("VmRSS") - began, "peak / copy": peak / copy}
 
 
 def launch(what, options, strategy="fsdp"):  # two new processes; what each of them found
     with tempfile.TemporaryDirectory(prefix="sharding-") as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__, what, "--strategy", strategy]
-        command += ["--as-rank", folder, "--parameters", str(options.parameters), "--rounds", str(options.rounds), *["--fused"] * options.fused]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            __file__,
+            what,
+            "--strategy",
+            strategy,
+        ]
+        command += [
+            "--as-rank",
+            folder,
+            "--parameters",
+            str(options.parameters),
+            "--rounds",
+            str(options.rounds),
+            *["--fused"] * options.fused,
+        ]
         subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
         return [json.loads(Path(folder, f"found-{rank}.json").read_text()) for rank in range(2)]
 
@@ -251,8 +314,13 @@ def table(rounds, columns, label=""):
 def memory_main(options):
     columns = ["parameters", "gradients", "optimizer", "sum", "RSS", "peak RSS"]
     ways = ("ddp", "by hand", "fsdp")
-    ddp, _, fsdp = (table([launch("memory", options, way) for _ in range(options.rounds)], columns, f"{way}, MB") for way in ways)
-    print(f"fsdp / ddp      {''.join(f'{max(f[name] / d[name] for f, d in zip(fsdp, ddp, strict=True)):12.3f}' for name in columns)}", flush=True)
+    ddp, _, fsdp = (
+        table([launch("memory", options, way) for _ in range(options.rounds)], columns, f"{way}, MB") for way in ways
+    )
+    print(
+        f"fsdp / ddp      {''.join(f'{max(f[name] / d[name] for f, d in zip(fsdp, ddp, strict=True)):12.3f}' for name in columns)}",
+        flush=True,
+    )
 
 
 def steps_main(options):
@@ -262,12 +330,21 @@ def steps_main(options):
         ratios = [ours[number] / plain[number] for plain, ours in pairs]
         plain = statistics.median(plain[number] for plain, _ in pairs) * 1e3
         extra = statistics.median(ours[number] - plain[number] for plain, ours in pairs) * 1e3
-        print(f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    print(f"weights at most {max(one['apart'] for one in found):.1e} apart after {(options.rounds + 1) * PHASE} steps of each", flush=True)
+        print(
+            f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        )
+    print(
+        f"weights at most {max(one['apart'] for one in found):.1e} apart after {(options.rounds + 1) * PHASE} steps of each",
+        flush=True,
+    )
 
 
 def build_main(options):
-    table([launch("build", options) for _ in range(options.rounds)], ["copy", "peak RSS", "RSS after", "peak / copy"], "MB")
+    table(
+        [launch("build", options) for _ in range(options.rounds)],
+        ["copy", "peak RSS", "RSS after", "peak / copy"],
+        "MB",
+    )
 
 
 def main():

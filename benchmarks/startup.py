@@ -24,7 +24,13 @@ def first_step(command, folder):
     mark = folder / "mark"
     mark.unlink(missing_ok=True)
     begun = time.time()
-    subprocess.run(command, check=True, env=os.environ | {"MARK": str(mark), "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        command,
+        check=True,
+        env=os.environ | {"MARK": str(mark), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     return float(mark.read_text()) - begun
 
 
@@ -60,7 +66,10 @@ def main():
             pairs = [(first_step(plain, folder), first_step(ours, folder)) for _ in range(rounds + 1)][1:]
             ratio = statistics.median(o / p for p, o in pairs)
             spread = f"{min(o / p for p, o in pairs):.2f} to {max(o / p for p, o in pairs):.2f}"
-            print(f"{ranks} ranks: plain {statistics.median(p for p, _ in pairs):.2f} s, ratio {ratio:.3f} ({spread})", flush=True)
+            print(
+                f"{ranks} ranks: plain {statistics.median(p for p, _ in pairs):.2f} s, ratio {ratio:.3f} ({spread})",
+                flush=True,
+            )
     helps = [seconds([lockstep, "--help"]) for _ in range(rounds)]
     imports = [seconds([sys.executable, "-c", "import lockstep"]) for _ in range(rounds)]
     print(f"lockstep --help: {statistics.median(helps):.3f} s; import lockstep: {statistics.median(imports):.3f} s")

@@ -29,9 +29,15 @@ LR = 1e-4
 
 
 def make_task(options):
-    from lockstep.tasks.text import Text
+    from lockstep.tasks.text.task import Text
 
-    return Text(options.data, eval_fraction=0.0, model=options.model, scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 8000}, max_length=128)
+    return Text(
+        options.data,
+        eval_fraction=0.0,
+        model=options.model,
+        scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 8000},
+        max_length=128,
+    )
 
 
 def counted(collate, counts):
@@ -102,7 +108,9 @@ def plain_worker(options):
     model = DistributedDataParallel(task.model().train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     sampler = DistributedSampler(rows, shuffle=True, seed=0)
-    loader = DataLoader(rows, batch_size=options.micro, sampler=sampler, collate_fn=counted(collate, counts), drop_last=True)
+    loader = DataLoader(
+        rows, batch_size=options.micro, sampler=sampler, collate_fn=counted(collate, counts), drop_last=True
+    )
     steps = micros = epoch = 0
     while steps < options.steps + WARM_UP:
         sampler.set_epoch(epoch)
@@ -153,11 +161,18 @@ def trainer_worker(options, grouped=False):
     )
     collate = counted(DataCollatorWithPadding(task.tokenizer), counts)
     model = task.model().train()
-    Trainer(model, arguments, data_collator=collate, train_dataset=datasets.Dataset.from_list(rows), callbacks=[Clock()]).train()
+    Trainer(
+        model, arguments, data_collator=collate, train_dataset=datasets.Dataset.from_list(rows), callbacks=[Clock()]
+    ).train()
     return times[WARM_UP - 1 :], counts
 
 
-WORKERS = {"lockstep": lockstep_worker, "plain": plain_worker, "trainer": trainer_worker, "trainer-grouped": lambda options: trainer_worker(options, True)}
+WORKERS = {
+    "lockstep": lockstep_worker,
+    "plain": plain_worker,
+    "trainer": trainer_worker,
+    "trainer-grouped": lambda options: trainer_worker(options, True),
+}
 
 
 def work(options):
@@ -171,7 +186,15 @@ def work(options):
 def measure(system, options):
     """Samples per second of all ranks, and the share of padding."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks), __file__]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(options.ranks),
+            __file__,
+        ]
         command += ["--worker", system, "--result", folder, "--folder", f"{folder}/run"]
         for name in ("ranks", "steps", "micro", "accumulate", "data", "model"):
             if getattr(options, name) is not None:
@@ -211,10 +234,14 @@ def main():
             print(f"round {number}  {system:<16} {rate:7.1f} samples/s  padding {padding:.1%}", flush=True)
     for system in options.systems:
         rates, paddings = zip(*found[system], strict=True)
-        line = f"{system:<16} median {statistics.median(rates):7.1f} samples/s  padding {statistics.median(paddings):.1%}"
+        line = (
+            f"{system:<16} median {statistics.median(rates):7.1f} samples/s  padding {statistics.median(paddings):.1%}"
+        )
         if "lockstep" in found and system != "lockstep":
             ratios = [ours[0] / theirs for ours, theirs in zip(found["lockstep"], rates, strict=True)]
-            line += f"  lockstep is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+            line += (
+                f"  lockstep is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+            )
         print(line)
 
 

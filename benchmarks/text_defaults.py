@@ -59,7 +59,9 @@ def docstrings():
     found = {}
     for library in LIBRARIES:
         for path in sorted(Path(sysconfig.get_paths()["purelib"], library).rglob("*.py")):
-            if "test" in str(path) or "transformers/models" in str(path):  # the models are many, and most of their docstrings are alike
+            if "test" in str(path) or "transformers/models" in str(
+                path
+            ):  # the models are many, and most of their docstrings are alike
                 continue
             for node in ast.walk(ast.parse(path.read_text(errors="replace"))):
                 text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
@@ -89,9 +91,11 @@ def read(path):
         return [tuple(row) for row in list(csv.reader(file))[1:]]
 
 
-def rows_of(name, part):
+def local_shard(name, part):
     """(text, label) to train with and to evaluate with."""
-    train, test, *more = (read(SHARED / name / f"{one}.csv") for one in ("train", "test")) if name in SETS[:2] else made(name)
+    train, test, *more = (
+        (read(SHARED / name / f"{one}.csv") for one in ("train", "test")) if name in SETS[:2] else made(name)
+    )
     if part == "test":
         return train, test
     if more and len(more[0]) >= len(test):
@@ -150,7 +154,7 @@ def main():
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for name in options.sets:
-        train, test = rows_of(name, options.part)
+        train, test = local_shard(name, options.part)
         print(f"{name}: {len(train)} + {len(test)} texts, {len({label for _, label in train})} labels", flush=True)
         for system in options.systems:
             began, history = time.perf_counter(), []
@@ -158,7 +162,9 @@ def main():
                 if system == "tfidf":
                     score = tfidf(train, test)
                 else:
-                    own = [f"task.model={minilm()}"] if "fine-tuned" in system else OLD_NEW if system == "old-new" else []
+                    own = (
+                        [f"task.model={minilm()}"] if "fine-tuned" in system else OLD_NEW if system == "old-new" else []
+                    )
                     old = OLD if system.startswith("old") else []
                     score, history = lockstep(train, test, [*own, *old, *options.overrides], folder)
             print(f"  {system:<12} {score:.3f}  {time.perf_counter() - began:5.0f} s  {history or ''}", flush=True)

@@ -42,11 +42,18 @@ CLEAN: dict[str, list[str]] = {
 
 def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
     """What is verified, by name: what `lockstep verify` takes, and its overrides."""
-    found: dict[str, tuple[str, list[str]]] = {"digits": ("digits", []), "toy": ("toy", []), "docstrings": ("docstrings", [])}
+    found: dict[str, tuple[str, list[str]]] = {
+        "digits": ("digits", []),
+        "toy": ("toy", []),
+        "docstrings": ("docstrings", []),
+    }
     for name, held_out, options in [("bccd_cells", "val", []), ("fashion_mnist", "test", ["task.channels=1"])]:
         folder = data / "classification" / name
         if folder.is_dir():
-            found[f"image_folder {name}"] = ("image_folder", [f"data.train={folder}/train", f"data.eval={folder}/{held_out}", *options])
+            found[f"image_folder {name}"] = (
+                "image_folder",
+                [f"data.train={folder}/train", f"data.eval={folder}/{held_out}", *options],
+            )
         else:
             print(f"no {folder}: left out")
     for name in ("ag_news", "banking77"):
@@ -55,12 +62,20 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
             sizes = "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, intermediate_size: 128}"
             scratch = f"task.scratch={{architecture: bert, vocab_size: 4000, sizes: {sizes}}}"
             options = [scratch, "optim.lr=0.001", f"name={name}"]
-            found[f"text {name}"] = ("text", [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv", *options])
+            found[f"text {name}"] = (
+                "text",
+                [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv", *options],
+            )
         else:
             print(f"no {folder}: left out")
     for name, options in CLEAN.items():
-        common = [one for one in COMMON if not any(option.startswith(one.partition("=")[0] + "=") for option in options)]
-        found[name] = (f"{ROOT}/tests/verify/clean_tasks.py:{name}", [*common, *(one for one in options if not one.endswith("=null"))])
+        common = [
+            one for one in COMMON if not any(option.startswith(one.partition("=")[0] + "=") for option in options)
+        ]
+        found[name] = (
+            f"{ROOT}/tests/verify/clean_tasks.py:{name}",
+            [*common, *(one for one in options if not one.endswith("=null"))],
+        )
     return found
 
 
@@ -86,14 +101,25 @@ def main() -> None:
                     for strategy in options.strategies.split(","):
                         settings = config_file.load(what, [*overrides, f"parallel.strategy={strategy}", "device=cpu"])
                         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-                        result = command.verify(settings.model_dump(by_alias=True), count, folder, (), not options.full, tell=lambda _: None, ranks=ranks)
+                        result = command.verify(
+                            settings.model_dump(by_alias=True),
+                            count,
+                            folder,
+                            (),
+                            not options.full,
+                            tell=lambda _: None,
+                            ranks=ranks,
+                        )
                         runs += 1
                         alarms += len(result.faults)
                         for verdict in result.verdicts:
                             seconds.setdefault(verdict.name, []).append(verdict.seconds)
                         others = [f"{one.name}: {one.reason}" for one in result.verdicts if one.status != "passed"]
                         passed = sum(one.status == "passed" for one in result.verdicts)
-                        print(f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s", flush=True)
+                        print(
+                            f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s",
+                            flush=True,
+                        )
                         for other in others:
                             print(f"    {other[:200]}", flush=True)
         finally:

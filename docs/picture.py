@@ -11,7 +11,11 @@ from rich.text import Text
 
 HERE = Path(__file__).parent
 PICTURES = {
-    "demo": ["lockstep train digits --nproc 2 --run-dir runs/demo", "lockstep evaluate runs/demo --nproc 2", "lockstep predict runs/demo --samples 5"],
+    "demo": [
+        "lockstep train digits --nproc 2 --run-dir runs/demo",
+        "lockstep evaluate runs/demo --nproc 2",
+        "lockstep predict runs/demo --samples 5",
+    ],
     "verify": ["lockstep verify digits --nproc 2"],
 }
 

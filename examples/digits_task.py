@@ -6,7 +6,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Task
-from lockstep.data import sources
+from lockstep.sources import images
 
 
 class Digits(Task):
@@ -14,10 +14,10 @@ class Digits(Task):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def train_data(self):
-        return sources.Digits(training=True)
+        return images.Digits(training=True)
 
     def eval_data(self):
-        return sources.Digits(training=False)
+        return images.Digits(training=False)
 
     def prepare(self, sample, epoch, training):
         return sample[0] / 255, sample[1]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from lockstep.data.sources import Digits
+from lockstep.sources.images import Digits
 
 EPOCHS, GLOBAL_BATCH, ACCUMULATE = 5, 32, 2
 
@@ -37,13 +37,21 @@ def main():
         sampler.set_epoch(epoch)  # (d) forget it, and every epoch has the same order
         for number, (images, labels) in enumerate(tqdm(loader, disable=rank > 0)):
             images, labels = images.to(device) / 255, labels.to(device)
-            last = (number + 1) % ACCUMULATE == 0  # (e) what is left at the epoch's end is dropped, or leaks into the next
-            context = torch.enable_grad() if last or world == 1 else model.no_sync()  # (f) forget it: k times the traffic
+            last = (
+                number + 1
+            ) % ACCUMULATE == 0  # (e) what is left at the epoch's end is dropped, or leaks into the next
+            context = (
+                torch.enable_grad() if last or world == 1 else model.no_sync()
+            )  # (f) forget it: k times the traffic
             with context:
-                loss = cross_entropy(model(images), labels) / ACCUMULATE  # (g) a mean of means: wrong where sizes differ
+                loss = (
+                    cross_entropy(model(images), labels) / ACCUMULATE
+                )  # (g) a mean of means: wrong where sizes differ
                 loss.backward()
             if last:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # (h) before unscaling, under fp16: clips the wrong numbers
+                nn.utils.clip_grad_norm_(
+                    model.parameters(), 1.0
+                )  # (h) before unscaling, under fp16: clips the wrong numbers
                 optimizer.step()
                 optimizer.zero_grad()
                 if writer is not None:

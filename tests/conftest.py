@@ -26,7 +26,9 @@ def _processes():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.get_closest_marker("launched") is not None)  # the last to need what runs beside them
+    items.sort(
+        key=lambda item: item.get_closest_marker("launched") is not None
+    )  # the last to need what runs beside them
 
 
 def pytest_collection_finish(session):

@@ -14,7 +14,9 @@ class Shown:
     """Prints only what is not the default."""
 
     def __repr__(self) -> str:
-        given = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        given = [
+            (f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
@@ -163,12 +165,18 @@ def allowed(case: Case) -> Case:
     """The same case, or its nearest that the documents allow."""
     if case.norm == "live" and not whole_batches(case):  # what BatchNorm does depends on the cut
         case = dataclasses.replace(case, norm="none")
-    there = {"inner.*"} | ({"blocks.*"} if case.blocks else set()) | ({"out.1.*"} if case.own_heads and len(case.heads) > 1 else set())
+    there = (
+        {"inner.*"}
+        | ({"blocks.*"} if case.blocks else set())
+        | ({"out.1.*"} if case.own_heads and len(case.heads) > 1 else set())
+    )
     if case.unfreeze not in there:  # patterns must match
         case = dataclasses.replace(case, unfreeze="inner.*")
     # fsdp cannot do without parameters that a constant does not reach; and what depends on nothing at all has no gradient
     if "fsdp" in (case.strategy, case.resume_strategy) or case.unfreeze == "out.1.*":
-        heads, label = (tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,)))
+        heads, label = (
+            tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,))
+        )
         case = dataclasses.replace(case, heads=heads, label=label[0])
     return case
 
@@ -202,7 +210,9 @@ def settings_of(case: Case) -> dict[str, Any]:
     if case.unfreeze_step or case.unfreeze_epoch:
         train["unfreeze"] = [{"match": [case.unfreeze], **unfreeze}]
     momentum = {"args": {"momentum": 0.9}} if case.optimizer == "momentum" else {}
-    groups = [] if case.group_lr is None else [{"name": "top", "match": ["out*"], "lr": case.group_lr, "weight_decay": 0.0}]
+    groups = (
+        [] if case.group_lr is None else [{"name": "top", "match": ["out*"], "lr": case.group_lr, "weight_decay": 0.0}]
+    )
     rate = {"lr": case.lr, "lr_scaling": case.lr_scaling, "reference_batch": 8, "weight_decay": case.weight_decay}
     schedule = {"name": case.schedule, "warmup_steps": case.warmup, "end_factor": case.end_factor}
     buckets = {"bucket_mb": case.bucket_mb, "gradient_as_bucket_view": case.gradient_views}
@@ -212,7 +222,13 @@ def settings_of(case: Case) -> dict[str, Any]:
         "batch": batch,
         "data": {"on_error": case.on_error, "drop_last": case.drop_last, "workers": case.workers},
         "train": train | {"eval_every_steps": case.eval_every, "ema_decay": case.ema},
-        "optim": {"name": "AdamW" if case.optimizer == "AdamW" else "SGD", "clip_norm": case.clip_norm, "groups": groups} | rate | momentum,
+        "optim": {
+            "name": "AdamW" if case.optimizer == "AdamW" else "SGD",
+            "clip_norm": case.clip_norm,
+            "groups": groups,
+        }
+        | rate
+        | momentum,
         "schedule": schedule | {"step_epochs": 1, "gamma": 0.5},
         "compute": {"activation_checkpointing": case.recompute},
         "parallel": {"strategy": case.strategy, "timeout_s": 30.0} | buckets,

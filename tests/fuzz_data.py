@@ -68,7 +68,12 @@ def pack(shape: str, x: Any, y: Any, valid: Any) -> Any:
         return {"x": x, "y": y, "valid": valid}
     if shape == "nested":
         return {"in": {"x": x, "name": "some text"}, "out": [y, (valid, 7)]}
-    kinds = {"tuple": lambda *parts: parts, "list": lambda *parts: list(parts), "namedtuple": Triple, "dataclass": Record}
+    kinds = {
+        "tuple": lambda *parts: parts,
+        "list": lambda *parts: list(parts),
+        "namedtuple": Triple,
+        "dataclass": Record,
+    }
     return kinds[shape](x, y, valid)
 
 
@@ -160,7 +165,13 @@ class Scaled(TensorDataset):
 def fail(case: Case, index: int) -> None:
     """Raise, where sample `index` cannot be read."""
     if index in case.broken:
-        raise (OSError("truncated"), ValueError("no image"), StopIteration(), DataError("bad label"), IndexError("short"))[index % 5]
+        raise (
+            OSError("truncated"),
+            ValueError("no image"),
+            StopIteration(),
+            DataError("bad label"),
+            IndexError("short"),
+        )[index % 5]
 
 
 def data_set(case: Case, length: int, seed: int) -> Any:
@@ -176,6 +187,8 @@ def data_set(case: Case, length: int, seed: int) -> Any:
         "duck": lambda: Duck(Map(case, tensors)),
         "subset": lambda: Subset(Map(case, more), range(length)),
         "subset of tensors": lambda: Subset(TensorDataset(*more), list(range(length))),
-        "concatenated": lambda: ConcatDataset([Subset(Items(case, tensors), range(length // 2)), Subset(Items(case, tensors), range(length // 2, length))]),
+        "concatenated": lambda: ConcatDataset(
+            [Subset(Items(case, tensors), range(length // 2)), Subset(Items(case, tensors), range(length // 2, length))]
+        ),
     }
     return makers[case.data]()

@@ -44,12 +44,24 @@ class Maker:
     def noisy(self, world: int = 1) -> Case:
         """A case with random numbers in batches, which no plain torch draws alike; it is resumed, and logs each step."""
         case = self.case(world)
-        places = [Noise(self.pick(["loss", "collate", "model"]), self.pick(SOURCES), self.chance()) for _ in range(self.number(1, 3))]
+        places = [
+            Noise(self.pick(["loss", "collate", "model"]), self.pick(SOURCES), self.chance())
+            for _ in range(self.number(1, 3))
+        ]
         collate = "class" if case.collate == "default" else case.collate
         again = {"resume_at": self.number(1, 2), "resume_world": 0, "resume_strategy": None, "resume_micro": None}
         case = dataclasses.replace(case, noise=tuple(places), collate=collate, log_every=1, afterwards=None, **again)
         if self.chance():  # nothing in these takes a random number, so that nothing leaves a generator in a known state
-            case = dataclasses.replace(case, data="tensors", shape="tuple", prepare="default", draws=None, broken=(), lengths=None, in_place=False)
+            case = dataclasses.replace(
+                case,
+                data="tensors",
+                shape="tuple",
+                prepare="default",
+                draws=None,
+                broken=(),
+                lengths=None,
+                in_place=False,
+            )
         case = dataclasses.replace(case, steps=max(case.steps, 3), epochs=0, warmup=0)
         norms = ["none", "frozen"] + (["live"] if smallest_micro_batch(case) > 1 and not case.broken else [])
         return dataclasses.replace(case, norm=self.pick(norms))
@@ -61,7 +73,13 @@ class Maker:
         # Names in no alphabetical order, so that a sorted order is another one.
         heads = tuple(self.head(name, weighs, own) for name in ("b", "a", "loss", "c/d")[:named])
         order = self.pick(["same", "rank", "call", "opposite"]) if named > 1 else "same"
-        return {"heads": heads, "label": Head() if named else self.head("a", weighs, own), "weighs": weighs, "own_heads": own, "order": order}
+        return {
+            "heads": heads,
+            "label": Head() if named else self.head("a", weighs, own),
+            "weighs": weighs,
+            "own_heads": own,
+            "order": order,
+        }
 
     def head(self, name: str, weighs: str | None, own: bool) -> Head:
         """One loss; the third and fourth may be there to be looked at alone."""
@@ -80,7 +98,10 @@ class Maker:
     def data(self) -> Fields:
         """What the samples are, and how they become batches."""
         kind = self.pick(["tensors", "list", *READING, "scaled", "subset of tensors"])
-        prepare, collate = self.pick(["default", "class", "instance", "wrapped"]), self.pick(["default", "class", "instance", "wrapped"])
+        prepare, collate = (
+            self.pick(["default", "class", "instance", "wrapped"]),
+            self.pick(["default", "class", "instance", "wrapped"]),
+        )
         reads, prepares = kind in READING, prepare != "default"
         shapes = ["tuple", "list", "dict", "nested", "namedtuple"] + (["dataclass"] if collate != "default" else [])
         fields: Fields = {
@@ -136,7 +157,9 @@ class Maker:
             fields = {"micro": self.number(1, 6), "accumulate": self.number(1, 3), "global_batch": 0}
             size = fields["micro"] * fields["accumulate"] * world
         fields["drop_last"] = length >= size and self.chance()
-        fields |= {"epochs": self.number(1, 2)} if length <= 8 * size and self.chance() else {"steps": self.number(1, 9)}
+        fields |= (
+            {"epochs": self.number(1, 2)} if length <= 8 * size and self.chance() else {"steps": self.number(1, 9)}
+        )
         stop = Case(length=length, world=world, **fields).stop
         return fields | {
             "seed": self.pick([0, 1, 2, 2**40 + 3]),

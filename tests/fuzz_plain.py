@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.data.order import mix, permute
+from lockstep.data.order import derive_seed, permute
 from tests.fuzz_case import Case
 from tests.fuzz_data import seed_all
 from tests.fuzz_tasks import FuzzTask, task_of
@@ -76,7 +76,9 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
     for step in range(case.stop):
         for name, parameter in model.named_parameters():
             if fnmatch(name, case.unfreeze) and (case.unfreeze_step or case.unfreeze_epoch):
-                parameter.requires_grad_(step >= max(case.unfreeze_step, math.ceil(case.unfreeze_epoch * case.steps_per_epoch)))
+                parameter.requires_grad_(
+                    step >= max(case.unfreeze_step, math.ceil(case.unfreeze_epoch * case.steps_per_epoch))
+                )
         indices, epoch = global_batch(case, step)
         loss = gradient(case, task, model, data, indices, epoch, window)
         if loss is not None:
@@ -96,18 +98,30 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
         if done % case.log_every == 0 or done == case.stop:
             row = entry(case, done, window, optimizer, done - result.applied)
             # Norms are there in the steps that log, and always where they are clipped; this update was before such a step.
-            result.rows.append(row if loss is not None else {f"{name}?" if name == NORM else name: value for name, value in row.items()})
+            result.rows.append(
+                row
+                if loss is not None
+                else {f"{name}?" if name == NORM else name: value for name, value in row.items()}
+            )
             window = Window(norm=window.norm)
         if case.eval_every and (done % case.eval_every == 0 or done == case.stop):
             averages.swap()
-            result.rows.append({"step": done, "epoch": round(done / case.steps_per_epoch, 4), **evaluate(case, task, model, evaluation)})
+            result.rows.append(
+                {
+                    "step": done,
+                    "epoch": round(done / case.steps_per_epoch, 4),
+                    **evaluate(case, task, model, evaluation),
+                }
+            )
             averages.swap()
         if done == restart:
             window = Window(norm=window.norm)
     result.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     averages.swap()
     if case.afterwards == "evaluate":
-        result.evaluation = {name.removeprefix("eval/"): value for name, value in evaluate(case, task, model, evaluation).items()}
+        result.evaluation = {
+            name.removeprefix("eval/"): value for name, value in evaluate(case, task, model, evaluation).items()
+        }
     if case.afterwards == "predict":
         result.predictions = predict(case, task, model, evaluation)
     return result
@@ -125,7 +139,7 @@ def read(case: Case, task: FuzzTask, data: Any, indices: list[int], epoch: int, 
     """Those samples that can be read, each prepared under its own seed."""
     samples = []
     for index in indices:
-        seed_all(mix(case.seed, epoch, index))
+        seed_all(derive_seed(case.seed, epoch, index))
         try:
             samples.append(task.prepare(data[index], epoch, training))
         except Exception:
@@ -133,7 +147,9 @@ def read(case: Case, task: FuzzTask, data: Any, indices: list[int], epoch: int, 
     return samples
 
 
-def sums_and_units(task: FuzzTask, model: torch.nn.Module, samples: list[Any]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def sums_and_units(
+    task: FuzzTask, model: torch.nn.Module, samples: list[Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """By head; nothing where there is no unit, which moves nothing: neither weights nor what BatchNorm keeps."""
     batch = task.collate(samples)
     weights = task.weight(batch)
@@ -145,7 +161,9 @@ def sums_and_units(task: FuzzTask, model: torch.nn.Module, samples: list[Any]) -
     return sums, {head: float(len(samples) if weights is None else units[head]) for head in sums}
 
 
-def gradient(case: Case, task: FuzzTask, model: torch.nn.Module, data: Any, indices: list[int], epoch: int, window: Window) -> torch.Tensor | None:
+def gradient(
+    case: Case, task: FuzzTask, model: torch.nn.Module, data: Any, indices: list[int], epoch: int, window: Window
+) -> torch.Tensor | None:
     """The loss whose gradient the step takes; None where the global batch has no unit. Adds to the window."""
     samples = read(case, task, data, indices, epoch, training=True)
     window.bad += len(indices) - len(samples)
@@ -205,13 +223,17 @@ def predict(case: Case, task: FuzzTask, model: torch.nn.Module, data: Any) -> li
         samples = read(case, task, data, [index], 0, training=False)
         with torch.no_grad():
             output = task.predict(model, task.collate(samples)) if samples else None
-        found.append(output and {"outputs": output["outputs"][0], "sum": output["more"][0][0], "index": output["more"][1][0]})
+        found.append(
+            output and {"outputs": output["outputs"][0], "sum": output["more"][0][0], "index": output["more"][1][0]}
+        )
     return found
 
 
 def optimizer_of(case: Case, model: torch.nn.Module) -> torch.optim.Optimizer:
     """As docs/config.md says."""
-    scale = {"none": 1.0, "linear": case.samples_per_step / 8, "sqrt": math.sqrt(case.samples_per_step / 8)}[case.lr_scaling]
+    scale = {"none": 1.0, "linear": case.samples_per_step / 8, "sqrt": math.sqrt(case.samples_per_step / 8)}[
+        case.lr_scaling
+    ]
     top = [parameter for name, parameter in model.named_parameters() if name.startswith("out") and case.group_lr]
     rest = [parameter for name, parameter in model.named_parameters() if not (name.startswith("out") and case.group_lr)]
     decay = {} if case.weight_decay is None else {"weight_decay": case.weight_decay}

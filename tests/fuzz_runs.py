@@ -63,7 +63,9 @@ def fit(case: Case, folder: Path, resumed: bool = False) -> Found:
         found.rows = [{name: value for name, value in line.items() if name.startswith(TOLD)} for line in lines]
     if case.afterwards and resumed == bool(case.resume_at):
         again = Trainer(settings, run_dir=folder, quiet=True)
-        found.afterwards = again.evaluate(task_of(case)) if case.afterwards == "evaluate" else again.predict(task_of(case))
+        found.afterwards = (
+            again.evaluate(task_of(case)) if case.afterwards == "evaluate" else again.predict(task_of(case))
+        )
     return found
 
 
@@ -102,8 +104,16 @@ def outcomes(cases: Sequence[Case]) -> list[list[list[Found]]]:
         found = [[ranks] for ranks in on_ranks(cases[0].world, placed, resumed=False)]
         ended = [number for number, (ranks,) in enumerate(found) if not any(one.error for one in ranks)]
         for world in (1, 2, 3):
-            numbers = [number for number in ended if cases[number].resume_at and (cases[number].resume_world or cases[number].world) == world]
-            for number, ranks in zip(numbers, on_ranks(world, [placed[number] for number in numbers], resumed=True) if numbers else [], strict=False):
+            numbers = [
+                number
+                for number in ended
+                if cases[number].resume_at and (cases[number].resume_world or cases[number].world) == world
+            ]
+            for number, ranks in zip(
+                numbers,
+                on_ranks(world, [placed[number] for number in numbers], resumed=True) if numbers else [],
+                strict=False,
+            ):
                 found[number].append(ranks)
     return found
 
@@ -134,14 +144,20 @@ def first_failure(kind: str, cases: Sequence[Case]) -> tuple[Case, str] | None:
     """The first case that fails, and how."""
     try:
         if kind == "workers":
-            both = (outcomes([dataclasses.replace(case, workers=number, resume_at=0) for case in cases]) for number in (0, 2))
+            both = (
+                outcomes([dataclasses.replace(case, workers=number, resume_at=0) for case in cases])
+                for number in (0, 2)
+            )
             found = [[one[0], other[0]] for one, other in zip(*both, strict=False)]
         else:
             found = outcomes(cases)
     except AssertionError as error:  # a rank died; which case it was is found out one by one
         if len(cases) == 1:
             return cases[0], str(error)
-        return next((failed for case in cases if (failed := first_failure(kind, [case]))), None) or (cases[-1], str(error))
+        return next((failed for case in cases if (failed := first_failure(kind, [case]))), None) or (
+            cases[-1],
+            str(error),
+        )
     for case, of_case in zip(cases, found, strict=False):
         try:
             check_plain(case, of_case) if kind == "plain" else check_same(of_case[0], of_case[-1])
@@ -203,7 +219,9 @@ def compare_predictions(found: list[Any], wanted: list[Any]) -> None:
     """Outputs of each evaluation sample."""
     for index, (mine, expected) in enumerate(zip(found, wanted, strict=True)):
         flat = mine and {"outputs": mine["outputs"], "sum": mine["more"][0], "index": mine["more"][1]}
-        if (flat is None) != (expected is None) or any(not distance(flat[name], expected[name]) <= TIGHT for name in expected or {}):
+        if (flat is None) != (expected is None) or any(
+            not distance(flat[name], expected[name]) <= TIGHT for name in expected or {}
+        ):
             raise Different(f"the prediction of sample {index} is {mine}, not {expected}")
 
 
@@ -212,7 +230,9 @@ def same_bits(one: dict[str, Any], other: dict[str, Any]) -> None:
     unequal = [name for name in one if one[name].tobytes() != other[name].tobytes()]
     if unequal:
         name = unequal[0]
-        raise Different(f"bits of {', '.join(unequal)} differ: {one[name].tolist()} and {other[name].tolist()} in {name}")
+        raise Different(
+            f"bits of {', '.join(unequal)} differ: {one[name].tolist()} and {other[name].tolist()} in {name}"
+        )
 
 
 def check_same(one: Sequence[Found], other: Sequence[Found]) -> None:

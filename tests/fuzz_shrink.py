@@ -13,7 +13,9 @@ from tests.fuzz_case import Case, allowed, smallest_micro_batch
 PATIENCE_S = 60.0
 
 
-def smallest(kind: str, case: Case, text: str, failure: Callable[[Case], str | None], patience_s: float = PATIENCE_S) -> tuple[Case, str]:
+def smallest(
+    kind: str, case: Case, text: str, failure: Callable[[Case], str | None], patience_s: float = PATIENCE_S
+) -> tuple[Case, str]:
     """A smaller case whose failure reads like `text`, and how that reads; the case itself where none is found in time.
 
     Args:
@@ -67,7 +69,14 @@ def valid(kind: str, case: Case) -> bool:
     """Whether `case` is one that the tests may make up."""
     counted = any(head.units != "samples" for head in case.all_heads)
     tensors = case.data in ("tensors", "scaled", "subset of tensors")
-    sizes = (case.length, case.eval_length, case.micro or 1, case.micro or not case.accumulate, case.resume_micro or 1, case.steps)
+    sizes = (
+        case.length,
+        case.eval_length,
+        case.micro or 1,
+        case.micro or not case.accumulate,
+        case.resume_micro or 1,
+        case.steps,
+    )
     if min(sizes) < 1 or case.samples_per_step < 1:
         return False
     faults = [
@@ -79,7 +88,8 @@ def valid(kind: str, case: Case) -> bool:
         any(head.watched and (head.coefficient != 0.0 or case.own_heads) for head in case.heads),
         len({head.name for head in case.heads}) < len(case.heads) or all(head.watched for head in case.all_heads),
         bool(case.broken) and (case.on_error != "skip" or len(set(case.broken)) < len(case.broken)),
-        len([one for one in case.broken if one < min(case.length, case.eval_length)]) >= min(case.length, case.eval_length),
+        len([one for one in case.broken if one < min(case.length, case.eval_length)])
+        >= min(case.length, case.eval_length),
         bool(case.broken) and case.broken_in == "data" and (tensors or case.data == "list"),
         bool(case.broken) and case.broken_in == "prepare" and case.prepare == "default",
         tensors and case.prepare == "default" and case.shape != "tuple",

@@ -89,7 +89,9 @@ class FuzzTask(Task):
         if self.case.weighs is None:
             return None
         _, _, valid = unpack(batch)
-        kind = {"tensor": lambda count: count, "float": float, "numpy": lambda count: count.numpy()[()]}[self.case.weighs]
+        kind = {"tensor": lambda count: count, "float": float, "numpy": lambda count: count.numpy()[()]}[
+            self.case.weighs
+        ]
         counts = {}
         for number, head in enumerate(self.case.all_heads):
             labels = valid[:, number]
@@ -148,7 +150,9 @@ def _prepare(case: Case, sample: Any, epoch: int, training: bool) -> Any:
 
 
 def _collate(case: Case, samples: list[Any]) -> Any:
-    x, y, valid = (torch.stack([torch.as_tensor(one) for one in parts]) for parts in zip(*map(unpack, samples), strict=True))
+    x, y, valid = (
+        torch.stack([torch.as_tensor(one) for one in parts]) for parts in zip(*map(unpack, samples), strict=True)
+    )
     for noise in case.noise:
         if noise.place == "collate":
             x = x * (1 + 0.1 * numbers(noise.source, noise.gauss))
@@ -171,5 +175,10 @@ class _PreparesAndCollates(_Prepares, _Collates):
 
 def task_of(case: Case) -> FuzzTask:
     """The task of a case; its class has the methods that the case overrides in the class."""
-    kinds = {(False, False): FuzzTask, (True, False): _Prepares, (False, True): _Collates, (True, True): _PreparesAndCollates}
+    kinds = {
+        (False, False): FuzzTask,
+        (True, False): _Prepares,
+        (False, True): _Collates,
+        (True, True): _PreparesAndCollates,
+    }
     return kinds[case.prepare == "class", case.collate == "class"](case)

@@ -81,7 +81,12 @@ class Block(nn.Module):
 
     def __init__(self, dropout=0.0):
         super().__init__()
-        self.norm, self.up, self.down, self.drop = nn.LayerNorm(7), nn.Linear(7, 9), nn.Linear(9, 7, bias=False), nn.Dropout(dropout)
+        self.norm, self.up, self.down, self.drop = (
+            nn.LayerNorm(7),
+            nn.Linear(7, 9),
+            nn.Linear(9, 7, bias=False),
+            nn.Dropout(dropout),
+        )
 
     def forward(self, hidden):
         return hidden + self.drop(self.down(self.up(self.norm(hidden)).tanh()))
@@ -229,7 +234,12 @@ class Classes(Task):
 
     def metrics(self):
         from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
-        from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassConfusionMatrix, MulticlassF1Score
+        from torchmetrics.classification import (
+            MulticlassAccuracy,
+            MulticlassAUROC,
+            MulticlassConfusionMatrix,
+            MulticlassF1Score,
+        )
 
         return MetricCollection(
             {
@@ -369,11 +379,27 @@ class Returns(Plain):
         loss = super().loss(model, batch)
         if self.method != "loss":
             return loss
-        odd = {"float": 1.5, "None": None, "tuple": (loss, loss), "vector": loss.expand(3), "detached": loss.detach(), "int": (loss * 10).long()}
-        return (odd | {"empty": {}, "number": {1: loss}, "nested": {"a": {"b": loss}}, "constant": torch.zeros(())})[self.what]
+        odd = {
+            "float": 1.5,
+            "None": None,
+            "tuple": (loss, loss),
+            "vector": loss.expand(3),
+            "detached": loss.detach(),
+            "int": (loss * 10).long(),
+        }
+        return (odd | {"empty": {}, "number": {1: loss}, "nested": {"a": {"b": loss}}, "constant": torch.zeros(())})[
+            self.what
+        ]
 
     def weight(self, batch):
-        odd = {"text": "12", "vector": torch.ones(3), "negative": -1.0, "nan": float("nan"), "none": {"loss": None}, "empty": {}}
+        odd = {
+            "text": "12",
+            "vector": torch.ones(3),
+            "negative": -1.0,
+            "nan": float("nan"),
+            "none": {"loss": None},
+            "empty": {},
+        }
         return odd[self.what] if self.method == "weight" else None
 
 

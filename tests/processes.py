@@ -35,19 +35,36 @@ def environment(**extra):
 
 def command(*arguments, torchrun=None):
     if torchrun:
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(torchrun), "-m", "lockstep", *map(str, arguments)]
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(torchrun),
+            "-m",
+            "lockstep",
+            *map(str, arguments),
+        ]
     return [sys.executable, "-m", "lockstep", *map(str, arguments)]
 
 
 def lockstep(*arguments, torchrun=None, timeout=120, **extra):
     """Run to the end; `extra` are environment variables."""
-    return subprocess.run(command(*arguments, torchrun=torchrun), capture_output=True, text=True, timeout=timeout, env=environment(**extra))
+    return subprocess.run(
+        command(*arguments, torchrun=torchrun),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(**extra),
+    )
 
 
 def start(*arguments, torchrun=None, **extra):
     """Run beside the test, in a session of its own."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command(*arguments, torchrun=torchrun), env=environment(**extra), start_new_session=True, **pipes)
+    process = subprocess.Popen(
+        command(*arguments, torchrun=torchrun), env=environment(**extra), start_new_session=True, **pipes
+    )
     _begun.append(process)
     return process
 
@@ -168,7 +185,9 @@ class Beside:
             launch.prepare()
         if self.launches:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn where there are threads; none of this takes a lock
+                warnings.simplefilter(
+                    "ignore", DeprecationWarning
+                )  # newer Pythons warn where there are threads; none of this takes a lock
                 self.process = multiprocessing.get_context("fork").Process(target=self._run, daemon=True)
                 self.process.start()
 
@@ -188,7 +207,9 @@ class Beside:
                 if not (other.folder / "begun").exists():
                     other.run()
                     break
-            assert self.process.is_alive() or (launch.folder / "done").exists(), "the process beside the tests has ended"
+            assert self.process.is_alive() or (launch.folder / "done").exists(), (
+                "the process beside the tests has ended"
+            )
             time.sleep(0.05)
         launch.done = pickle.loads((launch.folder / "done").read_bytes())
         assert not isinstance(launch.done, str), launch.done

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.dist import failure, strategy
+from lockstep.distributed import failure, strategy
 from tests import own_tasks, runs
 
 
@@ -20,7 +20,9 @@ def count_reductions(settings):
 
     def counting_wrap(*arguments, **options):
         forward = wrap(*arguments, **options)
-        forward.register_comm_hook(None, lambda state, bucket: (calls.append(bucket.index()), allreduce_hook(state, bucket))[1])
+        forward.register_comm_hook(
+            None, lambda state, bucket: (calls.append(bucket.index()), allreduce_hook(state, bucket))[1]
+        )
         return forward
 
     strategy.wrap = counting_wrap
@@ -33,21 +35,26 @@ def count_reductions(settings):
 
 def digest_of_everything(kind, options, settings):
     """All parameters, buffers and optimizer tensors after training, as bytes."""
-    import lockstep.assembly
+    import lockstep.build
 
     kept = {}
-    build = lockstep.assembly.build_optimizer
+    build = lockstep.build.build_optimizer
 
     def keeping(*arguments, **optionals):
         kept["optimizer"] = build(*arguments, **optionals)
         return kept["optimizer"]
 
-    lockstep.assembly.build_optimizer = keeping
+    lockstep.build.build_optimizer = keeping
     try:
         weights, _ = runs.fit_kind(kind, options, settings)
     finally:
-        lockstep.assembly.build_optimizer = build
-    slots = [value for state in kept["optimizer"].state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        lockstep.build.build_optimizer = build
+    slots = [
+        value
+        for state in kept["optimizer"].state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return [tensor.numpy().tobytes() for tensor in [*weights.values(), *slots]]
 
 
@@ -83,10 +90,10 @@ def evaluate_and_predict(lengths, micro):
 
     Samples have made-up lengths, which cut the evaluation otherwise, and change no result.
     """
-    from lockstep.data.loader import Chunks, Loader
+    from lockstep.data.loader import Loader, MicroBatches
     from lockstep.data.order import EvaluationPlan
-    from lockstep.dist.precision import Precision
-    from lockstep.dist.world import join_world
+    from lockstep.distributed.precision import Precision
+    from lockstep.distributed.world import join_world
     from lockstep.engine.evaluate import evaluate, predict
 
     answers = []
@@ -95,10 +102,12 @@ def evaluate_and_predict(lengths, micro):
             task = Reported(eval_length=length)
             torch.manual_seed(0)
             model = task.model()
-            loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+            loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
             arguments = (task, strategy.Forward(model, task.loss), loader)
             others = (world, Precision("fp32", world.device))
-            outputs = predict(*arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others)
+            outputs = predict(
+                *arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others
+            )
             shown = []
 
             def show(values, samples, shown=shown):
@@ -110,7 +119,9 @@ def evaluate_and_predict(lengths, micro):
 
 
 def evaluate_run(run_dir, kind, options, strategy="ddp"):
-    return Trainer(runs.config(parallel={"strategy": strategy}), run_dir=Path(run_dir), quiet=True).evaluate(getattr(own_tasks, kind)(**options))
+    return Trainer(runs.config(parallel={"strategy": strategy}), run_dir=Path(run_dir), quiet=True).evaluate(
+        getattr(own_tasks, kind)(**options)
+    )
 
 
 def batchnorm_buffers(settings):
@@ -119,7 +130,9 @@ def batchnorm_buffers(settings):
 
     class Normed(own_tasks.Plain):
         def model(self):
-            self.built = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5)).double()
+            self.built = torch.nn.Sequential(
+                torch.nn.Linear(10, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 5)
+            ).double()
             return self.built
 
         def loss(self, model, batch):
@@ -133,20 +146,20 @@ def batchnorm_buffers(settings):
 
 def ledger(run_dir, settings, options):
     """Indices of the samples that this rank trained on, step by step."""
-    from lockstep.engine import trainer
+    from lockstep.engine import loop
 
     steps = []
-    original = trainer.train_step
+    original = loop.train_step
 
     def noting(run, micros, samples, want_norm=False):
         steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
         return original(run, micros, samples, want_norm)
 
-    trainer.train_step = noting
+    loop.train_step = noting
     try:
         runs.fit_kind("Plain", options, settings, run_dir)
     finally:
-        trainer.train_step = original
+        loop.train_step = original
     return steps, os.getpid()
 
 
@@ -168,15 +181,15 @@ def fit_saved(kind, settings, run_dir):
 @impatient()
 def fit_in_a_folder_of_its_own(settings, folder):
     """What a user does whose nodes share no file system: the error that this rank ends with."""
-    from lockstep import rundir
+    from lockstep import run_directory
 
-    patience, rundir._VISIBLE_S = rundir._VISIBLE_S, 0.5
+    patience, run_directory._VISIBLE_S = run_directory._VISIBLE_S, 0.5
     try:
         runs.fit_kind("Plain", {}, settings, Path(folder) / os.environ["RANK"])
     except LockstepError as error:
         return str(error)
     finally:
-        rundir._VISIBLE_S = patience
+        run_directory._VISIBLE_S = patience
     return None
 
 
@@ -231,8 +244,8 @@ def fit_from_file(settings):
 
 def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
     """Weights after a training in which micro-batches of `least` or more samples do not fit, and how often one did not."""
-    import lockstep.run
-    from lockstep.engine.oom import Guard
+    import lockstep.trainer
+    from lockstep.engine.out_of_memory import Guard
 
     rank, when, where = place
     when = when[int(os.environ["WORLD_SIZE"])] if isinstance(when, dict) else when
@@ -256,11 +269,11 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
             return loss
 
     if not real_guard:
-        lockstep.run.Guard = lambda enabled: Guard(True)
+        lockstep.trainer.Guard = lambda enabled: Guard(True)
     try:
         weights, _ = runs.fit(Large(), settings, Path(run_dir))
     finally:
-        lockstep.run.Guard = Guard
+        lockstep.trainer.Guard = Guard
     return weights, failures
 
 

@@ -27,7 +27,11 @@ class RankFailed(AssertionError):
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
     answers = _ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s)
-    failed = {rank: str(one) if isinstance(one, Ended) else one.error for rank, one in enumerate(answers) if isinstance(one, Ended) or one.error}
+    failed = {
+        rank: str(one) if isinstance(one, Ended) else one.error
+        for rank, one in enumerate(answers)
+        if isinstance(one, Ended) or one.error
+    }
     if failed:
         raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))
     return [answer.value for answer in answers]

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import lockstep.run
+import lockstep.trainer
 from lockstep import Trainer
 from lockstep.data.order import permute
-from lockstep.dist import sharding
+from lockstep.distributed import sharding
 
 
 def config(**sections):
@@ -58,19 +58,21 @@ def fit(task, settings, run_dir=None, allow_change=()):
 @contextlib.contextmanager
 def whole_weights(task):
     """Afterwards `task.built`, the model, is its final weights by name: gathered while the ranks are still together."""
-    join = lockstep.run.join_world
+    join = lockstep.trainer.join_world
 
     @contextlib.contextmanager
     def joined(*arguments):
         with join(*arguments) as world:
             yield world
-            task.built = {name: sharding.gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()}
+            task.built = {
+                name: sharding.gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()
+            }
 
-    lockstep.run.join_world = joined
+    lockstep.trainer.join_world = joined
     try:
         yield
     finally:
-        lockstep.run.join_world = join
+        lockstep.trainer.join_world = join
 
 
 def fit_kind(kind, options, settings, run_dir=None):

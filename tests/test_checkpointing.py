@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lockstep.run
+import lockstep.trainer
 from lockstep import LockstepError, Trainer
 from lockstep.checkpoint import files, store
-from lockstep.dist import signals
+from lockstep.distributed import signals
 from lockstep.errors import DataError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
@@ -24,7 +24,12 @@ def saved(run_dir):
 
 
 def same(one, other):
-    return one[0] == other[0] and one[1].keys() == other[1].keys() and all(torch.equal(one[1][k], other[1][k]) for k in one[1]) and one[2] == other[2]
+    return (
+        one[0] == other[0]
+        and one[1].keys() == other[1].keys()
+        and all(torch.equal(one[1][k], other[1][k]) for k in one[1])
+        and one[2] == other[2]
+    )
 
 
 # ---- the step, the weights, the optimizer and the loss scale are all there is
@@ -42,11 +47,19 @@ def trainings():
     """On one rank and on several each."""
     for kind, settings in TRAININGS:
         for world in (1, 2, 3):
-            yield pytest.param(world, kind, settings, marks=pytest.mark.exhaustive if (kind, world) in OTHERS_COVER else (), id=f"{kind}-{world}")
+            yield pytest.param(
+                world,
+                kind,
+                settings,
+                marks=pytest.mark.exhaustive if (kind, world) in OTHERS_COVER else (),
+                id=f"{kind}-{world}",
+            )
 
 
 @pytest.mark.parametrize(("world", "kind", "settings"), list(trainings()))
-def test_run_that_goes_on_from_a_checkpoint_ends_bitwise_like_one_that_was_never_stopped(tmp_path, world, kind, settings):
+def test_run_that_goes_on_from_a_checkpoint_ends_bitwise_like_one_that_was_never_stopped(
+    tmp_path, world, kind, settings
+):
     settings = runs.config(batch={"micro": 5}, checkpoint={"every_steps": 7, "keep_last": 9}, **settings)
     run_ranks(world, rank_cases.fit_saved, kind, settings, tmp_path)
     whole = saved(tmp_path)
@@ -63,14 +76,18 @@ def test_elastic_2_to_1_to_2_to_3_ranks_uses_the_same_samples_and_gives_the_same
     expected, _ = runs.by_hand(own_tasks.Plain(length=100))
     used = {}
     for world, stop in ((2, 6), (1, 9), (2, 14), (3, 20)):
-        for steps, _ in run_ranks(world, rank_cases.ledger, tmp_path / "run", settings | {"train": {"steps": stop}}, {"length": 100}):
+        for steps, _ in run_ranks(
+            world, rank_cases.ledger, tmp_path / "run", settings | {"train": {"steps": stop}}, {"length": 100}
+        ):
             for step, indices in steps:
                 used.setdefault(step, []).extend(indices)
     undisturbed = {}
     for steps, _ in run_ranks(1, rank_cases.ledger, tmp_path / "one", settings, {"length": 100}):
         for step, indices in steps:
             undisturbed.setdefault(step, []).extend(indices)
-    assert {step: sorted(indices) for step, indices in used.items()} == {step: sorted(indices) for step, indices in undisturbed.items()}
+    assert {step: sorted(indices) for step, indices in used.items()} == {
+        step: sorted(indices) for step, indices in undisturbed.items()
+    }
     _, tensors, _ = saved(tmp_path / "run")
     found = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     assert runs.difference(found, expected) < 1e-10
@@ -128,13 +145,17 @@ def own_tasks_order(length, step, batch=24):
 def test_training_starts_from_exported_weights_and_names_what_does_not_fit(tmp_path):
     first, _ = runs.fit(own_tasks.Plain(), runs.config(train={"steps": 3}), tmp_path / "first")
     Trainer(runs.config(), run_dir=tmp_path / "first", quiet=True).export(tmp_path / "weights", own_tasks.Plain())
-    settings = runs.config(train={"steps": 1, "init_from": str(tmp_path / "weights")}, optim={"lr": 1e-30, "weight_decay": 0.0})
+    settings = runs.config(
+        train={"steps": 1, "init_from": str(tmp_path / "weights")}, optim={"lr": 1e-30, "weight_decay": 0.0}
+    )
     second, _ = runs.fit(own_tasks.Plain(), settings, tmp_path / "second")
     assert runs.difference(second, first) < 1e-12
 
     class Other(own_tasks.Plain):
         def model(self):
-            self.built = torch.nn.Sequential(torch.nn.Linear(10, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5, bias=False)).double()
+            self.built = torch.nn.Sequential(
+                torch.nn.Linear(10, 8), torch.nn.ReLU(), torch.nn.Linear(8, 5, bias=False)
+            ).double()
             return self.built
 
     with pytest.raises(LockstepError, match=r"train\.init_from: .*unknown to the model: 2\.bias"):
@@ -148,7 +169,9 @@ def test_last_best_and_every_nth_are_kept(tmp_path):
     keep = {"every_steps": 2, "keep_last": 2, "keep_every_steps": 10, "keep_best": "min eval/loss"}
     settings = runs.config(train={"steps": 30, "eval_every_steps": 5}, checkpoint=keep, optim={"lr": 0.3})
     runs.fit(own_tasks.Plain(eval_length=20), settings, tmp_path)
-    evaluated = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line]
+    evaluated = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line
+    ]
     best = min(evaluated, key=lambda entry: entry["eval/loss"])["step"]
     steps = {one.step for one in store.listed(tmp_path / "checkpoints")}
     assert steps == {10, 20, 30, 28, best}
@@ -165,7 +188,7 @@ def test_unknown_metric_to_keep_by_is_named(tmp_path):
 # ---- when
 
 
-class Ticking(signals.Agreement):
+class Ticking(signals.StopConsensus):
     """A clock that goes on by a minute with each step."""
 
     calls = 0
@@ -181,11 +204,11 @@ class Ticking(signals.Agreement):
 
 def fit_ticking(kind, settings, folder):
     """Steps that are kept in the end."""
-    kept, lockstep.run.Agreement = lockstep.run.Agreement, Ticking
+    kept, lockstep.trainer.StopConsensus = lockstep.trainer.StopConsensus, Ticking
     try:
         runs.fit_kind(kind, {}, settings, folder)
     finally:
-        lockstep.run.Agreement = kept
+        lockstep.trainer.StopConsensus = kept
     return [one.step for one in store.listed(folder / "checkpoints")]
 
 
@@ -194,7 +217,10 @@ def test_a_checkpoint_is_due_every_so_many_minutes_or_steps_and_changes_no_resul
     minutes = settings | {"checkpoint": {"keep_last": 99, "every_minutes": 6.0}}
     never = settings | {"checkpoint": {"keep_last": 99, "every_minutes": None}}
     both = settings | {"checkpoint": {"keep_last": 99, "every_minutes": 6.0, "every_steps": 4}}
-    assert fit_ticking("Plain", settings, tmp_path / "default") == [20, 11]  # every ten minutes, seen after a step, saved after the next
+    assert fit_ticking("Plain", settings, tmp_path / "default") == [
+        20,
+        11,
+    ]  # every ten minutes, seen after a step, saved after the next
     assert fit_ticking("Plain", minutes, tmp_path / "minutes") == [20, 14, 7]
     assert fit_ticking("Plain", never, tmp_path / "never") == [20]
     assert fit_ticking("Plain", both, tmp_path / "both") == [20, 16, 12, 8, 4]
@@ -241,21 +267,31 @@ def test_what_was_trained_is_saved_where_an_evaluation_fails(tmp_path, mode, fai
     settings = EVALUATING | {"checkpoint": {"keep_last": 9, "mode": mode}}
     with pytest.raises(ValueError, match="bad label") as caught:
         runs.fit(Evaluated(fails_at), settings, tmp_path)
-    assert caught.value.__notes__ == [f"The checkpoint of step {kept[0]} is saved, and the same command goes on from there"]
+    assert caught.value.__notes__ == [
+        f"The checkpoint of step {kept[0]} is saved, and the same command goes on from there"
+    ]
     found = store.listed(tmp_path / "checkpoints")
     assert [one.step for one in found] == kept
     assert [store.check(one) for one in found] == [[]] * len(found)
     assert found[0].metrics == {}
     _, results = runs.fit(Evaluated(), settings, tmp_path)  # goes on from there, and evaluates what was left out
-    evaluated = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line]
+    evaluated = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+        if "eval/loss" in line
+    ]
     assert evaluated == [4, 8, 12]
     assert store.listed(tmp_path / "checkpoints")[0].metrics["eval/accuracy"] == results["eval/accuracy"]
 
 
 def test_an_error_of_ours_says_too_what_is_saved(tmp_path):
-    with pytest.raises(DataError, match=r"broken file\n  remedy: repair it\. The checkpoint of step 4 is saved, and the same command"):
+    with pytest.raises(
+        DataError, match=r"broken file\n  remedy: repair it\. The checkpoint of step 4 is saved, and the same command"
+    ):
         runs.fit(Evaluated(1, DataError("broken file", remedy="repair it")), EVALUATING, tmp_path)
-    with pytest.raises(DataError, match=r"broken file\n  remedy: The checkpoint of step 4 is saved"):  # also where a start begins with it
+    with pytest.raises(
+        DataError, match=r"broken file\n  remedy: The checkpoint of step 4 is saved"
+    ):  # also where a start begins with it
         runs.fit(Evaluated(0, DataError("broken file")), EVALUATING, tmp_path)
 
 
@@ -281,7 +317,11 @@ def test_ranks_have_saved_what_they_fail_to_evaluate(tmp_path):
 
 def test_the_best_by_an_evaluation_that_came_after_a_restart_stays(tmp_path):
     """A kill between the commit and the evaluation: the metrics are added by the next start, and decide what stays."""
-    settings = runs.config(train={"steps": 12, "eval_every_steps": 4}, checkpoint={"keep_last": 1, "keep_best": "min eval/loss"}, optim={"lr": 1e-9})
+    settings = runs.config(
+        train={"steps": 12, "eval_every_steps": 4},
+        checkpoint={"keep_last": 1, "keep_best": "min eval/loss"},
+        optim={"lr": 1e-9},
+    )
 
     class Killed(Evaluated):
         def loss(self, model, batch):
@@ -293,12 +333,16 @@ def test_the_best_by_an_evaluation_that_came_after_a_restart_stays(tmp_path):
         runs.fit(Killed(), settings, tmp_path)
     (found,) = store.listed(tmp_path / "checkpoints")
     assert (found.step, found.metrics) == (4, {})
-    runs.fit(Evaluated(), settings | {"optim": {**settings["optim"], "weight_decay": 0.1}}, tmp_path, allow_change=["task"])
+    runs.fit(
+        Evaluated(), settings | {"optim": {**settings["optim"], "weight_decay": 0.1}}, tmp_path, allow_change=["task"]
+    )
     found = store.listed(tmp_path / "checkpoints")
     best = min(found, key=lambda one: one.metrics["eval/loss"])
     assert found[0].step == 12
     assert len(found) == len({12, best.step})
-    evaluated = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line]
+    evaluated = [
+        json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines() if "eval/loss" in line
+    ]
     assert [entry["step"] for entry in evaluated] == [4, 8, 12]
     assert best.metrics["eval/loss"] == min(entry["eval/loss"] for entry in evaluated)
 
@@ -309,7 +353,9 @@ def test_the_best_by_an_evaluation_that_came_after_a_restart_stays(tmp_path):
 def test_changed_key_may_be_allowed_by_name(tmp_path):
     runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
     changed = runs.config(train={"steps": 8}, optim={"lr": 0.5, "clip_norm": 1.0})
-    with pytest.raises(LockstepError, match=r"optim\.clip_norm: None there, 1\.0 here\n    optim\.lr: 0\.01 there, 0\.5 here"):
+    with pytest.raises(
+        LockstepError, match=r"optim\.clip_norm: None there, 1\.0 here\n    optim\.lr: 0\.01 there, 0\.5 here"
+    ):
         runs.fit(own_tasks.Plain(), changed, tmp_path)
     with pytest.raises(LockstepError, match=r"optim\.clip_norm") as caught:
         Trainer(changed, run_dir=tmp_path, allow_change=["optim.lr"], quiet=True).fit(own_tasks.Plain())
@@ -317,7 +363,9 @@ def test_changed_key_may_be_allowed_by_name(tmp_path):
     with pytest.raises(LockstepError, match=r"did you mean optim\.lr"):
         Trainer(changed, run_dir=tmp_path, allow_change=["optim.lrr"], quiet=True).fit(own_tasks.Plain())
     assert Trainer(changed, run_dir=tmp_path, allow_change=["optim"], quiet=True).fit(own_tasks.Plain())["step"] == 8
-    assert runs.fit(own_tasks.Plain(), changed | {"train": {"steps": 9}}, tmp_path)[1]["step"] == 9  # it is the run's now
+    assert (
+        runs.fit(own_tasks.Plain(), changed | {"train": {"steps": 9}}, tmp_path)[1]["step"] == 9
+    )  # it is the run's now
 
 
 def test_other_training_data_are_refused(tmp_path):
@@ -333,7 +381,12 @@ def test_other_training_data_are_refused(tmp_path):
 
     with pytest.raises(LockstepError, match="samples differ"):
         runs.fit(Altered(length=50), runs.config(), tmp_path, allow_change=["task"])
-    assert Trainer(runs.config(), run_dir=tmp_path, allow_change=["data", "task"], quiet=True).fit(Altered(length=50))["step"] == 20
+    assert (
+        Trainer(runs.config(), run_dir=tmp_path, allow_change=["data", "task"], quiet=True).fit(Altered(length=50))[
+            "step"
+        ]
+        == 20
+    )
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
@@ -368,7 +421,9 @@ def test_file_that_the_system_refuses_to_write_is_survived(tmp_path):
 
     settings = runs.config(checkpoint={"every_steps": 5, "mode": "sync"})
     try:
-        with pytest.raises(LockstepError, match=r"1 checkpoints could not be written, the newest is of step 20.*step 10 could not"):
+        with pytest.raises(
+            LockstepError, match=r"1 checkpoints could not be written, the newest is of step 20.*step 10 could not"
+        ):
             runs.fit(Limited(), settings, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -380,7 +435,12 @@ def test_checkpoint_carries_results_of_its_own_step_only(tmp_path):
     """Evaluation results belong to their own step: a checkpoint between two evaluations has none."""
     settings = runs.config(train={"steps": 12, "eval_every_steps": 6}, checkpoint={"every_steps": 4, "keep_last": 9})
     runs.fit(own_tasks.Plain(eval_length=20), settings, tmp_path)
-    assert {one.step: bool(one.metrics) for one in store.listed(tmp_path / "checkpoints")} == {4: False, 6: True, 8: False, 12: True}
+    assert {one.step: bool(one.metrics) for one in store.listed(tmp_path / "checkpoints")} == {
+        4: False,
+        6: True,
+        8: False,
+        12: True,
+    }
 
 
 def test_ranks_that_do_not_share_the_run_directory_are_named_before_anything_is_computed(tmp_path):

@@ -69,7 +69,9 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
     monkeypatch.setattr(cli.os, "sched_getaffinity", lambda _: {0, 2, 5})
     assert cli._ranks_of(nproc) == int(nproc)
     told = capsys.readouterr().err
-    assert told == (f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each a core\n" if warned else "")
+    assert told == (
+        f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each a core\n" if warned else ""
+    )
 
 
 def test_all_errors_are_told_at_once(call):
@@ -108,7 +110,17 @@ def test_run_without_checkpoint_cannot_be_evaluated(call, tmp_path):
 
 
 def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
-    assert call("train", "toy", "train.steps=8", "checkpoint.every_steps=2", "checkpoint.keep_last=4", "log.tensorboard=false").exit_code == 0
+    assert (
+        call(
+            "train",
+            "toy",
+            "train.steps=8",
+            "checkpoint.every_steps=2",
+            "checkpoint.keep_last=4",
+            "log.tensorboard=false",
+        ).exit_code
+        == 0
+    )
     listed = call("checkpoints", "runs/toy", "--check")
     assert listed.exit_code == 0
     rows = listed.stdout.splitlines()
@@ -123,7 +135,10 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
     config = tmp_path / "runs" / "toy" / "config.yaml"
     config.write_text(config.read_text().replace("keep_last: 4", "keep_last: 1"))
     pruned = call("checkpoints", "runs/toy", "--prune")  # keeps 8, the last, and 6, the last valid one
-    assert [line for line in pruned.stdout.splitlines() if line.startswith("deleted")] == ["deleted step-00000004", "deleted step-00000002"]
+    assert [line for line in pruned.stdout.splitlines() if line.startswith("deleted")] == [
+        "deleted step-00000004",
+        "deleted step-00000002",
+    ]
     assert call("checkpoints", "nowhere").exit_code == 2
 
 
@@ -134,7 +149,10 @@ def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     done = call("export", "runs/mine", "out")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in load_file("out/model.safetensors").items()} == {"weight": (1, 4), "bias": (1,)}
+    assert {name: tuple(tensor.shape) for name, tensor in load_file("out/model.safetensors").items()} == {
+        "weight": (1, 4),
+        "bias": (1,),
+    }
     again = call("export", "runs/mine", "out")
     assert again.exit_code == 2
     assert "exists and is not empty" in again.stderr

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import BUILT_IN, RunConfig, determining
+from lockstep.config import BUILT_IN, RunConfig, training_keys
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
 
@@ -56,8 +56,18 @@ def test_every_recipe_says_what_it_is_for():
 
 def test_a_recipe_holds_what_its_file_says():
     found = load("digits")
-    assert (found.task["kind"], found.task["channels"], found.data.train, found.batch.global_) == ("classification", 1, "digits", 64)
-    assert (found.optim.lr, found.optim.clip_norm, found.schedule.name, found.schedule.warmup_steps) == (0.003, 1.0, "cosine", 20)
+    assert (found.task["kind"], found.task["channels"], found.data.train, found.batch.global_) == (
+        "classification",
+        1,
+        "digits",
+        64,
+    )
+    assert (found.optim.lr, found.optim.clip_norm, found.schedule.name, found.schedule.warmup_steps) == (
+        0.003,
+        1.0,
+        "cosine",
+        20,
+    )
 
 
 def test_a_file_needs_a_task_only_and_is_named_after_itself(write):
@@ -69,7 +79,14 @@ def test_a_file_needs_a_task_only_and_is_named_after_itself(write):
 
 
 def test_a_task_section_has_the_defaults_of_its_kind():
-    assert toy("task.hidden=7").task == {"kind": "toy", "samples": 1000, "eval_samples": 200, "hidden": 7, "layers": 1, "double": False}
+    assert toy("task.hidden=7").task == {
+        "kind": "toy",
+        "samples": 1000,
+        "eval_samples": 200,
+        "hidden": 7,
+        "layers": 1,
+        "double": False,
+    }
 
 
 def test_a_users_class_is_a_task_and_keeps_its_own_keys(write):
@@ -98,8 +115,17 @@ def test_reading_a_config_changes_no_argument():
 
 
 def test_overrides_reach_any_depth_of_a_recipe():
-    found = load("toy", ["seed=7", "optim.lr=0.5", "task.hidden=3", "optim.args.amsgrad=true", "data.drop_last=true", "name=x=y"])
-    assert (found.seed, found.optim.lr, found.task["hidden"], found.optim.args, found.data.drop_last, found.name) == (7, 0.5, 3, {"amsgrad": True}, True, "x=y")
+    found = load(
+        "toy", ["seed=7", "optim.lr=0.5", "task.hidden=3", "optim.args.amsgrad=true", "data.drop_last=true", "name=x=y"]
+    )
+    assert (found.seed, found.optim.lr, found.task["hidden"], found.optim.args, found.data.drop_last, found.name) == (
+        7,
+        0.5,
+        3,
+        {"amsgrad": True},
+        True,
+        "x=y",
+    )
     assert found.batch.global_ == 50  # what is not overridden stays
 
 
@@ -130,12 +156,20 @@ def test_numbers_may_be_written_in_any_usual_form_where_any_value_is_allowed(tex
     own = write("class Mine: pass", "own.py")
     assert toy(f"optim.args.eps={text}").optim.args["eps"] == float(text)
     assert load(f"{own}:Mine", [f"task.scale={text}"]).task["scale"] == float(text)
-    assert load(write(f"task: {{kind: toy}}\noptim: {{args: {{betas: [{text}, 0.9]}}}}")).optim.args["betas"] == [float(text), 0.9]
+    assert load(write(f"task: {{kind: toy}}\noptim: {{args: {{betas: [{text}, 0.9]}}}}")).optim.args["betas"] == [
+        float(text),
+        0.9,
+    ]
 
 
 def test_null_takes_a_value_away():
     found = load("digits", ["optim.clip_norm=null", "data.eval=null", "batch.global=null", "optim.weight_decay=~"])
-    assert (found.optim.clip_norm, found.data.eval, found.batch.global_, found.optim.weight_decay) == (None, None, None, None)
+    assert (found.optim.clip_norm, found.data.eval, found.batch.global_, found.optim.weight_decay) == (
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def test_null_is_refused_where_a_value_is_needed():
@@ -149,7 +183,12 @@ def test_per_rank_on_the_command_line_replaces_a_recipes_global_batch():
 
 def test_steps_on_the_command_line_replace_a_recipes_epochs():
     found = load("toy", ["train.steps=9", "train.eval_every_steps=3"])
-    assert (found.train.steps, found.train.epochs, found.train.eval_every_steps, found.train.eval_every_epochs) == (9, None, 3, None)
+    assert (found.train.steps, found.train.epochs, found.train.eval_every_steps, found.train.eval_every_epochs) == (
+        9,
+        None,
+        3,
+        None,
+    )
 
 
 @pytest.mark.parametrize("override", ["optim.lr", "seed", "=3", ""])
@@ -248,7 +287,9 @@ def test_a_wrong_choice_is_refused_with_those_there_are(override, allowed):
     assert all(f"'{choice}'" in text for choice in allowed)
 
 
-@pytest.mark.parametrize("override", ["optim.lr=yes", "seed=true", "batch.global=on", "optim.clip_norm=true", "task.hidden=true"])
+@pytest.mark.parametrize(
+    "override", ["optim.lr=yes", "seed=true", "batch.global=on", "optim.clip_norm=true", "task.hidden=true"]
+)
 def test_a_truth_value_is_no_number(override):
     assert f"command line: {override.partition('=')[0]}: True" in refusal(TOY, [override])
 
@@ -277,12 +318,24 @@ def test_a_kind_that_is_no_text_is_refused(kind):
     assert f"file.yaml: task.kind: {kind!r}" in refusal({"task": {"kind": kind}})
 
 
-@pytest.mark.parametrize("values", [{3: 4}, {"optim": {3: 4}}, {"task": {"kind": "toy", 3: 4}}, {"task": {"kind": "own.py:Mine", 3: 4}}, {None: 1}, {True: 1}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {3: 4},
+        {"optim": {3: 4}},
+        {"task": {"kind": "toy", 3: 4}},
+        {"task": {"kind": "own.py:Mine", 3: 4}},
+        {None: 1},
+        {True: 1},
+    ],
+)
 def test_a_key_that_is_no_text_is_refused(values):
     assert "file.yaml: " in refusal(TOY | values)
 
 
-@pytest.mark.parametrize("name", ["", " ", ".", "..", "../../evil", "/tmp/evil", "a/b", "a\\b", "a\nb", "a\0b", "x" * 201])
+@pytest.mark.parametrize(
+    "name", ["", " ", ".", "..", "../../evil", "/tmp/evil", "a/b", "a\\b", "a\nb", "a\0b", "x" * 201]
+)
 def test_a_name_that_is_not_one_folder_is_refused(name):
     text = refusal(TOY | {"name": name})
     assert f"file.yaml: name: {name!r} cannot be the name of one folder in runs/" in text
@@ -297,7 +350,10 @@ def test_a_name_that_is_one_folder_is_taken(name):
 @pytest.mark.parametrize("text", ["eval/loss", "max loss", "best eval/loss", "max eval/", "max eval/a b", ""])
 def test_what_keep_best_wants_is_said_in_words(text):
     found = refusal(TOY | {"checkpoint": {"keep_best": text}})
-    assert f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`" in found
+    assert (
+        f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`"
+        in found
+    )
 
 
 # ---- keys that exclude each other
@@ -372,7 +428,10 @@ def test_a_wrong_kind_does_not_hide_other_errors():
 
 
 def test_an_error_names_the_command_line_where_it_comes_from_there():
-    text = refusal(TOY | {"optim": {"lr": "fast"}, "seed": -1}, ["seed=-2", "optim.clip_norm=x", "log={every_steps: 0}", "task.hiden=1"])
+    text = refusal(
+        TOY | {"optim": {"lr": "fast"}, "seed": -1},
+        ["seed=-2", "optim.clip_norm=x", "log={every_steps: 0}", "task.hiden=1"],
+    )
     for part in (
         "file.yaml: optim.lr: 'fast'",
         "command line: seed: -2",
@@ -385,7 +444,9 @@ def test_an_error_names_the_command_line_where_it_comes_from_there():
     assert "command line: task.kind: 'toyy'" in refusal(TOY, ["task.kind=toyy"])
 
 
-@pytest.mark.parametrize("overrides", [["batch.global=4", "batch.per_rank=2"], ["optim.lr.x=3"], ["optim.groups.0.lr=3"], ["a.=3"]])
+@pytest.mark.parametrize(
+    "overrides", [["batch.global=4", "batch.per_rank=2"], ["optim.lr.x=3"], ["optim.groups.0.lr=3"], ["a.=3"]]
+)
 def test_a_file_is_not_blamed_for_what_the_command_line_alone_brought(overrides):
     text = refusal(TOY, overrides)
     assert "command line: " in text
@@ -426,7 +487,18 @@ def test_a_python_file_needs_the_name_of_a_class(write):
         assert f"{path}:" in refused_load(target)
 
 
-@pytest.mark.parametrize("text", ["task: {kind: toy", "task: [", "a: b: c", "\ttask: x", "task: \x00", "task: !!python/object:os.system {}", "? [1]\n: 2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "task: {kind: toy",
+        "task: [",
+        "a: b: c",
+        "\ttask: x",
+        "task: \x00",
+        "task: !!python/object:os.system {}",
+        "? [1]\n: 2",
+    ],
+)
 def test_a_file_that_is_not_yaml_is_refused_with_its_path(text, write):
     path = write(text)
     found = refused_load(path)
@@ -440,7 +512,9 @@ def test_a_file_without_sections_is_refused_with_its_path(text, write):
     assert f"{path}: not a YAML mapping" in refused_load(path)
 
 
-@pytest.mark.parametrize("text", [b"\xff\xfe\x00a", "name: caf\u00e9".encode("latin1"), b"task: {kind: toy}\nname: 2020-13-45"])
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe\x00a", "name: caf\u00e9".encode("latin1"), b"task: {kind: toy}\nname: 2020-13-45"]
+)
 def test_a_file_that_cannot_be_read_is_refused_with_its_path(text, write):
     path = write(text)
     assert path in refused_load(path)
@@ -534,7 +608,7 @@ def test_a_damaged_config_of_a_run_is_refused_with_its_path(text, tmp_path):
 )
 def test_how_a_run_is_run_does_not_determine_it(override):
     assert load("toy", [override]) != load("toy")
-    assert determining(load("toy", [override])) == determining(load("toy"))
+    assert training_keys(load("toy", [override])) == training_keys(load("toy"))
 
 
 @pytest.mark.parametrize(
@@ -561,12 +635,14 @@ def test_how_a_run_is_run_does_not_determine_it(override):
     ],
 )
 def test_what_changes_the_weights_determines_the_run(override, key):
-    old, new = determining(load("toy")), determining(load("toy", [override]))
+    old, new = training_keys(load("toy")), training_keys(load("toy", [override]))
     assert [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)] == [key]
 
 
 def test_warm_up_is_given_in_one_way():
-    assert "file.yaml: schedule: give either warmup_steps or warmup_share" in refusal(TOY | {"schedule": {"warmup_steps": 3, "warmup_share": 0.1}})
+    assert "file.yaml: schedule: give either warmup_steps or warmup_share" in refusal(
+        TOY | {"schedule": {"warmup_steps": 3, "warmup_share": 0.1}}
+    )
     assert "schedule.warmup_share: 1.5" in refusal(TOY | {"schedule": {"warmup_share": 1.5}})
     found = load("digits", ["schedule.warmup_share=0.25"])
     assert (found.schedule.warmup_steps, found.schedule.warmup_share) == (0, 0.25)  # instead of the recipe's 20 steps
@@ -624,20 +700,22 @@ def test_a_wrong_section_is_told_and_nothing_is_suggested():
 
 
 def test_another_task_determines_the_run():
-    old, new = determining(load("toy")), determining(parse({"task": {"kind": "classification"}}))
+    old, new = training_keys(load("toy")), training_keys(parse({"task": {"kind": "classification"}}))
     assert old["task.kind"] != new["task.kind"]
 
 
 def test_a_recorded_config_determines_the_same_as_the_one_that_was_given():
     # from Python, values may be tuples, which YAML reads back as lists
     original = parse(TOY | {"optim": {"args": {"betas": (0.9, 0.95)}}})
-    assert determining(parse(yaml.safe_load(to_yaml(original)))) == determining(original)
+    assert training_keys(parse(yaml.safe_load(to_yaml(original)))) == training_keys(original)
 
 
 # ---- the batch at a first launch
 
 
-@pytest.mark.parametrize(("per_rank", "accumulate", "world", "expected"), [(4, 2, 3, 24), (4, None, 3, 12), (1, 1, 1, 1), (32, 4, 8, 1024)])
+@pytest.mark.parametrize(
+    ("per_rank", "accumulate", "world", "expected"), [(4, 2, 3, 24), (4, None, 3, 12), (1, 1, 1, 1), (32, 4, 8, 1024)]
+)
 def test_per_rank_and_accumulate_resolve_to_the_global_batch_of_the_first_launch(per_rank, accumulate, world, expected):
     batch = toy(batch={"per_rank": per_rank, "accumulate": accumulate}).batch.resolve(world)
     assert (batch.global_, batch.micro, batch.per_rank, batch.accumulate) == (expected, per_rank, None, None)
@@ -655,7 +733,9 @@ def test_without_a_batch_there_is_a_default_one():
     assert batch.micro is None
 
 
-@pytest.mark.parametrize("section", [{"micro": 8}, {"global": 64, "micro": 64}, {"per_rank": 64}, {"global": 5, "micro": 5}, {}])
+@pytest.mark.parametrize(
+    "section", [{"micro": 8}, {"global": 64, "micro": 64}, {"per_rank": 64}, {"global": 5, "micro": 5}, {}]
+)
 def test_a_resolved_batch_can_be_recorded_and_read_again(section):
     found = toy(batch=section)
     resolved = found.model_copy(update={"batch": found.batch.resolve(2)})
@@ -684,7 +764,9 @@ SIMPLE = st.one_of(
     st.sampled_from(["toy", "classification", "own.py:Mine", "SGD", "cosine", "1e-4", "fp16", "skip"]),
 )
 KEYS = st.one_of(st.text(max_size=6), st.integers(-2, 2), st.sampled_from(["kind", "name", "lr", "global", "global_"]))
-ANYTHING = st.recursive(SIMPLE, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)), max_leaves=5)
+ANYTHING = st.recursive(
+    SIMPLE, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)), max_leaves=5
+)
 WHOLE = st.integers(1, 64)
 
 
@@ -707,13 +789,22 @@ def values_of(annotation):
 def sections(model):
     """Dicts with some of the keys of a section, and one that may be any."""
     known = {field.alias or name: values_of(field.annotation) for name, field in model.model_fields.items()}
-    return st.builds(lambda found, more: found | more, st.fixed_dictionaries({}, optional=known), st.dictionaries(KEYS, ANYTHING, max_size=1))
+    return st.builds(
+        lambda found, more: found | more,
+        st.fixed_dictionaries({}, optional=known),
+        st.dictionaries(KEYS, ANYTHING, max_size=1),
+    )
 
 
 TASKS = st.one_of(
     ANYTHING,
-    st.fixed_dictionaries({"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}),
-    *(st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind)) for kind, model in BUILT_IN.items()),
+    st.fixed_dictionaries(
+        {"kind": st.one_of(SIMPLE, ANYTHING)}, optional={"hidden": SIMPLE, "x": ANYTHING, 3: ANYTHING}
+    ),
+    *(
+        st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind))
+        for kind, model in BUILT_IN.items()
+    ),
 )
 
 
@@ -731,7 +822,10 @@ def test_values_are_accepted_or_refused_as_wrong_usage(values, task):
 
 PATHS = "seed optim.lr optim.groups optim.groups.0.lr optim.args.x task task.kind task.hidden batch train.steps a.b . data..x"
 OVERRIDES = st.one_of(
-    st.text(max_size=12), st.tuples(st.sampled_from(PATHS.split()), st.one_of(st.text(max_size=8), SIMPLE.map(str), ANYTHING.map(repr))).map("=".join)
+    st.text(max_size=12),
+    st.tuples(st.sampled_from(PATHS.split()), st.one_of(st.text(max_size=8), SIMPLE.map(str), ANYTHING.map(repr))).map(
+        "=".join
+    ),
 )
 
 
@@ -748,7 +842,9 @@ def some(**keys):
     return st.fixed_dictionaries({}, optional=keys)
 
 
-ARGUMENTS = st.one_of(st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.booleans())
+ARGUMENTS = st.one_of(
+    st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers(), max_size=2), st.booleans()
+)
 NAMES = st.text(st.characters(exclude_categories=["Cc", "Cs"], exclude_characters="/\\"), min_size=1, max_size=8)
 RIGHT = some(
     name=NAMES.filter(lambda name: name.strip() not in ("", ".", "..")),
@@ -770,4 +866,4 @@ def test_whatever_is_accepted_survives_yaml(values):
     found = parse(TOY | values)
     again = parse(yaml.safe_load(to_yaml(found)))
     assert again == found
-    assert determining(again) == determining(found)
+    assert training_keys(again) == training_keys(found)

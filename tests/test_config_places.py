@@ -30,7 +30,9 @@ def places(annotation):
                 yield (0, *keys) if is_list else keys, section
 
 
-PLACES = {((), *found): None for found in places(RunConfig)} | {((kind,), *found): None for kind, model in BUILT_IN.items() for found in places(model)}
+PLACES = {((), *found): None for found in places(RunConfig)} | {
+    ((kind,), *found): None for kind, model in BUILT_IN.items() for found in places(model)
+}
 SECTIONS = [(kind, keys) for kind, keys, section in PLACES if section]
 FREE = {"args", "sizes"}  # take anything
 VALUES = [(kind, keys) for kind, keys, section in PLACES if keys and not FREE & {*keys} and (kind or keys != ("task",))]
@@ -51,7 +53,12 @@ def path(kind, keys):
 
 
 def test_sections_in_lists_and_in_optional_places_are_found():
-    assert {((), ("optim", "groups", 0)), ((), ("train", "unfreeze", 0)), (("text",), ("columns",)), (("text",), ("scratch",))} <= {*SECTIONS}
+    assert {
+        ((), ("optim", "groups", 0)),
+        ((), ("train", "unfreeze", 0)),
+        (("text",), ("columns",)),
+        (("text",), ("scratch",)),
+    } <= {*SECTIONS}
     assert len(VALUES) > 100
 
 

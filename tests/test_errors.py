@@ -5,7 +5,15 @@ import pickle
 import pytest
 
 from lockstep import errors
-from lockstep.errors import CheckpointError, DataError, LockstepError, MemoryShortage, RankError, TrainingError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    DataError,
+    LockstepError,
+    MemoryShortage,
+    RankError,
+    TrainingError,
+    UsageError,
+)
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, LockstepError)]
 
@@ -15,7 +23,15 @@ def fields(error):
 
 
 def test_these_are_all_the_kinds():
-    assert set(KINDS) == {LockstepError, UsageError, DataError, TrainingError, MemoryShortage, CheckpointError, RankError}
+    assert set(KINDS) == {
+        LockstepError,
+        UsageError,
+        DataError,
+        TrainingError,
+        MemoryShortage,
+        CheckpointError,
+        RankError,
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

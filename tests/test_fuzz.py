@@ -24,7 +24,14 @@ seeds = given(seed=st.integers(0, 2**63 - 1))
 def examples(count, at_length):
     """`count` fixed examples; `at_length` new ones, where LOCKSTEP_FUZZ is set."""
     how_many = max(1, at_length) if LONG else count
-    return settings(derandomize=not LONG, database=None, deadline=None, max_examples=how_many, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    return settings(
+        derandomize=not LONG,
+        database=None,
+        deadline=None,
+        max_examples=how_many,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @seeds

@@ -32,7 +32,10 @@ def test_longer_or_shorter_training_on_another_curve_is_refused_with_the_jump(tm
             curve(tmp_path, steps)
         assert caught.value.exit_code == 2
         assert caught.value.where == f"train.steps={steps}"
-        assert f"the cosine schedule had 10 steps and has {steps} now: after 10 updates the learning rate goes from {first[10]:.4g} to " in str(caught.value)
+        assert (
+            f"the cosine schedule had 10 steps and has {steps} now: after 10 updates the learning rate goes from {first[10]:.4g} to "
+            in str(caught.value)
+        )
         for remedy in ("schedule.total_steps=10 ", "--allow-change train.steps ", "--fresh "):
             assert remedy in caught.value.remedy
     assert checkpoint(tmp_path) == weights
@@ -48,7 +51,9 @@ def test_longer_training_may_keep_its_curve(tmp_path):
     assert longer == first | dict.fromkeys(range(11, 15), first[10])
     assert first[10] > 0
     assert curve(tmp_path / "at-once", 14, total_steps=10) == longer
-    with pytest.raises(LockstepError, match=r"schedule\.total_steps=12: the cosine schedule had 10 steps and has 12 now"):
+    with pytest.raises(
+        LockstepError, match=r"schedule\.total_steps=12: the cosine schedule had 10 steps and has 12 now"
+    ):
         curve(tmp_path, 16, total_steps=12)
 
 
@@ -63,7 +68,10 @@ def test_beginning_of_a_curve_may_be_trained_first(tmp_path):
 def test_another_curve_may_be_allowed_and_is_told(tmp_path, allowed):
     first = curve(tmp_path, 10)
     assert curve(tmp_path, 20, allow_change=[allowed])[11] > 10 * first[10]
-    assert "warning: the cosine schedule had 10 steps and has 20 now: after 10 updates the learning rate goes from" in (tmp_path / "train.log").read_text()
+    assert (
+        "warning: the cosine schedule had 10 steps and has 20 now: after 10 updates the learning rate goes from"
+        in (tmp_path / "train.log").read_text()
+    )
     assert curve(tmp_path, 20)  # it is the run's now
 
 
@@ -71,9 +79,11 @@ def test_length_of_a_curve_is_free_until_it_matters(tmp_path):
     curve(tmp_path, 3, warmup_steps=3)
     assert curve(tmp_path, 8, warmup_steps=3) == curve(tmp_path / "at-once", 8, warmup_steps=3)
     with pytest.raises(LockstepError, match=r"train\.epochs=2: the cosine schedule had 8 steps and has 20 now"):
-        Trainer(runs.config(train={"steps": None, "epochs": 2}, schedule={"name": "cosine", "warmup_steps": 3}), run_dir=tmp_path, quiet=True).fit(
-            own_tasks.Plain()
-        )
+        Trainer(
+            runs.config(train={"steps": None, "epochs": 2}, schedule={"name": "cosine", "warmup_steps": 3}),
+            run_dir=tmp_path,
+            quiet=True,
+        ).fit(own_tasks.Plain())
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(20, True), (30, True), (19, False), (0, False)])
@@ -98,7 +108,10 @@ def test_another_task_object_is_refused_by_its_class(tmp_path):
             return super().loss(model, batch) * 2
 
     for steps in (4, 8):
-        with pytest.raises(LockstepError, match=r"the task's code is not that which the run began with: tests\.test_going_on\..*Other is new") as caught:
+        with pytest.raises(
+            LockstepError,
+            match=r"the task's code is not that which the run began with: tests\.test_going_on\..*Other is new",
+        ) as caught:
             runs.fit(Other(), runs.config(train={"steps": steps}), tmp_path)
         assert caught.value.exit_code == 2
     assert runs.fit(own_tasks.Plain(), runs.config(train={"steps": 8}), tmp_path)[1]["step"] == 8

@@ -14,31 +14,48 @@ PACKAGE = Path(lockstep.__file__).parent
 # What each part may import of the package, besides itself.
 ALLOWED = {
     "errors": set(),
-    "models": set(),
     "data.order": set(),
     "engine.schedule": set(),
-    "dist": {"errors"},
+    "distributed": {"errors"},
     "data": {"errors", "data"},
-    "checkpoint": {"errors", "dist"},
-    "engine": {"errors", "dist", "data", "checkpoint", "engine"},
+    "sources": {"errors", "data.order", "data.cache"},
+    "checkpoint": {"errors", "distributed"},
+    "engine": {"errors", "distributed", "data", "checkpoint", "engine"},
     "observe": {"errors", "observe"},
-    "tasks": {"errors", "models", "data"},
+    "tasks": {"errors", "data", "sources"},
     "config": set(),
     "config_file": {"errors", "config"},
-    "verify": {"errors", "run", "assembly", "checkpoint", "data", "dist", "engine", "tasks", "verify"},
-    "observe.rows": {"errors", "observe"},
-    "cli": {"errors", "config_file", "dist", "checkpoint", "observe.rows", "run", "rundir", "verify"},
+    "verify": {"errors", "trainer", "build", "checkpoint", "data", "distributed", "engine", "tasks", "verify"},
+    "observe.predictions": {"errors", "observe"},
+    "cli": {
+        "errors",
+        "config_file",
+        "distributed",
+        "checkpoint",
+        "observe.predictions",
+        "trainer",
+        "run_directory",
+        "verify",
+    },
 }
 
 
 def part_of(module):
-    return next((name for name in sorted(ALLOWED, key=len, reverse=True) if module == name or module.startswith(f"{name}.")), module)
+    return next(
+        (name for name in sorted(ALLOWED, key=len, reverse=True) if module == name or module.startswith(f"{name}.")),
+        module,
+    )
 
 
 def imports(path):
     """Modules of the package that `path` imports when it runs (not those for type checkers alone)."""
     tree = ast.parse(path.read_text())
-    checking = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) for inner in ast.walk(node)}
+    checking = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if id(node) in checking:
             continue
@@ -50,37 +67,55 @@ def imports(path):
             yield from (name.name for name in node.names if name.name.split(".")[0] == "lockstep")
 
 
-MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__init__.py"
+}
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_imports_stay_within_what_the_design_allows(module):
     part = part_of(module)
-    if part in ("run", "rundir", "assembly", "__main__"):  # the composition root knows everything
+    if part in ("trainer", "run_directory", "build", "__main__"):  # the composition root knows everything
         return
     used = {name.removeprefix("lockstep").removeprefix(".") for name in imports(MODULES[module])} - {""}
-    outside = {name for name in used if part_of(name) != part and part_of(name).split(".")[0] not in ALLOWED[part] and part_of(name) not in ALLOWED[part]}
+    outside = {
+        name
+        for name in used
+        if part_of(name) != part
+        and part_of(name).split(".")[0] not in ALLOWED[part]
+        and part_of(name) not in ALLOWED[part]
+    }
     assert not outside, f"{module} imports {outside}"
 
 
 def test_only_the_composition_root_and_the_command_line_know_the_config():
-    knowing = {module for module, path in MODULES.items() if any(name in ("lockstep.config", "lockstep.config_file") for name in imports(path))}
-    assert knowing - {"config_file"} == {"run", "rundir", "assembly", "cli"}
+    knowing = {
+        module
+        for module, path in MODULES.items()
+        if any(name in ("lockstep.config", "lockstep.config_file") for name in imports(path))
+    }
+    assert knowing - {"config_file"} == {"trainer", "run_directory", "build", "cli"}
 
 
-def test_only_dist_knows_torch_distributed():
+def test_only_distributed_knows_torch_distributed():
     # A checkpoint's format is not communication: torch.distributed.checkpoint may be named where files are written.
     texts = {module: path.read_text().replace("torch.distributed.checkpoint", "") for module, path in MODULES.items()}
-    knowing = {module for module, text in texts.items() if "torch.distributed" in text or "DistributedDataParallel" in text}
-    assert {module for module in knowing if not module.startswith("dist.")} == set()
+    knowing = {
+        module for module, text in texts.items() if "torch.distributed" in text or "DistributedDataParallel" in text
+    }
+    assert {module for module in knowing if not module.startswith("distributed.")} == set()
 
 
-@pytest.mark.parametrize("code", ["import lockstep", "import lockstep.cli", "import lockstep.config", "import lockstep.data.order"])
+@pytest.mark.parametrize(
+    "code", ["import lockstep", "import lockstep.cli", "import lockstep.config", "import lockstep.data.order"]
+)
 def test_light_imports_do_not_load_torch(code):
     check = f"{code}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
 def test_training_imports_neither_torchmetrics_nor_tensorboard_before_the_first_step():
-    check = "import lockstep.run, lockstep.tasks.classification, sys; sys.exit(bool({'torchmetrics', 'tensorboard', 'PIL', 'rich'} & sys.modules.keys()))"
+    check = "import lockstep.trainer, lockstep.tasks.classification.task, sys; sys.exit(bool({'torchmetrics', 'tensorboard', 'PIL', 'rich'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

@@ -40,17 +40,29 @@ SWITCHES = {
     "compile blocks fsdp": ("fsdp 2", {"compute": {"compile": "blocks", "compile_backend": "aot_eager"}}),
     "compile model": ("single", {"compute": {"compile": "model", "compile_backend": "aot_eager"}}),
     "compile model ddp": ("ddp 2", {"compute": {"compile": "model", "compile_backend": "aot_eager"}}),
-    "recompute compile fsdp": ("fsdp 2", {"compute": {"compile": "blocks", "compile_backend": "aot_eager", "activation_checkpointing": True}}),
+    "recompute compile fsdp": (
+        "fsdp 2",
+        {"compute": {"compile": "blocks", "compile_backend": "aot_eager", "activation_checkpointing": True}},
+    ),
     "fused": ("single", {"optim": {"fused": True}}),
     "fused ddp": ("ddp 2", {"optim": {"fused": True}}),
     "fused fsdp": ("fsdp 2", {"optim": {"fused": True}}),
 }
 
 
-OTHERS_COVER = ("static graph 3", "recompute ddp", "recompute compile fsdp", "compile blocks", "compile model ddp", "fused ddp")
+OTHERS_COVER = (
+    "static graph 3",
+    "recompute ddp",
+    "recompute compile fsdp",
+    "compile blocks",
+    "compile model ddp",
+    "fused ddp",
+)
 
 
-@pytest.mark.parametrize("switch", [pytest.param(name, marks=pytest.mark.exhaustive if name in OTHERS_COVER else ()) for name in SWITCHES])
+@pytest.mark.parametrize(
+    "switch", [pytest.param(name, marks=pytest.mark.exhaustive if name in OTHERS_COVER else ()) for name in SWITCHES]
+)
 def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
     name, sections = SWITCHES[switch]
     world, parallel = STRATEGIES.get(name) or (3, {"strategy": "ddp"})
@@ -66,7 +78,12 @@ def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_the_same_with_every_strategy(precision):
     """Two micro-batches of 12, whoever computes them."""
-    settings = runs.config(precision=precision, batch={"micro": 12}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0, "clip_norm": 1.0})
+    settings = runs.config(
+        precision=precision,
+        batch={"micro": 12},
+        train={"steps": 10},
+        optim={"name": "SGD", "weight_decay": 0.0, "clip_norm": 1.0},
+    )
     alone, results = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
     full, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings | {"precision": "fp32"})
     assert 1e-5 < runs.difference(without_calls(alone), without_calls(full)) < 0.05
@@ -82,7 +99,9 @@ def test_lower_precision_is_the_same_with_every_strategy(precision):
 
 
 def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
-    settings = runs.config(precision="bf16", batch={"micro": 4}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0})
+    settings = runs.config(
+        precision="bf16", batch={"micro": 4}, train={"steps": 10}, optim={"name": "SGD", "weight_decay": 0.0}
+    )
     whole, _ = runs.fit_kind("Deep", {"dtype": torch.float32}, settings)
     settings["parallel"] = {"strategy": "fsdp", "param_dtype": "bf16"}
     for weights, _, seen in run_ranks(2, rank_cases.dtypes_seen, settings):
@@ -94,7 +113,9 @@ def test_parameters_may_be_gathered_in_fewer_bits_than_they_are_kept_in():
 @pytest.mark.parametrize("name", ["ddp 2", "fsdp 2", "hybrid 2x2"])
 def test_overflow_on_one_shard_skips_the_update_on_all(tmp_path, name):
     world, parallel = STRATEGIES[name]
-    settings = settings_for(world, parallel, precision="fp16", train={"steps": 2}, log={"every_steps": 1}, checkpoint={"every_steps": 1})
+    settings = settings_for(
+        world, parallel, precision="fp16", train={"steps": 2}, log={"every_steps": 1}, checkpoint={"every_steps": 1}
+    )
     (before, *_) = run_ranks(world, rank_cases.overflow_of_one_row, settings, tmp_path)
     results = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert results["train/skipped"] == 1
@@ -112,15 +133,23 @@ class Images(Task):
         self.formats = set()
 
     def model(self):
-        self.built = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 2)).double()
+        self.built = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 2)
+        ).double()
         return self.built
 
     def train_data(self):
         generator = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(240, 3, 8, 8, generator=generator, dtype=torch.float64), torch.zeros(240, 2, dtype=torch.float64))
+        return TensorDataset(
+            torch.randn(240, 3, 8, 8, generator=generator, dtype=torch.float64),
+            torch.zeros(240, 2, dtype=torch.float64),
+        )
 
     def loss(self, model, batch):
-        self.formats |= {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in (batch[0], model[0].weight, model[0](batch[0]))}
+        self.formats |= {
+            tensor.is_contiguous(memory_format=torch.channels_last)
+            for tensor in (batch[0], model[0].weight, model[0](batch[0]))
+        }
         return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
@@ -149,7 +178,13 @@ def unfrozen_by_hand():
     return without_calls(runs.by_hand(task, 14, before_step=trainable)[0])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 3") else ()) for name in STRATEGIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 3") else ())
+        for name in STRATEGIES
+    ],
+)
 def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name, tmp_path):
     world, parallel = STRATEGIES[name]
     settings = settings_for(world, parallel, 2, train={"unfreeze": STAGES, "steps": 8}, checkpoint={"mode": "sync"})
@@ -163,7 +198,12 @@ def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
 def test_resuming_inside_a_phase_is_bitwise_on_three_ranks(strategy, tmp_path):
-    settings = runs.config(batch={"micro": 8}, parallel={"strategy": strategy}, train={"unfreeze": STAGES, "steps": 13}, checkpoint={"mode": "sync"})
+    settings = runs.config(
+        batch={"micro": 8},
+        parallel={"strategy": strategy},
+        train={"unfreeze": STAGES, "steps": 13},
+        checkpoint={"mode": "sync"},
+    )
     once = run_ranks(3, runs.fit_kind, "Deep", {}, settings, tmp_path / "once")[0][0]
     for steps in (8, 13):
         part = settings | {"train": settings["train"] | {"steps": steps}}
@@ -180,7 +220,9 @@ def test_weights_to_start_from_are_read_by_rows(name, tmp_path):
     torch.manual_seed(5)
     given = own_tasks.Deep().model().state_dict()
     save_file(given, tmp_path / "model.safetensors")
-    settings = settings_for(world, parallel, train={"steps": 1, "init_from": str(tmp_path)}, optim={"lr": 1e-30, "weight_decay": 0.0})
+    settings = settings_for(
+        world, parallel, train={"steps": 1, "init_from": str(tmp_path)}, optim={"lr": 1e-30, "weight_decay": 0.0}
+    )
     reads = run_ranks(world, rank_cases.fit_from_file, settings)
     for weights, read in reads:
         assert all(bool(torch.isclose(weights[name], given[name], atol=1e-12).all()) for name in without_calls(given))

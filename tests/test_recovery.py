@@ -16,7 +16,14 @@ from tests import processes, rank_cases
 from tests.processes import children, handles, has_logged, is_running, launched, start, wait_for
 from tests.ranks import run_ranks
 
-SETTINGS = ["log.tensorboard=false", "optim.clip_norm=0.5", "train.steps=60", "train.eval_every_steps=20", "checkpoint.every_steps=10", "log.every_steps=10"]
+SETTINGS = [
+    "log.tensorboard=false",
+    "optim.clip_norm=0.5",
+    "train.steps=60",
+    "train.eval_every_steps=20",
+    "checkpoint.every_steps=10",
+    "log.every_steps=10",
+]
 ENDLESS = ["log.tensorboard=false", "train.steps=1000000", "train.eval_every_steps=0", "log.every_steps=10"]
 
 TASKS = """
@@ -69,7 +76,11 @@ def state(run):
 
 
 def same(one, other):
-    return one[0] == other[0] and one[1].keys() == other[1].keys() and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
+    return (
+        one[0] == other[0]
+        and one[1].keys() == other[1].keys()
+        and all(torch.equal(one[1][key], other[1][key]) for key in one[1])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +108,16 @@ def test_killed_ranks_are_started_again_and_end_with_the_weights_of_an_undisturb
 
 
 def kill_the_launcher(folder):
-    first = start("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", folder / "run", LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{folder / 'once'}")
+    first = start(
+        "train",
+        "toy",
+        *SETTINGS,
+        "--nproc",
+        2,
+        "--run-dir",
+        folder / "run",
+        LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{folder / 'once'}",
+    )
     wait_for((folder / "once").exists)
     ranks = children(first.pid)
     first.kill()
@@ -117,7 +137,16 @@ def test_ranks_end_when_their_launcher_is_killed_and_another_start_goes_on(launc
 
 
 def ask_to_stop(folder, number, nproc):
-    process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "data.workers=2", "--nproc", nproc, "--run-dir", folder / "run")
+    process = start(
+        "train",
+        f"{folder}/tasks.py:SlowSteps",
+        *ENDLESS,
+        "data.workers=2",
+        "--nproc",
+        nproc,
+        "--run-dir",
+        folder / "run",
+    )
     wait_for(lambda: has_logged(folder / "run"))
     os.killpg(process.pid, number)  # as a terminal does: to the launcher, and on one rank also to the loader's workers
     asked = time.monotonic()
@@ -136,7 +165,9 @@ def ask_twice(folder):
     run = shutil.copytree(folder / "run", folder / "twice")
     logged = (run / "metrics.jsonl").read_text().count("\n")
     stuck = "0:*:before-rename:hang 1:*:before-share:hang"
-    process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck)
+    process = start(
+        "train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck
+    )
     wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > logged)
     ranks = children(process.pid)
     process.send_signal(signal.SIGINT)
@@ -155,8 +186,16 @@ stopped = launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=2
     ("number", "nproc"),
     [
         pytest.param(signal.SIGTERM, 2, marks=stopped),
-        pytest.param(signal.SIGTERM, 1, marks=[launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=1)), pytest.mark.exhaustive]),
-        pytest.param(signal.SIGINT, 2, marks=[launched(functools.partial(ask_to_stop, number=signal.SIGINT, nproc=2)), pytest.mark.exhaustive]),
+        pytest.param(
+            signal.SIGTERM,
+            1,
+            marks=[launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=1)), pytest.mark.exhaustive],
+        ),
+        pytest.param(
+            signal.SIGINT,
+            2,
+            marks=[launched(functools.partial(ask_to_stop, number=signal.SIGINT, nproc=2)), pytest.mark.exhaustive],
+        ),
     ],
 )
 def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(launch, number, nproc):
@@ -183,7 +222,14 @@ def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(launch):
     assert f" at step {state(launch.folder / 'twice')[0]} of 1000000, saved" in before.stdout
 
 
-STOPPED_IN_EVALUATION = ["log.tensorboard=false", "train.steps=12", "train.eval_every_steps=10", "batch.global=8", "log.every_steps=10", "task.eval_length=240"]
+STOPPED_IN_EVALUATION = [
+    "log.tensorboard=false",
+    "train.steps=12",
+    "train.eval_every_steps=10",
+    "batch.global=8",
+    "log.every_steps=10",
+    "task.eval_length=240",
+]
 
 
 def ask_one_rank(folder):
@@ -202,8 +248,18 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
     assert done.returncode == 75, done.stderr
     assert state(run)[0] == 10
     assert '"eval/loss"' not in (run / "metrics.jsonl").read_text()
-    run_ranks(1, rank_cases.command, "train", f"{launch.folder}/tasks.py:SlowEvaluation", *STOPPED_IN_EVALUATION, "--run-dir", run)
-    assert [line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line] == ['{"step": 10', '{"step": 12']
+    run_ranks(
+        1,
+        rank_cases.command,
+        "train",
+        f"{launch.folder}/tasks.py:SlowEvaluation",
+        *STOPPED_IN_EVALUATION,
+        "--run-dir",
+        run,
+    )
+    assert [
+        line.split(",")[0] for line in (run / "metrics.jsonl").read_text().splitlines() if '"eval/loss"' in line
+    ] == ['{"step": 10', '{"step": 12']
 
 
 def ask_before_training(folder):
@@ -225,7 +281,9 @@ def test_request_before_training_ends_with_75(launch):
 
 
 RESTARTED = ["parallel.timeout_s=10", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]
-hangs_then_crashes = launched(("train", "{folder}/tasks.py:HangsThenCrashes", *ENDLESS, *RESTARTED, "--run-dir", "{folder}/run"))
+hangs_then_crashes = launched(
+    ("train", "{folder}/tasks.py:HangsThenCrashes", *ENDLESS, *RESTARTED, "--run-dir", "{folder}/run")
+)
 
 
 @hangs_then_crashes
@@ -256,7 +314,14 @@ def test_crash_at_the_same_step_twice_is_not_tried_for_ever(launch):
     assert "it failed at step 26 2 times in a row" in done.stderr
 
 
-SLOW = ["log.tensorboard=false", "train.steps=10", "parallel.timeout_s=2", "train.eval_every_steps=10", "task.eval_length=100", "batch.global=8"]
+SLOW = [
+    "log.tensorboard=false",
+    "train.steps=10",
+    "parallel.timeout_s=2",
+    "train.eval_every_steps=10",
+    "task.eval_length=100",
+    "batch.global=8",
+]
 
 
 @launched(("train", "{folder}/tasks.py:SlowStart", *SLOW, "--run-dir", "{folder}/run"), SLOW="1")
@@ -280,7 +345,16 @@ def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(launch):
     assert state(run)[0] == 60
 
 
-FAILING = ["log.tensorboard=false", "train.steps=4", "train.eval_every_steps=4", "task.eval_length=20", "--nproc", 2, "--max-restarts", 0]
+FAILING = [
+    "log.tensorboard=false",
+    "train.steps=4",
+    "train.eval_every_steps=4",
+    "task.eval_length=20",
+    "--nproc",
+    2,
+    "--max-restarts",
+    0,
+]
 
 
 @launched(("train", "{folder}/tasks.py:FailsToEvaluate", *FAILING, "--run-dir", "{folder}/run"))
@@ -306,7 +380,16 @@ def test_sigterm_to_torchrun_saves_what_other_ranks_reach_undisturbed(launch):
     found = state(launch.folder / "run")
     assert found[0] > 0
     other = launch.folder / "other"
-    run_ranks(2, rank_cases.command, "train", f"{launch.folder}/tasks.py:SlowSteps", *ENDLESS, f"train.steps={found[0]}", "--run-dir", other)
+    run_ranks(
+        2,
+        rank_cases.command,
+        "train",
+        f"{launch.folder}/tasks.py:SlowSteps",
+        *ENDLESS,
+        f"train.steps={found[0]}",
+        "--run-dir",
+        other,
+    )
     assert same(found, state(other))
 
 

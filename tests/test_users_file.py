@@ -49,7 +49,9 @@ def test_outputs_of_any_kind_are_printed_and_written_whole(call):
         assert [json.loads(row["output/both"]) for row in csv.DictReader(file)] == [[one * 500, None] for one in inputs]
     arrays, tensors = np.load("out.npz"), load_file("out.safetensors")
     assert arrays["output/both/0"].shape == tuple(tensors["output/both/0"].shape) == (3, 2000)
-    assert arrays["output/half"].tolist() == tensors["output/half"].tolist() == arrays["output/array"].tolist() == inputs
+    assert (
+        arrays["output/half"].tolist() == tensors["output/half"].tolist() == arrays["output/array"].tolist() == inputs
+    )
     assert call("predict", "runs/mine", "--out", "out.pickle").exit_code == 2
 
 
@@ -65,7 +67,14 @@ def test_fault_in_a_users_code_shows_where_without_library_frames(call):
 @pytest.mark.parametrize("where", ["model", "train_data", "prepare", "loss"])
 @pytest.mark.parametrize("code", [0, 3, "bye", None])
 def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where, code):
-    done = call("train", "mine.py:Exits", f"task.where={where}", f"task.code={json.dumps(code)}", "train.steps=3", "log.tensorboard=false")
+    done = call(
+        "train",
+        "mine.py:Exits",
+        f"task.where={where}",
+        f"task.code={json.dumps(code)}",
+        "train.steps=3",
+        "log.tensorboard=false",
+    )
     assert done.exit_code == 1
     assert "mine.py:31, in exit: the task called sys.exit(" in done.stderr
     assert repr(code) in done.stderr or code is None
@@ -73,7 +82,9 @@ def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where
     assert not list((tmp_path / "runs").rglob("manifest.json"))
 
 
-@pytest.mark.parametrize(("command", "where"), [("evaluate", "loss"), ("predict", "predict"), ("predict", "describe"), ("export", "model")])
+@pytest.mark.parametrize(
+    ("command", "where"), [("evaluate", "loss"), ("predict", "predict"), ("predict", "describe"), ("export", "model")]
+)
 def test_exit_after_training_is_a_failure_too(call, tmp_path, command, where):
     assert call("train", "mine.py:Exits", "task.where=nowhere", "train.steps=1", "log.tensorboard=false").exit_code == 0
     config = tmp_path / "runs" / "mine" / "config.yaml"
@@ -84,7 +95,9 @@ def test_exit_after_training_is_a_failure_too(call, tmp_path, command, where):
 
 
 def test_exit_while_a_users_file_is_imported_is_a_failure(call, tmp_path):
-    (tmp_path / "script.py").write_text(OWN + "\nimport argparse\nargparse.ArgumentParser().parse_args(['--unknown'])\n")
+    (tmp_path / "script.py").write_text(
+        OWN + "\nimport argparse\nargparse.ArgumentParser().parse_args(['--unknown'])\n"
+    )
     done = call("train", "script.py:Mine")
     assert done.exit_code == 1
     assert f"script.py:{len(OWN.splitlines()) + 3}, in <module>: the task called sys.exit(2)" in done.stderr
@@ -93,7 +106,10 @@ def test_exit_while_a_users_file_is_imported_is_a_failure(call, tmp_path):
 def test_parameters_that_cannot_be_trained_are_refused_by_name(call):
     lazy, sparse = (call("train", f"mine.py:{name}", "train.steps=3") for name in ("Lazy", "Sparse"))
     assert (lazy.exit_code, sparse.exit_code) == (1, 1)
-    assert "Task.model: the model is not complete: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean get a shape only" in lazy.stderr
+    assert (
+        "Task.model: the model is not complete: 0.weight, 0.bias, 1.weight, 1.bias, 1.running_mean get a shape only"
+        in lazy.stderr
+    )
     assert "Task.model: words, bags would have sparse gradients" in sparse.stderr
     assert "sparse=False" in sparse.stderr
     assert "Traceback" not in lazy.stderr + sparse.stderr
@@ -153,7 +169,9 @@ def edited(call, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name, raising=False)
     loss = OWN.replace("(model(batch[0]) - batch[1]).square().sum()", "squared(model(batch[0]), batch[1])")
     (tmp_path / "mine.py").write_text(f"from losses import squared\n{loss}")
-    (tmp_path / "losses.py").write_text("def squared(one, other):\n    # of the difference\n    return (one - other).square().sum()\n")
+    (tmp_path / "losses.py").write_text(
+        "def squared(one, other):\n    # of the difference\n    return (one - other).square().sum()\n"
+    )
     assert call("train", "mine.py:Mine", *SHORT, "train.steps=4").exit_code == 0
     yield lambda old, new: (tmp_path / "losses.py").write_text((tmp_path / "losses.py").read_text().replace(old, new))
     sys.modules.pop("losses", None)

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 from lockstep import Task
 from lockstep.data.order import permute
-from lockstep.tasks.text import Text
+from lockstep.tasks.text.task import Text
 from lockstep.verify.adjusted import Adjusted, Adjustment
 from tests import runs
 
@@ -18,7 +18,11 @@ SIZES = {
     "attention_probs_dropout_prob": 0.0,
 }
 EPS = 1e-6  # the bias of attention's keys has no gradient but rounding, which AdamW's own 1e-8 would let it follow
-SMALL = {"train": "docstrings", "max_length": 48, "scratch": {"architecture": "bert", "sizes": SIZES, "vocab_size": 500}}
+SMALL = {
+    "train": "docstrings",
+    "max_length": 48,
+    "scratch": {"architecture": "bert", "sizes": SIZES, "vocab_size": 500},
+}
 
 BAG = {"train": "docstrings", "max_length": 48, "scratch": {"vocab_size": 500}}
 
@@ -66,9 +70,19 @@ def by_hand(options, steps, global_batch, weights=None):
         epoch, within = divmod(step, per_epoch)
         places = range(within * global_batch, min((within + 1) * global_batch, len(samples)))
         mine = [samples[index] for index in permute(list(places), len(samples), 0, epoch)]
-        batch = tokenizer([text for text, _ in mine], truncation=True, max_length=options["max_length"], padding=True, return_tensors="pt")
-        weight = None if weights is None else torch.tensor([weights.get(name, 1.0) for name in names], dtype=torch.float64)
-        loss = functional.cross_entropy(model(**batch).logits, torch.tensor([label for _, label in mine]), weight=weight)
+        batch = tokenizer(
+            [text for text, _ in mine],
+            truncation=True,
+            max_length=options["max_length"],
+            padding=True,
+            return_tensors="pt",
+        )
+        weight = (
+            None if weights is None else torch.tensor([weights.get(name, 1.0) for name in names], dtype=torch.float64)
+        )
+        loss = functional.cross_entropy(
+            model(**batch).logits, torch.tensor([label for _, label in mine]), weight=weight
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -88,7 +102,16 @@ class Causal(Task):
         from transformers import AutoModelForCausalLM, GPT2Config
 
         sizes = {"n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
-        config = GPT2Config(vocab_size=40, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **sizes)
+        config = GPT2Config(
+            vocab_size=40,
+            bos_token_id=0,
+            eos_token_id=0,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            use_cache=False,
+            **sizes,
+        )
         self.built = AutoModelForCausalLM.from_config(config).double()
         return self.built
 
@@ -97,8 +120,15 @@ class Causal(Task):
 
     def collate(self, samples):
         ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
-        targets = torch.nn.utils.rnn.pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=-100)
-        return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in samples], batch_first=True)}, targets
+        targets = torch.nn.utils.rnn.pad_sequence(
+            [sample[1:] for sample in samples], batch_first=True, padding_value=-100
+        )
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.nn.utils.rnn.pad_sequence(
+                [torch.ones_like(sample) for sample in samples], batch_first=True
+            ),
+        }, targets
 
     def weight(self, batch):
         return (batch[1] != -100).sum()

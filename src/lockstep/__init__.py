@@ -11,10 +11,10 @@ __all__ = ["LockstepError", "RunConfig", "Task", "Trainer"]
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.errors import LockstepError
-    from lockstep.run import Trainer
     from lockstep.tasks.task import Task
+    from lockstep.trainer import Trainer
 
-_HOMES = {"LockstepError": "errors", "RunConfig": "config", "Task": "tasks.task", "Trainer": "run"}
+_HOMES = {"LockstepError": "errors", "RunConfig": "config", "Task": "tasks.task", "Trainer": "trainer"}
 
 
 def __getattr__(name: str) -> object:

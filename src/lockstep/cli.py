@@ -24,7 +24,9 @@ app = typer.Typer(
 )
 
 Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What to train.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
+]
 Nproc = Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
@@ -47,27 +49,40 @@ def train(
     overrides: Overrides = None,
     nproc: Nproc = "1",
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")] = False,
-    allow_change: Annotated[list[str] | None, typer.Option("--allow-change", metavar="KEY", help="Go on although this key differs from the run's.")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")
+    ] = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option("--allow-change", metavar="KEY", help="Go on although this key differs from the run's."),
+    ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="How often ranks that were killed or crashed are started again. Default: 3; on one rank 0, without a launcher.")
+        int | None,
+        typer.Option(
+            min=0,
+            help="How often ranks that were killed or crashed are started again. Default: 3; on one rank 0, without a launcher.",
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Train. The same command again resumes the run."""
     with _reporting(debug):
-        from lockstep.dist import signals
+        from lockstep.distributed import signals
 
         with signals.listening():  # before anything that takes time: the config 0.3 s, torch 3 s
             from lockstep import config_file
 
             settings = config_file.load(target, overrides or [])
             if not _is_launcher(nproc, max_restarts):
-                from lockstep.run import Trainer
+                from lockstep.trainer import Trainer
 
                 Trainer(settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or ()).fit()
                 return
-        options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
+        options = [
+            *(["--run-dir", str(run_dir)] if run_dir else []),
+            *(["--fresh"] if fresh else []),
+            *(["--debug"] if debug else []),
+        ]
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         _launch(["train", target, *(overrides or []), *options], nproc, 3 if max_restarts is None else max_restarts)
 
@@ -82,12 +97,12 @@ def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
         if _is_launcher(nproc):
             _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
         else:
-            from lockstep.observe import rows
-            from lockstep.run import Trainer
+            from lockstep.observe import predictions
+            from lockstep.trainer import Trainer
 
             results = Trainer(settings, run_dir=run_dir).evaluate()
             if _is_first():
-                print(rows.text({f"eval/{name}": value for name, value in results.items()}))
+                print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
 
 
 @app.command()
@@ -95,7 +110,10 @@ def predict(
     run_dir: RunDir,
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[INPUT]...", help="Files; for text also texts, and - for standard input; none: samples of the evaluation data."),
+        typer.Argument(
+            metavar="[INPUT]...",
+            help="Files; for text also texts, and - for standard input; none: samples of the evaluation data.",
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
@@ -104,19 +122,19 @@ def predict(
     """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
     with _reporting(debug):
         from lockstep import config_file
-        from lockstep.observe import rows
+        from lockstep.observe import predictions
 
         settings = config_file.read_run(run_dir)
         if out is not None:
-            rows.check(out)  # before anything is computed
-        from lockstep.run import Trainer
+            predictions.check(out)  # before anything is computed
+        from lockstep.trainer import Trainer
 
         found = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
         if out is None:
             for row in found:
-                print(rows.text(row))
+                print(predictions.text(row))
         else:
-            left_out = rows.write(out, found)
+            left_out = predictions.write(out, found)
             lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
             print(f"{len(found)} predictions: {out}{lacking}", file=sys.stderr)
 
@@ -125,7 +143,9 @@ def predict(
 def checkpoints(
     run_dir: RunDir,
     check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Delete what the run's config does not keep; never the newest valid one.")] = False,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Delete what the run's config does not keep; never the newest valid one.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """List a run's checkpoints. With --check the exit code is 3 where one is damaged."""
@@ -133,21 +153,25 @@ def checkpoints(
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir)
-        from lockstep import rundir
+        from lockstep import run_directory
         from lockstep.checkpoint import inventory
 
-        if not inventory.show(run_dir / "checkpoints", rundir.retention(settings), check, prune):
+        if not inventory.show(run_dir / "checkpoints", run_directory.retention(settings), check, prune):
             raise typer.Exit(3)
 
 
 @app.command()
-def export(run_dir: RunDir, out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")], debug: Debug = False) -> None:
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    debug: Debug = False,
+) -> None:
     """Write the newest checkpoint's weights as safetensors, for use without Lockstep."""
     with _reporting(debug):
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir)
-        from lockstep.run import Trainer
+        from lockstep.trainer import Trainer
 
         print(Trainer(settings, run_dir=run_dir).export(out))
 
@@ -160,7 +184,9 @@ def verify(
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Check that a training is right, on its own model and data. The exit code is 3 where a check finds a fault."""
@@ -169,16 +195,20 @@ def verify(
 
         settings = config_file.load(target, overrides or [])
         if "RANK" in os.environ:
-            raise UsageError("verify starts its own ranks", where="environment variable RANK", remedy="call it without torchrun, with --nproc")
+            raise UsageError(
+                "verify starts its own ranks",
+                where="environment variable RANK",
+                remedy="call it without torchrun, with --nproc",
+            )
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and trials are cleared away
-        from lockstep import rundir
+        from lockstep import run_directory
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        with rundir.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
+        with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
             result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
         print(report.summary(result))
         print(f"written: {folder}/verify.json, {folder}/verify.html")
@@ -193,7 +223,7 @@ def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
 
 
 def _launch(arguments: list[str], nproc: str, max_restarts: int = 0) -> None:
-    from lockstep.dist import launch
+    from lockstep.distributed import launch
 
     launch.launch(["-m", "lockstep", *arguments], _ranks_of(nproc), max_restarts)
 
@@ -229,18 +259,21 @@ def _reporting(debug: bool) -> Iterator[None]:
     except typer.Exit:
         raise
     except Preempted as stopped:
-        from lockstep.dist import launch
+        from lockstep.distributed import launch
 
         launch.report_failure(stopped, str(stopped))
         if "RANK" not in os.environ:  # where something was saved, the run has said so
-            print(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there", file=sys.stderr)
+            print(
+                f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there",
+                file=sys.stderr,
+            )
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as error:
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
-        from lockstep.dist import launch, signals
+        from lockstep.distributed import launch, signals
 
         launch.report_failure(error, text)
         if signals.LAUNCHED not in os.environ or "RANK" not in os.environ:

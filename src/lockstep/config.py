@@ -44,7 +44,7 @@ class TaskSection(Section):
 
 
 class ToyTask(TaskSection):
-    """Synthetic regression; see `lockstep.tasks.toy.Toy`."""
+    """Synthetic regression; see `lockstep.tasks.toy.task.Toy`."""
 
     kind: Literal["toy"]
     samples: Annotated[int, Field(ge=0)] = 1000
@@ -55,7 +55,7 @@ class ToyTask(TaskSection):
 
 
 class ClassificationTask(TaskSection):
-    """Image classification; see `lockstep.tasks.classification.Classification`."""
+    """Image classification; see `lockstep.tasks.classification.task.Classification`."""
 
     kind: Literal["classification"]
     image_size: Annotated[int, Field(ge=4)] = 32
@@ -82,7 +82,7 @@ class ScratchConfig(Section):
 
 
 class TextTask(TaskSection):
-    """Text classification; see `lockstep.tasks.text.Text`."""
+    """Text classification; see `lockstep.tasks.text.task.Text`."""
 
     kind: Literal["text"]
     model: str | None = None
@@ -156,13 +156,17 @@ class BatchConfig(Section):
         if self.micro and self.per_rank:
             raise ValueError("per_rank is the micro-batch; leave micro out")
         if self.micro and self.micro > (self.global_ or _GLOBAL_BATCH):
-            raise ValueError(f"micro ({self.micro}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global")
+            raise ValueError(
+                f"micro ({self.micro}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
+            )
         return self
 
     def resolve(self, world: int) -> BatchConfig:
         """With `global` and `micro` as numbers, for a first launch on `world` ranks."""
         if self.per_rank:
-            return BatchConfig.model_validate({"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank})
+            return BatchConfig.model_validate(
+                {"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank}
+            )
         return self.model_copy(update={"global_": self.global_ or _GLOBAL_BATCH})
 
 
@@ -267,7 +271,7 @@ class ScheduleConfig(Section):
 class ParallelConfig(Section):
     """How the model is spread over ranks. timeout_s: where no rank gets on for longer, the run ends with a report.
 
-    For ddp: see `lockstep.dist.strategy.Buckets`. For fsdp: see `lockstep.dist.sharding.Sharding`; `shard_modules` are patterns
+    For ddp: see `lockstep.distributed.strategy.Buckets`. For fsdp: see `lockstep.distributed.sharding.Sharding`; `shard_modules` are patterns
     of the modules that are sharded one by one (None: the model's repeated blocks).
     """
 
@@ -349,12 +353,30 @@ class RunConfig(Section):
 # ---- what determines the training
 
 # How long the schedule's curve is matters all the same: checkpoints record it, and resuming compares.
-_LENGTH = ("train.epochs", "train.min_steps", "train.steps", "train.eval_every_epochs", "train.eval_every_steps", "schedule.total_steps")
-_FREE = ("name", "device", "data.workers", "batch.micro", *_LENGTH, "optim.fused", "parallel", "compute", "checkpoint", "log")
+_LENGTH = (
+    "train.epochs",
+    "train.min_steps",
+    "train.steps",
+    "train.eval_every_epochs",
+    "train.eval_every_steps",
+    "schedule.total_steps",
+)
+_FREE = (
+    "name",
+    "device",
+    "data.workers",
+    "batch.micro",
+    *_LENGTH,
+    "optim.fused",
+    "parallel",
+    "compute",
+    "checkpoint",
+    "log",
+)
 _NOT_FREE = ("parallel.param_dtype", "parallel.reduce_dtype")
 
 
-def determining(config: RunConfig) -> dict[str, Any]:
+def training_keys(config: RunConfig) -> dict[str, Any]:
     """The keys, by dotted path, whose change would change the weights; world size, strategy, micro-batch and logs do not."""
     flat = _flatten(config.model_dump(by_alias=True))
     free = {key for key in flat if any(f"{key}.".startswith(f"{one}.") for one in _FREE)} - {*_NOT_FREE}
@@ -363,7 +385,7 @@ def determining(config: RunConfig) -> dict[str, Any]:
 
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of what determines the training."""
-    return hashlib.sha256(json.dumps(determining(config), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(training_keys(config), sort_keys=True).encode()).hexdigest()
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -31,7 +31,9 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -64,11 +66,17 @@ def read_run(run_dir: Path) -> RunConfig:
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise UsageError("not a run directory: it has no config.yaml", where=str(run_dir), remedy="give the directory of a run, such as runs/digits")
+        raise UsageError(
+            "not a run directory: it has no config.yaml",
+            where=str(run_dir),
+            remedy="give the directory of a run, such as runs/digits",
+        )
     return parse(_read_yaml(path), str(path), needs_task=False)
 
 
-def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True) -> RunConfig:
+def parse(
+    values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True
+) -> RunConfig:
     """Check `values` under `overrides`; `where` names them in errors."""
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
@@ -85,7 +93,11 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
             continue
         given.add(key)
         _assign(raw, key.split("."), value)
-    if "batch" in raw and any(key in given for key in ("batch.per_rank", "batch.accumulate")) and isinstance(raw["batch"], dict):
+    if (
+        "batch" in raw
+        and any(key in given for key in ("batch.per_rank", "batch.accumulate"))
+        and isinstance(raw["batch"], dict)
+    ):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
     for section, one, other in _EITHER:
@@ -97,7 +109,11 @@ def parse(values: Mapping[str, Any], where: str = "config", overrides: Sequence[
 
     def origin(path: str) -> str:
         """The override that set `path`, or what is above or below it; else the file."""
-        return "command line" if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given) else where
+        return (
+            "command line"
+            if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given)
+            else where
+        )
 
     config: RunConfig | None = None
     try:
@@ -126,13 +142,18 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
         return {"name": Path(path).stem, "task": {"kind": f"{os.path.abspath(path)}:{attribute}"}}, target
     if target.endswith((".yaml", ".yml")):
         if not Path(target).is_file():
-            raise UsageError("no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file")
+            raise UsageError(
+                "no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file"
+            )
         values = _read_yaml(Path(target))
     else:
         known = recipes()
         if target not in known:
             hint = did_you_mean(target, known)
-            raise UsageError(f"there is no recipe {target!r}", remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task")
+            raise UsageError(
+                f"there is no recipe {target!r}",
+                remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
+            )
         values = yaml.load(resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text(), _Loader)
     values.setdefault("name", Path(target).stem)
     return values, target
@@ -146,7 +167,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if not isinstance(values, dict):
-        raise UsageError("not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`")
+        raise UsageError(
+            "not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`"
+        )
     return values
 
 
@@ -154,11 +177,15 @@ def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
     """A copy of `value` in YAML's own types (tuples become lists), so that it is the same when it is read back."""
     if isinstance(value, Mapping):
         problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
-        return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)}
+        return {
+            key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)
+        }
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}{number}.", where, problems) for number, item in enumerate(value)]
     if value is not None and type(value) not in (bool, int, float, str):
-        problems.append(f"{where}: {path.rstrip('.')}: {value!r} is a {type(value).__name__}; use numbers, text, lists and mappings")
+        problems.append(
+            f"{where}: {path.rstrip('.')}: {value!r} is a {type(value).__name__}; use numbers, text, lists and mappings"
+        )
     return value
 
 
@@ -196,10 +223,10 @@ def _suggest(raw: dict[str, Any]) -> None:
     if not isinstance(kind, str) or kind not in BUILT_IN:
         return
     try:
-        checked = BUILT_IN[kind].model_validate(task)
+        task_checks = BUILT_IN[kind].model_validate(task)
     except ValidationError:  # is told elsewhere
         return
-    for section, values in checked.suggestions().items():
+    for section, values in task_checks.suggestions().items():
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue
@@ -214,7 +241,9 @@ def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | 
         return UserTask.model_validate(task).model_dump(), []
     if not isinstance(kind, str) or kind not in BUILT_IN:
         hint = did_you_mean(kind, BUILT_IN)
-        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"]
+        return None, [
+            f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"
+        ]
     try:
         return BUILT_IN[kind].model_validate(task).model_dump(), []
     except ValidationError as error:

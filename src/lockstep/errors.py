@@ -20,8 +20,10 @@ class LockstepError(Exception):
     """
 
     exit_code = 1
-    may_pass = False  # whether the same command may go well the next time: then a launcher may try
-    adapts = False  # whether it will be done in another way the next time, so that failing at the same step is not the same
+    retryable = False  # whether the same command may go well the next time: then a launcher may try
+    retries_differently = (
+        False  # whether it will be done in another way the next time, so that failing at the same step is not the same
+    )
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
@@ -49,7 +51,7 @@ class UsageError(LockstepError):
 class DataError(LockstepError):
     """A data set or a sample that cannot be used."""
 
-    may_pass = True  # files may come back
+    retryable = True  # files may come back
 
 
 class TrainingError(LockstepError):
@@ -59,7 +61,7 @@ class TrainingError(LockstepError):
 class MemoryShortage(TrainingError):
     """The memory of a device does not suffice. The next start takes smaller micro-batches."""
 
-    may_pass = adapts = True
+    retryable = retries_differently = True
 
 
 class CheckpointError(LockstepError):
@@ -72,7 +74,7 @@ class RankError(LockstepError):
     origin: the rank that failed first and what it said; None where this rank is the one.
     """
 
-    may_pass = True
+    retryable = True
     origin: tuple[int, str] | None = None
 
 

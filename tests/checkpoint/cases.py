@@ -7,9 +7,9 @@ import torch
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
-from lockstep.dist import faults
-from lockstep.dist.sharding import Rows
-from lockstep.dist.world import World, join_world
+from lockstep.distributed import faults
+from lockstep.distributed.sharding import LocalShard
+from lockstep.distributed.world import World, join_world
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -42,7 +42,7 @@ def stage(staged, step, shares=None, **more):
 
 def whole(tensors):
     """Replicated tensors as `write_share` takes them."""
-    return {name: Rows(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return {name: LocalShard(tensor, 0, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def read(checkpoint):

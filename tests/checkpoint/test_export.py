@@ -41,7 +41,9 @@ def state_of(model):
 
 
 def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
+    return one.keys() == other.keys() and all(
+        torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one
+    )
 
 
 def everything_under(folder):
@@ -87,7 +89,9 @@ def test_tensors_that_share_memory_or_are_not_contiguous_are_written_whole(tmp_p
 
 def test_the_callers_tensors_are_not_copied_without_need(tmp_path, monkeypatch):
     written = {}
-    monkeypatch.setattr("safetensors.torch.save_file", lambda tensors, path, metadata: (written.update(tensors), Path(path).touch()))
+    monkeypatch.setattr(
+        "safetensors.torch.save_file", lambda tensors, path, metadata: (written.update(tensors), Path(path).touch())
+    )
     own = torch.ones(3)
     export_weights({"one": own, "two": torch.ones(4), "tied": own}, tmp_path / "out", {})
     assert written["one"].data_ptr() == own.data_ptr()
@@ -115,7 +119,9 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
 
     def watched_rename(self, target):
-        assert sorted(synced) == sorted(path.stat().st_ino for path in (self, self / "b.txt", self / "model.safetensors"))
+        assert sorted(synced) == sorted(
+            path.stat().st_ino for path in (self, self / "b.txt", self / "model.safetensors")
+        )
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", watched_rename)
@@ -185,13 +191,17 @@ def full_disk(*_, **__):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("place", ["pathlib.Path.mkdir", "safetensors.torch.save_file", "os.fsync", "pathlib.Path.rename", "extras"])
+@pytest.mark.parametrize(
+    "place", ["pathlib.Path.mkdir", "safetensors.torch.save_file", "os.fsync", "pathlib.Path.rename", "extras"]
+)
 def test_a_full_disk_is_said_with_the_space_there_is_and_nothing_is_left(tmp_path, monkeypatch, place):
     with monkeypatch.context() as patch:
         if place != "extras":
             patch.setattr(place, full_disk)
         with pytest.raises(CheckpointError) as caught:
-            export_weights({"a": torch.ones(2)}, tmp_path / "new" / "out", {}, full_disk if place == "extras" else lambda _: None)
+            export_weights(
+                {"a": torch.ones(2)}, tmp_path / "new" / "out", {}, full_disk if place == "extras" else lambda _: None
+            )
     free = int(str(caught.value).split(" MiB free")[0].split()[-1])
     assert free > 0
     assert "No space left on device" in str(caught.value)
@@ -243,7 +253,9 @@ def save_in_parts(tensors, folder, parts=2):
         file = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
         save({name: tensors[name] for name in names[part::parts]}, folder / file)
         weight_map |= dict.fromkeys(names[part::parts], file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -284,7 +296,10 @@ def test_a_whole_file_goes_before_an_index(tmp_path):
     assert same(state_of(model), state_of(one))
 
 
-@pytest.mark.parametrize(("stored", "own"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)])
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float64, torch.float32)],
+)
 def test_the_models_dtype_stays(tmp_path, stored, own):
     source, model = plain(seed=1).to(stored), plain(seed=2).to(own)
     load_weights(model, save(source.state_dict(), tmp_path / "a.safetensors"))
@@ -301,8 +316,14 @@ def test_of_tied_parameters_one_name_is_enough(tmp_path):
 
 
 def test_without_either_name_of_tied_parameters_both_are_missing(tmp_path):
-    state = {name: tensor for name, tensor in Tied(seed=1).state_dict().items() if name not in ("embedding.weight", "head.weight")}
-    assert "2 missing in the file: embedding.weight, head.weight" in str(refusal(Tied(seed=2), save(state, tmp_path / "a.safetensors")))
+    state = {
+        name: tensor
+        for name, tensor in Tied(seed=1).state_dict().items()
+        if name not in ("embedding.weight", "head.weight")
+    }
+    assert "2 missing in the file: embedding.weight, head.weight" in str(
+        refusal(Tied(seed=2), save(state, tmp_path / "a.safetensors"))
+    )
 
 
 def test_views_of_one_storage_are_not_tied(tmp_path):
@@ -365,7 +386,10 @@ def test_skipped_names_stay_as_the_model_made_them(tmp_path):
     state = plain(classes=10, seed=1).state_dict() | {"pooler.weight": torch.ones(2)}
     model = plain(classes=3, seed=2)
     before = state_of(model)
-    assert load_weights(model, save(state, tmp_path / "a.safetensors"), ["2.*", "pooler.?eight"]) == ["2.bias", "2.weight"]
+    assert load_weights(model, save(state, tmp_path / "a.safetensors"), ["2.*", "pooler.?eight"]) == [
+        "2.bias",
+        "2.weight",
+    ]
     assert same(state_of(model), {name: before[name] if name.startswith("2.") else state[name] for name in before})
 
 
@@ -427,7 +451,10 @@ def test_a_pickle_is_not_read(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("damage", [lambda content: content[:-1], lambda content: content[:20], lambda _: b"", lambda content: b"{" + content])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:-1], lambda content: content[:20], lambda _: b"", lambda content: b"{" + content],
+)
 @pytest.mark.parametrize("kind", ["file", "part"])
 def test_a_damaged_file_is_named(tmp_path, damage, kind):
     state = plain(seed=1).state_dict()
@@ -456,7 +483,9 @@ def test_a_part_without_what_the_index_says_is_found(tmp_path):
     assert "1.weight, 2.weight" in text
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"0.weight": 3}}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"0.weight": 3}}', b"\xff\xfe"]
+)
 def test_a_damaged_index_is_named(tmp_path, content):
     save_in_parts(plain(seed=1).state_dict(), tmp_path)
     path = tmp_path / "model.safetensors.index.json"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep import LockstepError
 from lockstep.checkpoint import files
-from lockstep.dist.sharding import Rows
+from lockstep.distributed.sharding import LocalShard
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 
@@ -82,10 +82,15 @@ def test_many_equal_tensors_are_spread_evenly():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_comes_back_bit_for_bit(tmp_path, dtype):
-    tensors = {f"t{number}": of_dtype(dtype, shape) for number, shape in enumerate([(), (0,), (3, 0, 2), (7,), (3, 4), (2, 3, 4)])}
+    tensors = {
+        f"t{number}": of_dtype(dtype, shape)
+        for number, shape in enumerate([(), (0,), (3, 0, 2), (7,), (3, 4), (2, 3, 4)])
+    }
     _, index = write(tmp_path, tensors)
     assert cases.same(dict(files.read(tmp_path, index)), tensors)
-    assert {name: entry["dtype"] for name, entry in index.items()} == dict.fromkeys(tensors, str(dtype).removeprefix("torch."))
+    assert {name: entry["dtype"] for name, entry in index.items()} == dict.fromkeys(
+        tensors, str(dtype).removeprefix("torch.")
+    )
     assert index["t5"]["shape"] == [2, 3, 4]
 
 
@@ -136,7 +141,9 @@ def test_index_covers_the_file_without_gap(tmp_path):
 
 def test_places_are_reached_in_order_and_the_file_is_flushed(tmp_path, monkeypatch):
     places, synced = [], []
-    monkeypatch.setattr(files.os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").resolve().stat().st_size))
+    monkeypatch.setattr(
+        files.os, "fsync", lambda handle: synced.append(Path(f"/proc/self/fd/{handle}").resolve().stat().st_size)
+    )
     told, _ = files.write_share(tmp_path / "__0_0.distcp", cases.whole({"a": torch.ones(3)}), places.append)
     assert places[0] == "in-share"
     assert places[-1] == "before-fsync"
@@ -154,7 +161,9 @@ def test_only_what_is_asked_for_is_read(tmp_path):
 
 def test_tensors_are_read_one_at_a_time(tmp_path):
     _, index = write(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
-    (tmp_path / "__0_0.distcp").write_bytes((tmp_path / "__0_0.distcp").read_bytes()[: index["b"]["parts"][0]["offset"]])
+    (tmp_path / "__0_0.distcp").write_bytes(
+        (tmp_path / "__0_0.distcp").read_bytes()[: index["b"]["parts"][0]["offset"]]
+    )
     reading = files.read(tmp_path, index)
     assert next(reading)[0] == "a"
     with pytest.raises(CheckpointError):
@@ -175,7 +184,9 @@ def test_truncated_file_is_named_with_the_tensor(tmp_path):
         assert caught.value.where == str(path)
 
 
-@pytest.mark.parametrize("content", [bytes(2000), b"\xff" * 2000, b"PK\x03\x04" + bytes(2000)], ids=["zeros", "ones", "zip"])
+@pytest.mark.parametrize(
+    "content", [bytes(2000), b"\xff" * 2000, b"PK\x03\x04" + bytes(2000)], ids=["zeros", "ones", "zip"]
+)
 def test_garbage_is_named_with_the_tensor(tmp_path, content):
     _, index = write(tmp_path, {"layer.weight": torch.randn(100)})
     (tmp_path / "__0_0.distcp").write_bytes(content)
@@ -235,7 +246,7 @@ def write_parts(folder, tensor, counts, name="weight"):
     for rank, count in enumerate(counts):
         share = cases.whole({f"own{rank}": torch.full((2,), rank)})
         if count or not start:
-            share[name] = Rows(tensor[start : start + count], start, tuple(tensor.shape))
+            share[name] = LocalShard(tensor[start : start + count], start, tuple(tensor.shape))
         shares.append(files.write_share(folder / files.share_name(rank), share, cases.ignore)[1])
         start += count
     return files.merge(reversed(shares))  # in whatever order they come
@@ -245,13 +256,18 @@ def write_parts(folder, tensor, counts, name="weight"):
 def test_any_rows_are_read_across_parts(tmp_path, counts):
     tensor = torch.randn(7, 2, 3).bfloat16()
     index = write_parts(tmp_path, tensor, counts)
-    assert [part["start"] for part in index["weight"]["parts"]] == sorted(part["start"] for part in index["weight"]["parts"])
+    assert [part["start"] for part in index["weight"]["parts"]] == sorted(
+        part["start"] for part in index["weight"]["parts"]
+    )
     for begin in range(8):
         for end in range(begin, 8):
             ((name, found),) = files.read(tmp_path, index, {"weight": (begin, end)})
             assert name == "weight"
             assert cases.bits(found) == cases.bits(tensor[begin:end])
-    assert cases.same(dict(files.read(tmp_path, index)), {"weight": tensor} | {f"own{rank}": torch.full((2,), rank) for rank in range(len(counts))})
+    assert cases.same(
+        dict(files.read(tmp_path, index)),
+        {"weight": tensor} | {f"own{rank}": torch.full((2,), rank) for rank in range(len(counts))},
+    )
 
 
 def test_only_files_with_wanted_rows_are_opened(tmp_path):
@@ -259,7 +275,10 @@ def test_only_files_with_wanted_rows_are_opened(tmp_path):
     index = write_parts(tmp_path, tensor, [3, 2, 2])
     for rank in (0, 2):
         (tmp_path / files.share_name(rank)).unlink()
-    assert cases.same(dict(files.read(tmp_path, index, {"weight": (3, 5), "own1": None})), {"weight": tensor[3:5], "own1": torch.ones(2).long()})
+    assert cases.same(
+        dict(files.read(tmp_path, index, {"weight": (3, 5), "own1": None})),
+        {"weight": tensor[3:5], "own1": torch.ones(2).long()},
+    )
     assert cases.bits(dict(files.read(tmp_path, index, {"weight": (7, 7)}))["weight"]) == cases.bits(tensor[7:])
     with pytest.raises(CheckpointError, match=r"__2_0\.distcp: tensor weight cannot be read"):
         list(files.read(tmp_path, index, {"weight": (3, 6)}))
@@ -291,7 +310,10 @@ def test_missing_part_is_named_with_its_tensor_where_its_rows_are_wanted(tmp_pat
 
 
 def test_merge_leaves_the_shares_as_they_are_and_joins_names_of_all(tmp_path):
-    one = {"a": {"shape": [3], "dtype": "float32", "parts": [{"start": 2, "rows": 1}]}, "b": {"shape": [], "dtype": "bool", "parts": [{"start": 0, "rows": 0}]}}
+    one = {
+        "a": {"shape": [3], "dtype": "float32", "parts": [{"start": 2, "rows": 1}]},
+        "b": {"shape": [], "dtype": "bool", "parts": [{"start": 0, "rows": 0}]},
+    }
     two = {"a": {"shape": [3], "dtype": "float32", "parts": [{"start": 0, "rows": 2}]}}
     merged = files.merge([one, two])
     assert [part["start"] for part in merged["a"]["parts"]] == [0, 2]
@@ -351,4 +373,10 @@ def test_torchs_own_converter_reads_it(committed, tmp_path):
 def test_metadata_names_nothing_of_lockstep(committed):
     checkpoint, _ = committed
     assert b"lockstep" not in (checkpoint.path / ".metadata").read_bytes()
-    assert {path.name for path in checkpoint.path.iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp", "index.json", "manifest.json"}
+    assert {path.name for path in checkpoint.path.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "index.json",
+        "manifest.json",
+    }

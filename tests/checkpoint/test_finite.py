@@ -24,8 +24,12 @@ NAN, INF = math.nan, math.inf
 # ---- one tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64])
-@pytest.mark.parametrize(("value", "expected"), [(1.0, finite.FINITE), (INF, finite.INFINITE), (-INF, finite.INFINITE), (NAN, finite.NAN)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2, torch.complex64]
+)
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1.0, finite.FINITE), (INF, finite.INFINITE), (-INF, finite.INFINITE), (NAN, finite.NAN)]
+)
 def test_one_element_decides(dtype, value, expected):
     tensor = torch.ones(257)
     tensor[100] = value
@@ -79,7 +83,7 @@ def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_
     with pytest.raises(TrainingError, match=expected) as caught:
         saver.wait()
     assert caught.value.exit_code == 1
-    assert not caught.value.may_pass
+    assert not caught.value.retryable
     assert steps(tmp_path) == [3]
     assert not list(tmp_path.glob(".staging*"))
     assert len(told) == in_background  # at once, where the training goes on meanwhile
@@ -91,7 +95,9 @@ def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_
 def test_the_first_checkpoint_is_refused_too(tmp_path):
     saver = Saver(tmp_path, ALONE, Retention(), cases.ignore)
     saver.save(2, {"model.a": torch.tensor([INF]), "model.b": torch.tensor([NAN])}, {}, about(2))
-    with pytest.raises(TrainingError, match=r"model\.a holds infinite numbers, and 1 more .* no checkpoint was saved before"):
+    with pytest.raises(
+        TrainingError, match=r"model\.a holds infinite numbers, and 1 more .* no checkpoint was saved before"
+    ):
         saver.finish()
     assert steps(tmp_path) == []
     assert "No checkpoint is saved" in saver.kept()
@@ -148,7 +154,9 @@ def test_nan_that_no_loss_shows_is_not_saved(tmp_path, mode):
 
 
 def test_nan_is_not_saved_on_a_request_to_stop(tmp_path):
-    with pytest.raises(TrainingError, match=r"step 9, rank 0: model\.ghost holds NaN, .*the checkpoint of step 5 is kept"):
+    with pytest.raises(
+        TrainingError, match=r"step 9, rank 0: model\.ghost holds NaN, .*the checkpoint of step 5 is kept"
+    ):
         runs.fit(Zero(at=8, hidden=True, stops=9), SETTINGS, tmp_path)
     assert steps(tmp_path / "checkpoints") == [5]
 

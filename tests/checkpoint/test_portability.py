@@ -45,7 +45,10 @@ def pairs(always):
     """From every strategy to every other; `make test` takes only those that are `always` tested."""
     every = [(one, other) for one in range(len(STRATEGIES)) for other in range(len(STRATEGIES))]
     names = list(STRATEGIES)
-    return [pytest.param(names[one], names[other], marks=() if always(one, other) else pytest.mark.exhaustive) for one, other in every]
+    return [
+        pytest.param(names[one], names[other], marks=() if always(one, other) else pytest.mark.exhaustive)
+        for one, other in every
+    ]
 
 
 @pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 == 2), indirect=["saved"])
@@ -69,12 +72,16 @@ def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     assert {name: list(tensor.shape) for name, tensor in whole.items()} == ours
 
 
-@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 4), (2, 1), (4, 3))), indirect=["saved"])
+@pytest.mark.parametrize(
+    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 4), (2, 1), (4, 3))), indirect=["saved"]
+)
 def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
     task = own_tasks.Deep(**OPTIONS)
     alone = Trainer(settings("single", 6), run_dir=saved, quiet=True)
     expected, results = load_file(alone.export(tmp_path / "alone", task)), alone.evaluate(own_tasks.Deep(**OPTIONS))
-    for answer in run_ranks(STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 6), OPTIONS, tmp_path / "many"):
+    for answer in run_ranks(
+        STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 6), OPTIONS, tmp_path / "many"
+    ):
         assert answer["loss"] == pytest.approx(results["loss"], rel=1e-12)
     found = load_file(tmp_path / "many" / "model.safetensors")
     assert list(found) == list(expected)

@@ -12,7 +12,7 @@ import torch
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
-from lockstep.dist import faults
+from lockstep.distributed import faults
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 from tests.checkpoint.cases import ALONE, about, read, steps
@@ -22,7 +22,11 @@ PATIENCE_S = 20  # a test that waits longer has failed
 
 
 def state(value=0.0):
-    return {"weight": torch.full((50,), float(value)), "bias": torch.full((3,), int(value)), "step": torch.tensor(float(value))}
+    return {
+        "weight": torch.full((50,), float(value)),
+        "bias": torch.full((3,), int(value)),
+        "step": torch.tensor(float(value)),
+    }
 
 
 @pytest.fixture
@@ -134,7 +138,9 @@ def test_next_save_waits_for_the_last(saver, tmp_path, gate, monkeypatch):
     order = []
     stage, commit = saver._stage, store.commit
     monkeypatch.setattr(saver, "_stage", lambda tensors: (order.append("copied"), stage(tensors))[1])
-    monkeypatch.setattr(store, "commit", lambda folder, step, *rest: (order.append(f"written {step}"), commit(folder, step, *rest))[1])
+    monkeypatch.setattr(
+        store, "commit", lambda folder, step, *rest: (order.append(f"written {step}"), commit(folder, step, *rest))[1]
+    )
     saver.save(1, state(1), {}, about(1))
     threading.Timer(0.1, gate.set).start()
     saver.save(2, state(2), {}, about(2))
@@ -162,7 +168,9 @@ def test_buffers_are_no_training_tensors(saver):
 
 
 def test_tensors_may_change_their_shape_and_number(saver, tmp_path):
-    for step, tensors in enumerate([state(), {"weight": torch.ones(7), "new": torch.ones(2)}, {"weight": torch.ones(7, dtype=torch.int8)}, {}], 1):
+    for step, tensors in enumerate(
+        [state(), {"weight": torch.ones(7), "new": torch.ones(2)}, {"weight": torch.ones(7, dtype=torch.int8)}, {}], 1
+    ):
         saver.save(step, tensors, {}, about(step))
         saver.wait()
         assert cases.same(read(store.listed(tmp_path)[0]), tensors)
@@ -186,10 +194,10 @@ def test_old_checkpoints_go_by_the_retention(make, tmp_path):
 def test_writing_is_a_sign_of_life(saver, gate):
     saver.save(1, state(), {}, about(1))
     assert gate.begun.wait(PATIENCE_S)
-    before = ALONE.heart.beats
+    before = ALONE.heartbeat.beats
     gate.set()
     saver.wait()
-    assert ALONE.heart.beats > before
+    assert ALONE.heartbeat.beats > before
 
 
 def test_close_gives_the_last_one_a_chance(saver, tmp_path, gate):
@@ -215,7 +223,10 @@ def test_metrics_are_added_when_the_checkpoint_is_written_and_decide_what_stays(
         saver.save(step, state(step), {}, about(step))
         saver.add_metrics(step, {"eval/accuracy": accuracy})
     saver.finish()
-    assert [(one.step, one.metrics["eval/accuracy"], store.check(one)) for one in store.listed(tmp_path)] == [(4, 0.3, []), (2, 0.9, [])]
+    assert [(one.step, one.metrics["eval/accuracy"], store.check(one)) for one in store.listed(tmp_path)] == [
+        (4, 0.3, []),
+        (2, 0.9, []),
+    ]
 
 
 def test_adding_metrics_does_not_wait_for_the_disk(saver, tmp_path, gate):
@@ -253,7 +264,9 @@ def test_metrics_without_a_checkpoint_are_let_go(saver, tmp_path, monkeypatch, t
 
 
 @pytest.mark.parametrize("place", ["before-metrics", "in-metrics"])
-def test_metrics_that_cannot_be_written_are_told_and_the_checkpoint_stays_as_it_was(saver, tmp_path, monkeypatch, told, place):
+def test_metrics_that_cannot_be_written_are_told_and_the_checkpoint_stays_as_it_was(
+    saver, tmp_path, monkeypatch, told, place
+):
     fail(monkeypatch, (1, place))
     saver.save(1, state(), {}, about(1))
     saver.add_metrics(1, {"eval/loss": 1.0})
@@ -281,7 +294,9 @@ PLACES = ["before-share", "in-share", "before-fsync", "after-share", "before-man
 
 @pytest.mark.parametrize("in_background", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(make, tmp_path, told, monkeypatch, place, in_background):
+def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(
+    make, tmp_path, told, monkeypatch, place, in_background
+):
     saver = make(in_background=in_background)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=123 * 2**20 + 5))
     fail(monkeypatch, (2, place))
@@ -296,7 +311,10 @@ def test_full_disk_at_any_stage_is_told_once_and_leaves_what_was_there(make, tmp
     (found,) = store.listed(tmp_path)
     assert store.check(found) == []
     assert cases.same(read(found), state(1))
-    with pytest.raises(CheckpointError, match="1 checkpoints could not be written, the newest is of step 1; the first: the checkpoint of step 2") as caught:
+    with pytest.raises(
+        CheckpointError,
+        match="1 checkpoints could not be written, the newest is of step 1; the first: the checkpoint of step 2",
+    ) as caught:
         saver.finish()
     assert caught.value.exit_code == 1
     assert caught.value.where == str(tmp_path)
@@ -322,14 +340,24 @@ def test_full_disk_is_called_by_its_name(saver, tmp_path, told):
 
 
 def test_free_space_is_that_of_the_moment(saver, told, monkeypatch, tmp_path):
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=(0 if list(tmp_path.glob(".staging-*")) else 9) * 2**20))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(free=(0 if list(tmp_path.glob(".staging-*")) else 9) * 2**20)
+    )
     fail(monkeypatch, (1, "before-rename"))
     saver.save(1, state(), {}, about(1))
     saver.wait()
     assert "with 0 MiB free" in told[0]
 
 
-@pytest.mark.parametrize("where", ["lockstep.checkpoint.files.write_share", "lockstep.checkpoint.store.commit", "pathlib.Path.mkdir", "pathlib.Path.rename"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "lockstep.checkpoint.files.write_share",
+        "lockstep.checkpoint.store.commit",
+        "pathlib.Path.mkdir",
+        "pathlib.Path.rename",
+    ],
+)
 def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monkeypatch, where):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -435,7 +463,9 @@ def test_each_rank_writes_its_share(on_two):
     assert [sorted(by_file[files.share_name(rank)]) for rank in (0, 1)] == [answer["mine"] for answer in ranks]
     loads = [sum(tensors[name].nbytes for name in names) for names in by_file.values()]
     assert max(loads) - min(loads) <= max(tensor.nbytes for tensor in tensors.values())
-    assert {name: (found.path / name).stat().st_size for name in by_file} == {name: found.manifest["files"][name]["bytes"] for name in by_file}
+    assert {name: (found.path / name).stat().st_size for name in by_file} == {
+        name: found.manifest["files"][name]["bytes"] for name in by_file
+    }
 
 
 def test_disk_that_is_full_on_one_rank_is_a_failure_on_all(on_two):
@@ -461,7 +491,9 @@ def test_ranks_agree_on_the_newest_whichever_file_is_damaged(on_two, tmp_path):
         cases.flip(tmp_path / name / "step-00000003" / name, 100)
     (tmp_path / "lost" / "step-00000003" / "__1_0.distcp").unlink()
     (tmp_path / "lost" / "step-00000001" / "__0_0.distcp").unlink()
-    first, second = run_ranks(2, cases.newest_on_ranks, [tmp_path / name for name in (*names, "whole", "nowhere", "lost")])
+    first, second = run_ranks(
+        2, cases.newest_on_ranks, [tmp_path / name for name in (*names, "whole", "nowhere", "lost")]
+    )
     assert first == second
     for name, answer in zip(names, first, strict=False):
         assert answer == (1, [f"passed over a damaged checkpoint: step-00000003: {name} differs from its checksum"])

@@ -75,7 +75,9 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else ",".join(value))
+@pytest.mark.parametrize(
+    ("kind", "arguments"), OPTIMIZERS, ids=lambda value: value if isinstance(value, str) else ",".join(value)
+)
 def test_a_restored_training_is_the_same_bit_for_bit_and_goes_on_so(tmp_path, kind, arguments):
     model, optimizer = make(kind, arguments)
     train(model, optimizer, 7)
@@ -110,7 +112,9 @@ def test_without_the_optimizers_state_it_would_not_go_on_so(tmp_path):
     other, other_optimizer = make("AdamW", {}, seed=1)
     tensors, plain = state.capture(model, optimizer)
     state.restore(*through_files(tensors, plain, tmp_path), other)  # the model alone
-    assert [cases.bits(one) for one in other.state_dict().values()] == [cases.bits(one) for one in model.state_dict().values()]
+    assert [cases.bits(one) for one in other.state_dict().values()] == [
+        cases.bits(one) for one in model.state_dict().values()
+    ]
     assert not other_optimizer.state
     train(model, optimizer, 1, begin=7)
     train(other, other_optimizer, 1, begin=7)
@@ -135,7 +139,10 @@ def test_captured_tensors_are_the_live_ones():
     train(model, optimizer, 1)
     tensors, _ = state.capture(model, optimizer)
     assert tensors["model.scale"].data_ptr() == model.scale.data_ptr()
-    assert tensors["optimizer.scale.momentum_buffer"].data_ptr() == optimizer.state[model.scale]["momentum_buffer"].data_ptr()
+    assert (
+        tensors["optimizer.scale.momentum_buffer"].data_ptr()
+        == optimizer.state[model.scale]["momentum_buffer"].data_ptr()
+    )
 
 
 def test_before_the_first_step_there_is_no_optimizer_state():
@@ -187,7 +194,13 @@ def test_parameter_at_the_top_of_the_model_has_its_state(tmp_path):
 
 def test_plain_values_of_an_optimizer_come_back():
     model, optimizer = make("SGD", {})
-    optimizer.state[model.scale] = {"count": 2**53 + 1, "rate": 0.1 + 0.2, "nothing": None, "flag": True, "mode": "fast"}
+    optimizer.state[model.scale] = {
+        "count": 2**53 + 1,
+        "rate": 0.1 + 0.2,
+        "nothing": None,
+        "flag": True,
+        "mode": "fast",
+    }
     other, other_optimizer = make("SGD", {}, OTHERWISE)
     tensors, plain = state.capture(model, optimizer)
     state.restore(tensors.items(), json.loads(json.dumps(plain)), other, other_optimizer)
@@ -248,7 +261,11 @@ def test_extra_state_that_is_a_tensor_comes_back(tmp_path):
     assert other[0].value == 7
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, [1, 2], b"bytes", float("nan"), float("inf"), 1j, object()], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value",
+    [{"a": 1}, [1, 2], b"bytes", float("nan"), float("inf"), 1j, object()],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_cannot_be_saved_is_named(value):
     model, optimizer = nn.Sequential(Counting(value)), None
     with pytest.raises(CheckpointError, match="can be saved neither as a tensor nor as a number") as caught:
@@ -270,7 +287,9 @@ def entry(*shape, dtype="float32"):
 
 
 def index(model):
-    return {f"model.{name}": entry(*value.shape, dtype=str(value.dtype)[6:]) for name, value in model.state_dict().items()}
+    return {
+        f"model.{name}": entry(*value.shape, dtype=str(value.dtype)[6:]) for name, value in model.state_dict().items()
+    }
 
 
 def test_a_checkpoint_of_the_same_model_fits():
@@ -292,8 +311,14 @@ def test_what_does_not_fit_is_named():
     whole = index(model)
     lacking = {name: about for name, about in whole.items() if name != "model.norm.running_var"}
     for saved, message in [
-        (whole | {"model.first.weight": entry(6, 8)}, r"1 tensors differ .* first model\.first\.weight: saved \(6, 8, .*, model \(8, 6, "),
-        (whole | {"model.first.bias": entry(8, dtype="float64")}, r"first model\.first\.bias: saved .*float64.*, model .*float32"),
+        (
+            whole | {"model.first.weight": entry(6, 8)},
+            r"1 tensors differ .* first model\.first\.weight: saved \(6, 8, .*, model \(8, 6, ",
+        ),
+        (
+            whole | {"model.first.bias": entry(8, dtype="float64")},
+            r"first model\.first\.bias: saved .*float64.*, model .*float32",
+        ),
         (whole | {"model.head.weight": entry(2, 2)}, r"first model\.head\.weight: saved \(2, 2, .*, model None"),
         (lacking, r"first model\.norm\.running_var: saved None, model \(8, "),
         (lacking | {"model.first.bias": entry(9)}, r"2 tensors differ .* first model\.first\.bias"),
@@ -307,8 +332,13 @@ def test_what_does_not_fit_is_named():
 
 def test_optimizer_state_of_an_unknown_parameter_is_named():
     model, optimizer = make("SGD", {})
-    for tensors, plain in [({"optimizer.head.weight.step": torch.ones(())}, {}), ({}, {"optimizer.head.weight.step": 1})]:
-        with pytest.raises(CheckpointError, match=r"optimizer\.head\.weight\.step: the model has no parameter head\.weight"):
+    for tensors, plain in [
+        ({"optimizer.head.weight.step": torch.ones(())}, {}),
+        ({}, {"optimizer.head.weight.step": 1}),
+    ]:
+        with pytest.raises(
+            CheckpointError, match=r"optimizer\.head\.weight\.step: the model has no parameter head\.weight"
+        ):
             state.restore(tensors.items(), plain, model, optimizer)
 
 
@@ -324,13 +354,21 @@ def devices(kind, arguments):
     optimizer_of_device = type(other_optimizer)(other.to("meta").parameters(), **{"lr": 0.01, **arguments})
     state.restore(tensors.items(), plain, other, optimizer_of_device)
     names = {id(parameter): name for name, parameter in other.named_parameters()}
-    return {(names[id(parameter)], slot): value.device.type for parameter, slots in optimizer_of_device.state.items() for slot, value in slots.items()}
+    return {
+        (names[id(parameter)], slot): value.device.type
+        for parameter, slots in optimizer_of_device.state.items()
+        for slot, value in slots.items()
+    }
 
 
 def test_moments_go_with_their_parameter_and_step_counters_stay_on_the_host():
     found = devices("AdamW", {})
     del found["scale", "step"]
-    assert {slot: device for (_, slot), device in found.items()} == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+    assert {slot: device for (_, slot), device in found.items()} == {
+        "step": "cpu",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,18 @@ def test_every_flipped_byte_of_a_manifest_is_found(folder):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"null", b"[]", b'"text"', b"{}", b'{"checkpoint": {}}', b'{"checkpoint": {"step": 2}, "crc32": 1}', b"\xff\xfe", b"{"]
+    "content",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"text"',
+        b"{}",
+        b'{"checkpoint": {}}',
+        b'{"checkpoint": {"step": 2}, "crc32": 1}',
+        b"\xff\xfe",
+        b"{",
+    ],
 )
 def test_other_text_in_a_manifest_is_found(folder, content):
     (commit(folder, 2).path / "manifest.json").write_bytes(content)
@@ -204,8 +215,12 @@ def test_no_valid_checkpoint_at_all_is_an_error_not_a_fresh_start(folder):
 def test_everything_is_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
     done = []
     fsync, rename = os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda handle: (done.append(Path(f"/proc/self/fd/{handle}").resolve().name), fsync(handle))[1])
-    monkeypatch.setattr(Path, "rename", lambda self, target: (done.append(f"rename to {target.name}"), rename(self, target))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (done.append(Path(f"/proc/self/fd/{handle}").resolve().name), fsync(handle))[1]
+    )
+    monkeypatch.setattr(
+        Path, "rename", lambda self, target: (done.append(f"rename to {target.name}"), rename(self, target))[1]
+    )
     commit(tmp_path, 5)
     named = done.index("rename to step-00000005")
     staged = ".staging-step-00000005"
@@ -226,7 +241,9 @@ def test_end_of_the_process_at_any_place_leaves_a_whole_checkpoint_or_none(folde
     expected = 2 if place == "after-rename" else 1
     found, complaints = store.newest(folder, ALONE)
     assert (found.step, complaints) == (expected, [])
-    assert [path.name for path in store.clear_leftovers(folder)] == ([] if expected == 2 else [".staging-step-00000002"])
+    assert [path.name for path in store.clear_leftovers(folder)] == (
+        [] if expected == 2 else [".staging-step-00000002"]
+    )
     commit(folder, 2)
     assert steps(folder) == [2, 1]
     assert [store.check(one) for one in store.listed(folder)] == [[], []]
@@ -310,8 +327,12 @@ def test_end_of_the_process_while_metrics_are_added_leaves_the_checkpoint_withou
 def test_manifest_with_metrics_is_on_the_disk_before_it_takes_the_place_of_the_other(folder, monkeypatch):
     done = []
     fsync, replace = os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda handle: (done.append(Path(f"/proc/self/fd/{handle}").resolve().name), fsync(handle))[1])
-    monkeypatch.setattr(Path, "replace", lambda self, target: (done.append(f"replaces {target.name}"), replace(self, target))[1])
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (done.append(Path(f"/proc/self/fd/{handle}").resolve().name), fsync(handle))[1]
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda self, target: (done.append(f"replaces {target.name}"), replace(self, target))[1]
+    )
     store.add_metrics(folder, 1, {"eval/loss": 1.0})
     assert done == [".staging-manifest.json-00000001", "replaces manifest.json", "step-00000001"]
 
@@ -364,7 +385,10 @@ def test_leftovers_are_cleared_and_nothing_else(folder):
     (folder / ".staging-deleted-step-00000003").mkdir()
     (folder / "notes").mkdir()
     (folder / "step-00000009").mkdir()
-    assert [path.name for path in store.clear_leftovers(folder)] == [".staging-deleted-step-00000003", ".staging-step-00000002"]
+    assert [path.name for path in store.clear_leftovers(folder)] == [
+        ".staging-deleted-step-00000003",
+        ".staging-step-00000002",
+    ]
     assert sorted(path.name for path in folder.iterdir()) == ["notes", "step-00000001", "step-00000009"]
     assert store.clear_leftovers(folder / "nowhere") == []
 
@@ -387,7 +411,10 @@ def test_prune_never_deletes_the_last_valid_one(monkeypatch, last):
         for valid in itertools.combinations(range(1, 6), count):
             for best in (None, ("max", "a")):
                 retention = Retention(last, best)
-                gone = {int(path.name[-1]) for path in store.prune(Path(), retention, valid=lambda one, valid=valid: one.step in valid)}
+                gone = {
+                    int(path.name[-1])
+                    for path in store.prune(Path(), retention, valid=lambda one, valid=valid: one.step in valid)
+                }
                 kept = set(range(1, 6)) - gone
                 if not valid:
                     assert gone == set()
@@ -417,13 +444,20 @@ def test_failing_removal_is_an_error_of_the_system(folder, monkeypatch):
 
 
 def test_reasons_are_named():
-    found = [fake(step, **metrics) for step, metrics in [(10, {"a": 0.3}), (20, {"a": 0.9}), (30, {}), (40, {"a": 0.1}), (50, {"b": 5.0})]]
+    found = [
+        fake(step, **metrics)
+        for step, metrics in [(10, {"a": 0.3}), (20, {"a": 0.9}), (30, {}), (40, {"a": 0.1}), (50, {"b": 5.0})]
+    ]
     assert Retention(2).reasons(found) == {40: ["last"], 50: ["last"]}
     assert Retention(1, ("max", "a")).reasons(found) == {50: ["last"], 20: ["best"]}
     assert Retention(1, ("min", "a")).reasons(found) == {50: ["last"], 40: ["best"]}
     assert Retention(1, ("min", "c")).reasons(found) == {50: ["last"]}
     assert Retention(1, None, 20).reasons(found) == {50: ["last"], 20: ["every 20"], 40: ["every 20"]}
-    assert Retention(3, ("min", "a"), 40).reasons(reversed(found)) == {30: ["last"], 40: ["last", "best", "every 40"], 50: ["last"]}
+    assert Retention(3, ("min", "a"), 40).reasons(reversed(found)) == {
+        30: ["last"],
+        40: ["last", "best", "every 40"],
+        50: ["last"],
+    }
     assert Retention(9).reasons(found) == {step: ["last"] for step in (10, 20, 30, 40, 50)}
     assert Retention().reasons([]) == {}
 
@@ -458,7 +492,9 @@ def test_what_stays_is_what_was_asked_for(metrics, last, best, every):
     rated = [value for value in metrics.values() if value is not None]
     chosen = [metrics[step] for step, why in reasons.items() if "best" in why]
     assert chosen == ([min(rated) if best == "min" else max(rated)] if best and rated else [])
-    assert {step for step, why in reasons.items() if f"every {every}" in why} == {step for step in metrics if every and step % every == 0}
+    assert {step for step, why in reasons.items() if f"every {every}" in why} == {
+        step for step in metrics if every and step % every == 0
+    }
     assert all(reasons.values())
 
 

@@ -90,7 +90,10 @@ def test_what_was_made_is_found_and_not_made_again(root):
     assert (folder / "inner" / "whole").read_text() == "by me"
     assert cached("kind", "key", fails(AssertionError("made twice"))) == folder
     assert (folder / "inner" / "whole").read_text() == "by me"
-    assert {cached("kind", "another", by_me), cached("another", "key", by_me)} == {root / "kind-another", root / "another-key"}
+    assert {cached("kind", "another", by_me), cached("another", "key", by_me)} == {
+        root / "kind-another",
+        root / "another-key",
+    }
     shutil.rmtree(root)
     assert (cached("kind", "key", by_me) / "inner" / "whole").read_text() == "by me"
 
@@ -100,7 +103,10 @@ def test_of_two_processes_one_makes_it_and_both_get_it(root, tmp_path, other, wh
     mine = []
     found = cached("kind", "key", mine.append)
     assert mine == []
-    assert {path.name: path.read_text() for path in found.iterdir()} == {"half": "by the other", "whole": "by the other"}
+    assert {path.name: path.read_text() for path in found.iterdir()} == {
+        "half": "by the other",
+        "whole": "by the other",
+    }
     assert other.communicate(timeout=60)[0].strip() == str(found)
     assert folders(root) == ["kind-key"]
 
@@ -134,7 +140,11 @@ def test_leftovers_of_a_killed_process_are_cleared(root):
     assert folders(root) == ["kind-key"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), KeyboardInterrupt(), DataError("bad row", where="file:3")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no"), KeyboardInterrupt(), DataError("bad row", where="file:3")],
+    ids=lambda error: type(error).__name__,
+)
 def test_a_make_that_raises_leaves_nothing(root, error):
     with pytest.raises(type(error)) as caught:
         cached("kind", "key", fails(error))

@@ -111,7 +111,9 @@ def test_only_three_samples_are_read():
 
 def test_tensor_data_sets_are_told_apart():
     inputs = torch.randn(9, 4)
-    assert fingerprint(TensorDataset(inputs, torch.zeros(9))) == fingerprint(TensorDataset(inputs.clone(), torch.zeros(9)))
+    assert fingerprint(TensorDataset(inputs, torch.zeros(9))) == fingerprint(
+        TensorDataset(inputs.clone(), torch.zeros(9))
+    )
     assert fingerprint(TensorDataset(inputs, torch.zeros(9))) != fingerprint(TensorDataset(inputs, torch.ones(9)))
 
 
@@ -128,7 +130,9 @@ class Drawing:
         return index, self.draw()
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand(3), random.random, lambda: np.random.rand(2)], ids=["torch", "random", "numpy"])
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(3), random.random, lambda: np.random.rand(2)], ids=["torch", "random", "numpy"]
+)
 def test_random_numbers_are_the_same_each_time(draw):
     first = fingerprint(Drawing(draw))
     draw()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.data.loader import Chunks, Feed, Loader
-from lockstep.data.order import Chunk, StepPlan
+from lockstep.data.loader import Loader, MicroBatches, StepIterator
+from lockstep.data.order import MicroBatchPlan, StepPlan
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -28,8 +28,8 @@ def prepared(workers, micro, start, world=1):
     plan = StepPlan(24, 8, micro, world, seed=3)
     found = {}
     for rank in range(world):
-        loader = Loader(Chunks(task.train_data(), task, 3, True), workers, CPU)
-        for step, micros in enumerate(Feed(loader, plan, rank, start, 6), start):
+        loader = Loader(MicroBatches(task.train_data(), task, 3, True), workers, CPU)
+        for step, micros in enumerate(StepIterator(loader, plan, rank, start, 6), start):
             for item in micros:
                 _, torch_draw, numpy_draw, python_draw = item.batch
                 for place, index in enumerate(item.indices):
@@ -57,10 +57,10 @@ def test_tensors_read_at_once_are_those_read_one_by_one():
         def collate(self, samples):
             return super().collate(samples)
 
-    quick, slow = (Chunks(task.train_data(), task, 0, True) for task in (own_tasks.Plain(), OneByOne()))
+    quick, slow = (MicroBatches(task.train_data(), task, 0, True) for task in (own_tasks.Plain(), OneByOne()))
     assert quick.at_once
     assert not slow.at_once
-    chunk = Chunk((7, 3, 200), 0, False)
+    chunk = MicroBatchPlan((7, 3, 200), 0, False)
     for one, other in zip(quick[chunk].batch, slow[chunk].batch, strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
@@ -70,29 +70,38 @@ def test_tensors_read_at_once_are_those_read_one_by_one():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_sample_names_its_file(workers):
     task = own_tasks.FromFiles(8, broken=[5])
-    loader = Loader(Chunks(task.train_data(), task, 0, True), workers, CPU)
-    with pytest.raises(LockstepError, match=r"folder/005\.png: sample 5 cannot be read: OSError: truncated file") as caught:
-        list(loader.run(lambda: [Chunk((4, 5, 6), 0, False)]))
+    loader = Loader(MicroBatches(task.train_data(), task, 0, True), workers, CPU)
+    with pytest.raises(
+        LockstepError, match=r"folder/005\.png: sample 5 cannot be read: OSError: truncated file"
+    ) as caught:
+        list(loader.run(lambda: [MicroBatchPlan((4, 5, 6), 0, False)]))
     assert "data.on_error=skip" in str(caught.value)
 
 
 def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
     """Training without the broken samples is training on the others: the mean is over those that count."""
     broken = [3, 11, 12, 13]
-    settings = runs.config(data={"on_error": "skip"}, batch={"global": 40, "micro": 4}, train={"steps": 3}, log={"every_steps": 3})
+    settings = runs.config(
+        data={"on_error": "skip"}, batch={"global": 40, "micro": 4}, train={"steps": 3}, log={"every_steps": 3}
+    )
 
     torch.manual_seed(0)
     task = own_tasks.FromFiles(40, broken)
     model = task.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-    batch = [torch.stack(part) for part in zip(*(task.files[index] for index in range(40) if index not in broken), strict=True)]
+    batch = [
+        torch.stack(part)
+        for part in zip(*(task.files[index] for index in range(40) if index not in broken), strict=True)
+    ]
     for _ in range(3):
         optimizer.zero_grad()
         (task.loss(model, batch) / 36).backward()
         optimizer.step()
 
     for world in (1, 2):
-        for weights, results in run_ranks(world, runs.fit_kind, "FromFiles", {"length": 40, "broken": broken}, settings, None):
+        for weights, results in run_ranks(
+            world, runs.fit_kind, "FromFiles", {"length": 40, "broken": broken}, settings, None
+        ):
             assert runs.difference(weights, model.state_dict()) < 1e-10
             assert results["data/bad"] == 3 * len(broken)
     Trainer(settings, run_dir=tmp_path, quiet=True).fit(own_tasks.FromFiles(40, broken))
@@ -102,8 +111,8 @@ def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
 
 def test_micro_batch_of_nothing_but_bad_samples_becomes_a_filler():
     task = own_tasks.FromFiles(8, broken=[2, 3])
-    chunks = Chunks(task.train_data(), task, 0, True, on_error="skip")
-    micro = chunks[Chunk((2, 3), 0, False)]
+    chunks = MicroBatches(task.train_data(), task, 0, True, on_error="skip")
+    micro = chunks[MicroBatchPlan((2, 3), 0, False)]
     assert micro.filler
     assert micro.samples == 0
     assert [index for index, _ in micro.bad] == [2, 3]
@@ -112,4 +121,4 @@ def test_micro_batch_of_nothing_but_bad_samples_becomes_a_filler():
 def test_data_without_any_readable_sample_is_an_error():
     task = own_tasks.FromFiles(5, broken=range(5))
     with pytest.raises(LockstepError, match="none of"):
-        Chunks(task.train_data(), task, 0, True, on_error="skip")[Chunk((2,), 0, False)]
+        MicroBatches(task.train_data(), task, 0, True, on_error="skip")[MicroBatchPlan((2,), 0, False)]

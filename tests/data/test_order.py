@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import EvaluationPlan, StepPlan, cut, mix, permute
+from lockstep.data.order import EvaluationPlan, StepPlan, cut, derive_seed, permute
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
@@ -127,7 +127,9 @@ def test_the_result_has_the_shape_of_the_positions_and_leaves_them_alone(dtype):
 
 @pytest.mark.parametrize("length", [10**12, 2**62 - 1, 2**62])
 def test_huge_lengths_cost_no_memory(length):
-    positions = np.concatenate([np.arange(500), np.arange(length - 500, length), np.arange(length // 2, length // 2 + 500)])
+    positions = np.concatenate(
+        [np.arange(500), np.arange(length - 500, length), np.arange(length // 2, length // 2 + 500)]
+    )
     places, peak = peak_memory(lambda: permute(positions, length, 1, 2))
     assert peak < 500_000
     assert places.min() >= 0
@@ -240,7 +242,11 @@ def test_similar_lengths_share_a_micro_batch():
         lengths = random_lengths(count, world, micro)
         chunks = [chunk for chunk in flatten(cut(np.arange(count), 0, world, micro, lengths)) if not chunk.filler]
         spans = sorted((min(found), max(found)) for found in (lengths[list(chunk.indices)] for chunk in chunks))
-        assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(spans)), (count, world, micro)
+        assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(spans)), (
+            count,
+            world,
+            micro,
+        )
 
 
 def test_lengths_are_those_of_the_samples_and_not_of_their_places():
@@ -254,7 +260,10 @@ def test_ranks_get_the_same_work_where_lengths_allow_it():
     # 8 samples of 1..8 on two ranks: turns in reversing order give 8+5+4+1 and 7+6+3+2
     for world, turns in ((2, 2), (2, 4), (3, 2), (4, 6), (5, 4)):
         lengths = np.arange(1, world * turns + 1)
-        work = [sum(int(lengths[list(chunk.indices)].sum()) for chunk in rank) for rank in cut(np.arange(len(lengths)), 0, world, 1, lengths)]
+        work = [
+            sum(int(lengths[list(chunk.indices)].sum()) for chunk in rank)
+            for rank in cut(np.arange(len(lengths)), 0, world, 1, lengths)
+        ]
         assert len(set(work)) == 1, (world, turns, work)
 
 
@@ -262,7 +271,10 @@ def test_work_of_ranks_differs_by_less_than_the_heaviest_and_the_lightest_micro_
     # In reversing order the surplus of a turn is made good by the next: the alternating sum telescopes to this bound.
     for count, world, micro in GRID:
         lengths = random_lengths(count, world, micro)
-        work = [[0 if chunk.filler else int(lengths[list(chunk.indices)].sum()) for chunk in rank] for rank in cut(np.arange(count), 0, world, micro, lengths)]
+        work = [
+            [0 if chunk.filler else int(lengths[list(chunk.indices)].sum()) for chunk in rank]
+            for rank in cut(np.arange(count), 0, world, micro, lengths)
+        ]
         each = [amount for rank in work for amount in rank]
         totals = [sum(rank) for rank in work]
         assert max(totals) - min(totals) <= max(each) - min(each), (count, world, micro)
@@ -274,7 +286,13 @@ def test_work_of_ranks_differs_by_less_than_the_heaviest_and_the_lightest_micro_
 def combinations(number=200):
     chance = random.Random(20)
     for _ in range(number):
-        yield chance.randint(1, 400), chance.randint(1, 64), chance.randint(1, 8), chance.randint(1, 16), chance.randrange(2**32)
+        yield (
+            chance.randint(1, 400),
+            chance.randint(1, 64),
+            chance.randint(1, 8),
+            chance.randint(1, 16),
+            chance.randrange(2**32),
+        )
 
 
 def test_every_epoch_uses_every_sample_exactly_once():
@@ -293,7 +311,13 @@ def test_the_samples_of_a_step_do_not_depend_on_world_or_micro_batch():
         assert spread.steps_per_epoch == alone.steps_per_epoch
         for step in {0, 1, alone.steps_per_epoch - 1, 12_345}:
             ((whole,),) = alone.chunks(step)
-            assert sorted(real(spread.chunks(step))) == sorted(whole.indices), (length, global_batch, world, micro, step)
+            assert sorted(real(spread.chunks(step))) == sorted(whole.indices), (
+                length,
+                global_batch,
+                world,
+                micro,
+                step,
+            )
 
 
 def test_every_chunk_of_a_step_is_of_that_steps_epoch():
@@ -355,10 +379,18 @@ def test_the_announced_number_of_samples_is_the_real_one(drop_last):
     for length, global_batch, world, micro, seed in combinations(100):
         plan = StepPlan(length, global_batch, micro, world, seed, drop_last)
         for step in {0, 1, plan.steps_per_epoch - 1, plan.steps_per_epoch, 7 * plan.steps_per_epoch - 1}:
-            assert plan.samples(step) == len(real(plan.chunks(step))) == len(plan.indices(step)[0]), (length, global_batch, world, micro, step)
+            assert plan.samples(step) == len(real(plan.chunks(step))) == len(plan.indices(step)[0]), (
+                length,
+                global_batch,
+                world,
+                micro,
+                step,
+            )
 
 
-@pytest.mark.parametrize(("length", "global_batch"), [(30_000, 3000), (50_000, 20_000), (8192, 8192), (8193, 4096), (20_000, 7)])
+@pytest.mark.parametrize(
+    ("length", "global_batch"), [(30_000, 3000), (50_000, 20_000), (8192, 8192), (8193, 4096), (20_000, 7)]
+)
 def test_steps_follow_the_permutation_across_any_internal_border(length, global_batch):
     plan = StepPlan(length, global_batch, global_batch, seed=4)
     for epoch in (0, 1):
@@ -378,7 +410,9 @@ def test_steps_asked_for_in_any_order_are_the_same():
     assert all(StepPlan(30_000, 900, 100, 2, seed=8).chunks(step) == in_order[step] for step in steps[:5])
 
 
-@pytest.mark.parametrize(("length", "step"), [(10**12, 0), (10**12, 10**9), (10**12, 10**18), (10, 10**15), (2**62, 10**9)])
+@pytest.mark.parametrize(
+    ("length", "step"), [(10**12, 0), (10**12, 10**9), (10**12, 10**18), (10, 10**15), (2**62, 10**9)]
+)
 def test_any_step_of_any_data_set_costs_little_memory(length, step):
     plan = StepPlan(length, 64, 8, 4, seed=1)
     chunks, peak = peak_memory(lambda: plan.chunks(step))
@@ -401,7 +435,9 @@ def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
 
     for step in range(14):
         assert sorted(real(grouped.chunks(step))) == sorted(real(plain.chunks(step)))
-    assert sum(padding(grouped.chunks(step)) for step in range(14)) < 0.3 * sum(padding(plain.chunks(step)) for step in range(14))
+    assert sum(padding(grouped.chunks(step)) for step in range(14)) < 0.3 * sum(
+        padding(plain.chunks(step)) for step in range(14)
+    )
 
 
 # ---- EvaluationPlan
@@ -466,7 +502,7 @@ def test_evaluation_by_length_pads_least(lengths, micro):
     ],
 )
 def test_one_word_is_hashed_as_splitmix64_does(words, value):
-    assert mix(*words) == value
+    assert derive_seed(*words) == value
 
 
 @pytest.mark.parametrize(
@@ -482,21 +518,30 @@ def test_one_word_is_hashed_as_splitmix64_does(words, value):
 )
 def test_hashes_never_change(words, value):
     # every seed and order of every recorded run hangs on these
-    assert mix(*words) == value
+    assert derive_seed(*words) == value
 
 
 def test_hashes_of_a_grid_do_not_collide():
-    words = [(a,) for a in range(500)] + list(itertools.product(range(150), repeat=2)) + list(itertools.product(range(-5, 15), range(20), range(60)))
-    assert len({mix(*group) for group in words}) == len(words)
+    words = (
+        [(a,) for a in range(500)]
+        + list(itertools.product(range(150), repeat=2))
+        + list(itertools.product(range(-5, 15), range(20), range(60)))
+    )
+    assert len({derive_seed(*group) for group in words}) == len(words)
 
 
 def test_hashes_are_unsigned_64_bit_integers_for_any_integers():
     for words in ((-1,), (-(2**63), 5), (2**64 - 1, 2**63), (0, 0, 0, 0, 0)):
-        assert 0 <= mix(*words) < 2**64
-    assert len({mix(-1), mix(1), mix(0), mix(-1, 0), mix(0, -1), mix(-2)}) == 6
+        assert 0 <= derive_seed(*words) < 2**64
+    assert (
+        len({derive_seed(-1), derive_seed(1), derive_seed(0), derive_seed(-1, 0), derive_seed(0, -1), derive_seed(-2)})
+        == 6
+    )
 
 
 def test_every_bit_of_every_word_changes_half_of_the_hash():
-    flips = [(mix(3, 1 << bit, 5) ^ mix(3, 0, 5)).bit_count() for bit in range(64)] + [(mix(1 << bit) ^ mix(0)).bit_count() for bit in range(64)]
+    flips = [(derive_seed(3, 1 << bit, 5) ^ derive_seed(3, 0, 5)).bit_count() for bit in range(64)] + [
+        (derive_seed(1 << bit) ^ derive_seed(0)).bit_count() for bit in range(64)
+    ]
     assert 29 < np.mean(flips) < 35
     assert min(flips) > 10

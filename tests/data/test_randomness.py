@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 import lockstep
 from lockstep import Trainer
 from lockstep.data import randomness
-from lockstep.data.loader import Chunks
-from lockstep.data.order import Chunk
+from lockstep.data.loader import MicroBatches
+from lockstep.data.order import MicroBatchPlan
 from lockstep.data.randomness import GENERATORS, SampleSeeding, seed_all
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
@@ -91,17 +91,24 @@ class FromNumbers(own_tasks.Plain):
 
 def chunks_of(size):
     order = [(7 * place) % LENGTH for place in range(LENGTH)]
-    return [Chunk(tuple(order[start : start + size]), epoch, False) for epoch in (0, 1) for start in range(0, LENGTH, size)]
+    return [
+        MicroBatchPlan(tuple(order[start : start + size]), epoch, False)
+        for epoch in (0, 1)
+        for start in range(0, LENGTH, size)
+    ]
 
 
 WITHOUT_TRACE = ("forked", "derived", "rarely forked", "rarely derived")  # not seen where a data set reads many at once
 
 
-@pytest.mark.parametrize(("kind", "draw"), [(kind, draw) for draw in DRAWS for kind in (Numbers, Many) if kind is Numbers or draw not in WITHOUT_TRACE])
+@pytest.mark.parametrize(
+    ("kind", "draw"),
+    [(kind, draw) for draw in DRAWS for kind in (Numbers, Many) if kind is Numbers or draw not in WITHOUT_TRACE],
+)
 def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
     for size in (1, 7, 60):
         task = FromNumbers(kind(DRAWS[draw]))
-        chunks = Chunks(task.numbers, task, 3, True)
+        chunks = MicroBatches(task.numbers, task, 3, True)
         seed_all(size)
         np.random.standard_normal(), random.gauss(0, 1)  # half of a pair is kept
         for chunk in chunks_of(size):
@@ -114,7 +121,7 @@ def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
 @pytest.mark.parametrize("kind", [Numbers, Many])
 def test_a_micro_batch_is_read_again_at_most_once_for_each_generator(kind, draw, again):
     task = FromNumbers(kind(DRAWS[draw]))
-    chunks = Chunks(task.numbers, task, 3, True)
+    chunks = MicroBatches(task.numbers, task, 3, True)
     for chunk in chunks_of(20):
         chunks[chunk]
     assert len(chunks.seeding.drawn) == {"never": kind is Numbers, "torch": 1, "numpy": 2, "late": 2, "all": 3}[draw]
@@ -140,7 +147,9 @@ def test_a_generator_that_nobody_draws_from_is_not_seeded_for_each_sample(monkey
 
 
 def test_random_numbers_of_a_loss_do_not_depend_on_workers_or_restarts(tmp_path):
-    settings = runs.config(train={"steps": 12}, batch={"global": 24, "micro": 12}, checkpoint={"every_steps": 5, "keep_last": 9})
+    settings = runs.config(
+        train={"steps": 12}, batch={"global": 24, "micro": 12}, checkpoint={"every_steps": 5, "keep_last": 9}
+    )
     whole, _ = runs.fit(own_tasks.Drawing(length=60), settings)
     workers, _ = runs.fit(own_tasks.Drawing(length=60), settings | {"data": {"workers": 2}})
     assert runs.difference(whole, workers) == 0
@@ -152,11 +161,11 @@ def test_random_numbers_of_a_loss_do_not_depend_on_workers_or_restarts(tmp_path)
 
 def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
     task = own_tasks.Drawing(length=24)
-    chunks = Chunks(task.train_data(), task, 0, True)
-    drawn = [chunks[Chunk((3, 4), epoch, False)].batch[0] for epoch in range(3)]
-    drawn += [chunks[Chunk((4, 3), 0, False)].batch[0].flip(0)]
+    chunks = MicroBatches(task.train_data(), task, 0, True)
+    drawn = [chunks[MicroBatchPlan((3, 4), epoch, False)].batch[0] for epoch in range(3)]
+    drawn += [chunks[MicroBatchPlan((4, 3), 0, False)].batch[0].flip(0)]
     assert all(not torch.equal(drawn[0], other) for other in drawn[1:])
-    assert torch.equal(chunks[Chunk((3, 4), 0, False)].batch[0], drawn[0])
+    assert torch.equal(chunks[MicroBatchPlan((3, 4), 0, False)].batch[0], drawn[0])
     settings = runs.config(train={"steps": 6})
     first, second = (runs.fit_kind("Drawing", {}, settings)[0] for _ in range(2))
     assert runs.difference(first, second) == 0
@@ -180,8 +189,10 @@ def test_methods_on_the_object_and_decorated_ones_are_not_taken_for_the_default(
     on_object.prepare = lambda sample, epoch, training: half(None, sample, epoch, training)
     wrapped.prepare = functools.wraps(wrapped.prepare)(on_object.prepare)
     collating = own_tasks.Plain()
-    collating.collate = functools.wraps(collating.collate)(lambda samples: default_collate([half(None, one, 0, True) for one in samples]))
+    collating.collate = functools.wraps(collating.collate)(
+        lambda samples: default_collate([half(None, one, 0, True) for one in samples])
+    )
     expected = own_tasks.Plain().train_data()[3][0] / 2
     for task in (Decorated(), on_object, wrapped, collating):
-        batch = Chunks(task.train_data(), task, 0, True)[Chunk((3,), 0, False)].batch
+        batch = MicroBatches(task.train_data(), task, 0, True)[MicroBatchPlan((3,), 0, False)].batch
         assert torch.equal(batch[0][0], expected)

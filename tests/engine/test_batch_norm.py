@@ -16,20 +16,24 @@ def statistics_by_hand(length, plan, steps, lengths):
     torch.manual_seed(0)
     model, data = task.model(), task.train_data()
     for step in range(steps):
-        for chunk in plan.rank_chunks(step, 0):
+        for chunk in plan.rank_micro_batches(step, 0):
             if not chunk.filler:
                 model(data.tensors[0][torch.tensor(chunk.indices)])
     return dict(model.named_buffers())
 
 
 @pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize(("world", "length", "micro", "strategy"), [(2, 25, 3, "ddp"), (3, 28, 1, "ddp"), (2, 25, 3, "fsdp")])
+@pytest.mark.parametrize(
+    ("world", "length", "micro", "strategy"), [(2, 25, 3, "ddp"), (3, 28, 1, "ddp"), (2, 25, 3, "fsdp")]
+)
 def test_fillers_move_no_statistics(world, length, micro, strategy, lengths):
     """An epoch's last batch leaves places without a sample; with lengths such a place is rank 0's."""
     settings = runs.config(batch={"global": 12, "micro": micro}, train={"steps": 5}, parallel={"strategy": strategy})
     settings["optim"] = {"name": "SGD", "lr": 1e-30}
     plan = StepPlan(length, 12, micro, world, lengths=np.array([1 + n % 7 for n in range(length)]) if lengths else None)
-    fillers = [rank for step in range(5) for rank, chunks in enumerate(plan.chunks(step)) for chunk in chunks if chunk.filler]
+    fillers = [
+        rank for step in range(5) for rank, chunks in enumerate(plan.chunks(step)) for chunk in chunks if chunk.filler
+    ]
     assert fillers
     assert (0 in fillers) == (lengths and micro == 1)
     expected = statistics_by_hand(length, plan, 5, lengths)
@@ -45,7 +49,7 @@ def test_a_filler_does_not_raise_for_its_single_sample():
 
     class Unreadable(own_tasks.Normed):
         def train_data(self):
-            return own_tasks.Files(24, broken=StepPlan(24, 24, 4).rank_chunks(0, 0)[2].indices)
+            return own_tasks.Files(24, broken=StepPlan(24, 24, 4).rank_micro_batches(0, 0)[2].indices)
 
     settings = runs.config(batch={"micro": 4}, train={"steps": 1}, data={"on_error": "skip"})
     weights, results = runs.fit(Unreadable(24), settings)
@@ -60,7 +64,9 @@ def test_a_last_micro_batch_of_one_sample_is_known_before_the_first_step(world, 
     for message in run_ranks(world, rank_cases.error_of, "Normed", {"length": length}, settings):
         assert "in step 2 of each epoch some rank has a micro-batch of one sample" in message
         assert "data.drop_last=true" in message
-    for weights, _ in run_ranks(world, runs.fit_kind, "Normed", {"length": length}, settings | {"data": {"drop_last": True}}):
+    for weights, _ in run_ranks(
+        world, runs.fit_kind, "Normed", {"length": length}, settings | {"data": {"drop_last": True}}
+    ):
         assert weights["1.num_batches_tracked"] == 20 * 2 // world
 
 
@@ -85,10 +91,23 @@ def test_models_that_take_single_samples_are_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     ("length", "world", "micro", "expected"),
-    [(240, 1, 24, (24, 0)), (241, 1, 24, (1, 10)), (241, 2, 12, (1, 10)), (250, 2, 6, (5, 10)), (240, 3, 5, (4, 0)), (10, 4, 1, (1, 0))],
+    [
+        (240, 1, 24, (24, 0)),
+        (241, 1, 24, (1, 10)),
+        (241, 2, 12, (1, 10)),
+        (250, 2, 6, (5, 10)),
+        (240, 3, 5, (4, 0)),
+        (10, 4, 1, (1, 0)),
+    ],
 )
 def test_the_plan_knows_its_smallest_micro_batch(length, world, micro, expected):
     plan = StepPlan(length, 24, micro, world)
     assert plan.smallest_micro_batch() == expected
-    sizes = [(len(chunk.indices), step) for step in range(plan.steps_per_epoch) for rank in plan.chunks(step) for chunk in rank if not chunk.filler]
+    sizes = [
+        (len(chunk.indices), step)
+        for step in range(plan.steps_per_epoch)
+        for rank in plan.chunks(step)
+        for chunk in rank
+        if not chunk.filler
+    ]
     assert min(sizes)[0] == expected[0]

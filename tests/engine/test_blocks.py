@@ -47,7 +47,13 @@ def test_members_of_one_class_are_blocks_in_their_order(kind):
 
 @pytest.mark.parametrize(
     "members",
-    [linears(1), [], [nn.Linear(3, 3), nn.Bilinear(3, 3, 3)], [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)], [nn.Tanh(), nn.Tanh()]],
+    [
+        linears(1),
+        [],
+        [nn.Linear(3, 3), nn.Bilinear(3, 3, 3)],
+        [nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)],
+        [nn.Tanh(), nn.Tanh()],
+    ],
     ids=["one", "none", "two classes", "with a function between", "without parameters"],
 )
 def test_other_lists_are_none(members):
@@ -78,11 +84,17 @@ def test_members_without_parameters_are_left_out():
 
 def test_of_nested_blocks_only_the_outermost_count():
     layers = nn.ModuleList(nn.Sequential(*linears(3)) for _ in range(11))
-    assert list(find_blocks(bag(layers=layers, head=nn.Linear(3, 3)))) == [f"layers.{number}" for number in range(11)]  # 1 and 10 share a beginning
+    assert list(find_blocks(bag(layers=layers, head=nn.Linear(3, 3)))) == [
+        f"layers.{number}" for number in range(11)
+    ]  # 1 and 10 share a beginning
 
 
 def test_several_lists_give_their_blocks_in_the_models_order():
-    model = bag(encoder=bag(layers=nn.ModuleList(linears(2))), decoder=bag(layers=nn.ModuleList(linears(2))), pair=nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]))
+    model = bag(
+        encoder=bag(layers=nn.ModuleList(linears(2))),
+        decoder=bag(layers=nn.ModuleList(linears(2))),
+        pair=nn.ModuleList([nn.Linear(3, 3), nn.Tanh()]),
+    )
     assert list(find_blocks(model)) == ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"]
 
 
@@ -90,12 +102,20 @@ def test_several_lists_give_their_blocks_in_the_models_order():
 def test_classes_that_must_not_be_split_are_blocks(kind):
     assert list(find_blocks(Named(kind(["Layer"])))) == ["layers.a", "layers.b"]
     assert list(find_blocks(Named(kind(["Layer", "Linear"])))) == ["layers.a", "layers.b", "layers.other", "head"]
-    assert list(find_blocks(bag(inner=Named(kind(["Layer"])), more=nn.ModuleList(linears(2))))) == ["inner.layers.a", "inner.layers.b"]
+    assert list(find_blocks(bag(inner=Named(kind(["Layer"])), more=nn.ModuleList(linears(2))))) == [
+        "inner.layers.a",
+        "inner.layers.b",
+    ]
 
 
 @pytest.mark.parametrize("classes", [None, [], ["NoSuchClass"]])
 def test_without_such_classes_lists_are_searched(classes):
-    assert list(find_blocks(bag(inner=Named(classes), more=nn.ModuleList(linears(2))))) == ["inner.layers.a.0", "inner.layers.a.1", "more.0", "more.1"]
+    assert list(find_blocks(bag(inner=Named(classes), more=nn.ModuleList(linears(2))))) == [
+        "inner.layers.a.0",
+        "inner.layers.a.1",
+        "more.0",
+        "more.1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +139,9 @@ def test_patterns_go_before_all_else():
 
 @pytest.mark.parametrize("pattern", ["layer.*", "blocks.*.drop", "Blocks.0", ""])
 def test_a_pattern_that_matches_nothing_is_an_error_that_names_modules(pattern):
-    with pytest.raises(UsageError, match=r"matches no module with parameters[\s\S]*use patterns.*inner, head, blocks") as caught:
+    with pytest.raises(
+        UsageError, match=r"matches no module with parameters[\s\S]*use patterns.*inner, head, blocks"
+    ) as caught:
         find_blocks(own_tasks.DeepModel(3, 0.0), ["head", pattern])
     assert repr(pattern) in str(caught.value)
     assert caught.value.where == "parallel.shard_modules"
@@ -156,7 +178,9 @@ def test_blocks_that_share_a_module_are_none():
     common = nn.Linear(3, 3)
     both = bag(layers=nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), common) for _ in range(2)))
     assert list(find_blocks(both)) == []
-    outside = bag(first=common, layers=nn.ModuleList([nn.Sequential(nn.Linear(3, 3), common), nn.Sequential(nn.Linear(3, 3))]))
+    outside = bag(
+        first=common, layers=nn.ModuleList([nn.Sequential(nn.Linear(3, 3), common), nn.Sequential(nn.Linear(3, 3))])
+    )
     assert list(find_blocks(outside)) == ["layers.1"]
 
 
@@ -206,7 +230,9 @@ def pass_through(recompute, autocast=False):
         recompute_activations(list(find_blocks(model).values()))
     kept = []
     with (
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        ),
         torch.autocast("cpu", enabled=autocast),
     ):
         loss = model(inputs)
@@ -272,7 +298,9 @@ def test_compiling_changes_no_name_and_no_result(what):
 
 
 def test_an_unknown_backend_is_an_error_that_names_the_known_ones():
-    with pytest.raises(UsageError, match=r"compute\.compile_backend: torch\.compile has no backend 'inductr'[\s\S]*inductor") as caught:
+    with pytest.raises(
+        UsageError, match=r"compute\.compile_backend: torch\.compile has no backend 'inductr'[\s\S]*inductor"
+    ) as caught:
         compile_modules(nn.Linear(2, 2), [], "model", "inductr")
     assert caught.value.where == "compute.compile_backend"
 

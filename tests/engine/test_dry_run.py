@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import lockstep.run
+import lockstep.trainer
 from lockstep import LockstepError, Trainer
-from lockstep.dist.world import World
+from lockstep.distributed.world import World
 from lockstep.engine import dry_run
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
@@ -79,10 +79,14 @@ def test_a_mean_is_told_at_the_head_of_the_log_and_at_its_end(tmp_path, task):
 def test_the_warning_says_how_little_of_the_gradient_is_left(tmp_path):
     assert "about 1/24 of the gradient" in told(Mean(), tmp_path / "one", batch={"global": 24})
     assert "about 1/6 of the gradient" in told(Mean(), tmp_path / "four", batch={"global": 24, "micro": 6})
-    assert MEAN not in told(Mean(), tmp_path / "each", batch={"global": 24, "micro": 1})  # of one sample, the mean is the sum
+    assert MEAN not in told(
+        Mean(), tmp_path / "each", batch={"global": 24, "micro": 1}
+    )  # of one sample, the mean is the sum
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.float32), ("fp16", torch.float32), ("fp32", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.float32), ("fp16", torch.float32), ("fp32", torch.bfloat16)]
+)
 def test_a_mean_is_found_in_lower_precision_and_a_sum_is_none(tmp_path, precision, dtype):
     assert MEAN in told(Mean(dtype=dtype), tmp_path / "mean", precision=precision)
     assert MEAN not in told(own_tasks.Plain(dtype=dtype), tmp_path / "sum", precision=precision)
@@ -262,7 +266,9 @@ def test_a_loss_of_the_wrong_type_is_left_to_those_who_name_it(tmp_path, evaluat
         runs.fit(Vector(eval_length=10), runs.config(train={"eval_every_steps": evaluates}), tmp_path)
 
 
-@pytest.mark.parametrize(("task", "message"), CANNOT_BE_EVALUATED, ids=[type(task).__name__ for task, _ in CANNOT_BE_EVALUATED])
+@pytest.mark.parametrize(
+    ("task", "message"), CANNOT_BE_EVALUATED, ids=[type(task).__name__ for task, _ in CANNOT_BE_EVALUATED]
+)
 def test_what_cannot_be_evaluated_is_an_error_before_the_first_step(tmp_path, task, message):
     with pytest.raises((LockstepError, ValueError, RuntimeError), match=message):
         runs.fit(task, EVALUATED, tmp_path)
@@ -320,7 +326,12 @@ def test_metrics_that_need_more_samples_are_told_and_no_error(tmp_path):
     settings = EVALUATED | {"checkpoint": {"keep_best": "max eval/OfMany"}}
     assert runs.fit(Many(), settings, tmp_path)[1]["eval/OfMany"] > 0
     log = (tmp_path / "train.log").read_text()
-    assert log.count("warning: the metrics of 8 samples cannot be computed (RuntimeError: more than 20 samples are required)") == 1
+    assert (
+        log.count(
+            "warning: the metrics of 8 samples cannot be computed (RuntimeError: more than 20 samples are required)"
+        )
+        == 1
+    )
 
 
 def test_outputs_that_cannot_be_predicted_are_told_and_no_error(tmp_path):
@@ -347,15 +358,15 @@ def fit_with_and_without(kind, settings, folder):
     """Weights, buffers and optimizer state of a training with the dry run, and of one without it."""
     from lockstep.checkpoint import files, store
 
-    look_ahead, found = lockstep.run.Trainer._look_ahead, []
+    look_ahead, found = lockstep.trainer.Trainer._look_ahead, []
     for name in ("first", "with", "without"):  # in the first of a process, some import draws random numbers
         if name == "without":
-            lockstep.run.Trainer._look_ahead = lambda *_: []
+            lockstep.trainer.Trainer._look_ahead = lambda *_: []
         try:
             runs.fit(kind(eval_length=20), settings, folder / name)
             found.append((random.random(), np.random.rand(), torch.rand(1).item()))
         finally:
-            lockstep.run.Trainer._look_ahead = look_ahead
+            lockstep.trainer.Trainer._look_ahead = look_ahead
         saved = store.listed(folder / name / "checkpoints")[0]
         found.append({name: tensor.numpy().tobytes() for name, tensor in files.read(saved.path, saved.index)})
     return found[2:]
@@ -442,7 +453,9 @@ class FrozenNorm(own_tasks.Plain):
 
 class LeftInEvaluation(own_tasks.Plain):
     def model(self):
-        self.built = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)).to(self.dtype)
+        self.built = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)).to(
+            self.dtype
+        )
         self.built[1].eval()
         self.built[2].eval()
         return self.built
@@ -461,7 +474,9 @@ def test_a_training_is_the_same_with_and_without_evaluations(tmp_path, monkeypat
     for every in (0, 5):
         settings = runs.config(train={"steps": 12, "eval_every_steps": every})
         weights.append(runs.fit(task(eval_length=20), settings, tmp_path / str(every))[0])
-        monkeypatch.setattr(lockstep.run.Trainer, "_look_ahead", lambda *_: [])  # it may hide what the loop does not do
+        monkeypatch.setattr(
+            lockstep.trainer.Trainer, "_look_ahead", lambda *_: []
+        )  # it may hide what the loop does not do
     assert runs.difference(*weights) == 0
     assert (int(weights[0]["1.num_batches_tracked"]) == 0) == (task is FrozenNorm)
     note = "note: Task.model left 1 and 1 more modules in evaluation mode; training puts the whole model into training mode"

@@ -304,7 +304,11 @@ def test_training_with_evaluations_is_training_without(dtype):
                 with torch.no_grad(), ema.applied():
                     model.eval()(torch.arange(7))
                 model.train()
-        slots = {f"{number}.{key}": value for number, slots in optimizer.state_dict()["state"].items() for key, value in slots.items()}
+        slots = {
+            f"{number}.{key}": value
+            for number, slots in optimizer.state_dict()["state"].items()
+            for key, value in slots.items()
+        }
         return values(model.state_dict()), values(ema.tensors), values(slots)
 
     for one, other in zip(train(True), train(False), strict=True):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.data.loader import Chunks, Loader
+from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.order import EvaluationPlan
-from lockstep.dist.precision import Precision
-from lockstep.dist.strategy import Forward
-from lockstep.dist.world import World
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import Forward
+from lockstep.distributed.world import World
 from lockstep.engine.evaluate import predict, split
-from lockstep.engine.metrics import compute
+from lockstep.engine.metric_sync import compute
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -63,7 +63,11 @@ def test_every_data_set_size_gives_the_numbers_of_plain_torch(evaluated, world):
         assert not any("confusion" in name for name in results)  # a table is no number to log
         assert shown[0] == metrics["confusion"].tolist()
         assert [index for index, _ in shown[1]] == list(range(min(4, MICRO, length)))
-        assert torch.allclose(torch.tensor([output for _, output in shown[1]]), torch.tensor(expected_outputs)[: len(shown[1])], rtol=1e-12)
+        assert torch.allclose(
+            torch.tensor([output for _, output in shown[1]]),
+            torch.tensor(expected_outputs)[: len(shown[1])],
+            rtol=1e-12,
+        )
         if length > 4:
             assert results["correlation"] == pytest.approx(float(metrics["correlation"]), rel=1e-5)
         assert torch.allclose(torch.tensor(outputs), torch.tensor(expected_outputs), rtol=1e-12)
@@ -85,7 +89,9 @@ def test_loss_and_counting_metrics_are_bitwise_those_of_one_process(evaluated):
 def gathering(monkeypatch, gathered):
     """World.gather notes the pickled size of what it is given."""
     gather = World.gather
-    monkeypatch.setattr(World, "gather", lambda self, value: (gathered.append(len(pickle.dumps(value))), gather(self, value))[1])
+    monkeypatch.setattr(
+        World, "gather", lambda self, value: (gathered.append(len(pickle.dumps(value))), gather(self, value))[1]
+    )
     return World(0, 1, 0, torch.device("cpu"))
 
 
@@ -94,7 +100,12 @@ class Shapes(own_tasks.Plain):
 
     def predict(self, model, batch):
         hidden = torch.ones(len(batch[0]), 1000) * batch[0][:, :1]
-        return {"first": hidden[:, 0], "ten": hidden[:, :10], "list": list(hidden[:, :10]), "pair": (batch[1], hidden[:, 0])}
+        return {
+            "first": hidden[:, 0],
+            "ten": hidden[:, :10],
+            "list": list(hidden[:, :10]),
+            "pair": (batch[1], hidden[:, 0]),
+        }
 
 
 @pytest.mark.parametrize("lengths", [None, 3], ids=["in order", "by length"])
@@ -103,7 +114,7 @@ def test_predictions_travel_as_their_values_and_not_with_all_that_they_are_views
     world = gathering(monkeypatch, sizes)
     task = Shapes(eval_length=512)
     plan = EvaluationPlan(512, 64, None if lengths is None else np.arange(512) % lengths)
-    loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+    loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
     outputs = predict(task, Forward(task.model(), task.loss), loader, plan, world, Precision("fp32", world.device))
     values = 512 * (1 + 10 + 10 + 5 + 1) * 8
     assert sum(sizes) < 1.2 * values + 512 * 600  # each tensor of the list has pickle's words around it
@@ -123,9 +134,16 @@ def test_a_wrong_output_is_an_error_before_the_other_batches_are_computed():
             return torch.ones(3)
 
     world, task = World(0, 1, 0, torch.device("cpu")), Wrong(eval_length=40)
-    loader = Loader(Chunks(task.eval_data(), task, 0, False), 0, world.device)
+    loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
     with pytest.raises(LockstepError, match=r"shape \(3,\) for 8 samples"):
-        predict(task, Forward(task.model(), task.loss), loader, EvaluationPlan(40, 8), world, Precision("fp32", world.device))
+        predict(
+            task,
+            Forward(task.model(), task.loss),
+            loader,
+            EvaluationPlan(40, 8),
+            world,
+            Precision("fp32", world.device),
+        )
     assert len(calls) == 1
 
 
@@ -219,10 +237,14 @@ def test_metrics_of_outputs_that_are_not_one_per_sample_are_reported_without_sam
 def test_random_numbers_of_an_evaluation_depend_on_its_samples_alone():
     """Not on the world, nor on what training or loading drew before."""
     options = {"length": 24, "eval_length": 30}
-    settings = runs.config(train={"steps": 4, "eval_every_steps": 2}, batch={"micro": 4}, optim={"lr": 1e-30, "weight_decay": 0.0})
+    settings = runs.config(
+        train={"steps": 4, "eval_every_steps": 2}, batch={"micro": 4}, optim={"lr": 1e-30, "weight_decay": 0.0}
+    )
     losses = set()
     for world, workers in ((1, 0), (1, 2), (2, 0), (3, 0)):
-        for _, results in run_ranks(world, runs.fit_kind, "Drawing", options, settings | {"data": {"workers": workers}}):
+        for _, results in run_ranks(
+            world, runs.fit_kind, "Drawing", options, settings | {"data": {"workers": workers}}
+        ):
             losses.add(results["eval/loss"])
     assert len(losses) == 1
 
@@ -230,7 +252,10 @@ def test_random_numbers_of_an_evaluation_depend_on_its_samples_alone():
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        (lambda loss: {"other": loss}, r"Task\.loss, in evaluation: the loss has the heads \['other'\], Task\.weight has \['loss'\]"),
+        (
+            lambda loss: {"other": loss},
+            r"Task\.loss, in evaluation: the loss has the heads \['other'\], Task\.weight has \['loss'\]",
+        ),
         (lambda loss: loss.expand(3), r"Task\.loss, in evaluation: it returned a tensor of shape \(3,\)"),
         (float, "it returned a float"),
     ],
@@ -258,4 +283,6 @@ def test_metrics_that_a_task_makes_once_begin_anew_in_each_evaluation(tmp_path):
     settings = runs.config(train={"steps": 8, "eval_every_steps": 2})
     _, once = runs.fit(Kept(), settings, tmp_path / "kept")
     _, anew = runs.fit(own_tasks.Classes(), settings, tmp_path / "new")
-    assert {name: value for name, value in once.items() if "eval/" in name} == {name: value for name, value in anew.items() if "eval/" in name}
+    assert {name: value for name, value in once.items() if "eval/" in name} == {
+        name: value for name, value in anew.items() if "eval/" in name
+    }

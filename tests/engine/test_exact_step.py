@@ -62,7 +62,9 @@ def test_float32_agrees_to_rounding(world, accumulate):
 
 def test_logged_loss_is_the_mean_over_exactly_the_units_since_the_last_entry():
     task = own_tasks.Masked()
-    settings = runs.config(optim={"lr": 1e-30, "weight_decay": 0.0}, train={"steps": 10}, log={"every_steps": 10})  # weights stay
+    settings = runs.config(
+        optim={"lr": 1e-30, "weight_decay": 0.0}, train={"steps": 10}, log={"every_steps": 10}
+    )  # weights stay
     model = (torch.manual_seed(0), task.model())[1]
     inputs, targets, mask = task.data  # 240 samples in 10 steps of 24: the window is the epoch
     expected = float(((model(inputs) - targets).square() * mask).sum().detach() / mask.sum())

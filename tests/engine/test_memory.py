@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.dist.world import World, join_world
-from lockstep.engine import gauge
-from lockstep.engine.gauge import MB, Gauge, mib
+from lockstep.distributed.world import World, join_world
+from lockstep.engine import memory_gauge
 from lockstep.engine.memory import Memory, table
-from lockstep.observe.textlog import line
+from lockstep.engine.memory_gauge import MB, MemoryGauge, mib
+from lockstep.observe.text_log import line
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -79,15 +79,22 @@ def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
 
 
 def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
-    entry = {"step": 5, "epoch": 1, "memory/peak_mb": 300, "memory/peak_mb/rank0": 300, "memory/gradients_mb": 1, "memory/reserved_mb": 400}
+    entry = {
+        "step": 5,
+        "epoch": 1,
+        "memory/peak_mb": 300,
+        "memory/peak_mb/rank0": 300,
+        "memory/gradients_mb": 1,
+        "memory/reserved_mb": 400,
+    }
     assert line(entry, 10) == "step 5/10  epoch 1.00  peak MB 300"
 
 
 def test_steps_that_do_not_log_measure_nothing(monkeypatch):
     counted, measured = [], []
-    count, status = Memory._count, gauge._status
+    count, status = Memory._count, memory_gauge._status
     monkeypatch.setattr(Memory, "_count", lambda self: counted.append(self.run.step) or count(self))
-    monkeypatch.setattr(gauge, "_status", lambda name: measured.append(name) or status(name))
+    monkeypatch.setattr(memory_gauge, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
     assert counted == [0, 5, 20]
     few = len(measured)
@@ -100,8 +107,16 @@ def test_steps_that_do_not_log_measure_nothing(monkeypatch):
 
 def training(model, device="cpu", optimizer=None, **options):
     """What `Memory` looks at of a training."""
-    world = options.pop("world", None) or World(0, 1, 0, torch.device(device, 0) if device == "cuda" else torch.device(device))
-    return SimpleNamespace(forward=model, optimizer=optimizer or torch.optim.SGD(model.parameters(), lr=0.1), world=world, step=0, **options)
+    world = options.pop("world", None) or World(
+        0, 1, 0, torch.device(device, 0) if device == "cuda" else torch.device(device)
+    )
+    return SimpleNamespace(
+        forward=model,
+        optimizer=optimizer or torch.optim.SGD(model.parameters(), lr=0.1),
+        world=world,
+        step=0,
+        **options,
+    )
 
 
 def step(run, memory, loss=None):
@@ -120,7 +135,11 @@ def test_ties_and_views_count_once_and_so_does_nested_state():
     model.register_buffer("head", flat[:10])
     model.register_buffer("tail", flat[10:])
     run = training(model)
-    run.optimizer.state[model.one.weight] = {"pairs": [(torch.zeros(5), [torch.zeros(7), flat])], "count": 3, "name": "words"}
+    run.optimizer.state[model.one.weight] = {
+        "pairs": [(torch.zeros(5), [torch.zeros(7), flat])],
+        "count": 3,
+        "name": "words",
+    }
     memory = Memory(run, 9, False)
     step(run, memory)
     assert memory.counted == {"parameters": 64 * 4 + 100 * 4, "gradients": 64 * 4, "optimizer": 12 * 4}
@@ -187,7 +206,7 @@ class Allocator:
         }.items():
             monkeypatch.setattr(torch.cuda, name, get)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-        monkeypatch.setattr(gauge, "_most", {})
+        monkeypatch.setattr(memory_gauge, "_most", {})
 
     def reset(self, _):
         self.most, self.slabs = self.now, 0
@@ -216,10 +235,21 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
         device.hold(12)
         return 7
 
-    evaluate, save = memory.during("evaluation", evaluation), memory.during("saving", lambda: (device.hold(70), device.hold(12)))
+    evaluate, save = (
+        memory.during("evaluation", evaluation),
+        memory.during("saving", lambda: (device.hold(70), device.hold(12))),
+    )
     step(run, memory)
     entries, lines = memory.report()
-    expected = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 30, "other": 12, "peak": 50, "reserved": 100}
+    expected = {
+        "parameters": 0,
+        "gradients": 0,
+        "optimizer": 0,
+        "activations": 30,
+        "other": 12,
+        "peak": 50,
+        "reserved": 100,
+    }
     assert entries == {f"memory/{name}_mb": value for name, value in expected.items()}
     assert lines[0] == "memory at step 1 in MiB, allocated on the device:"
     save()
@@ -249,21 +279,27 @@ def test_at_the_end_only_news_is_told(monkeypatch):
 
 
 def test_entry_on_cuda_has_what_was_reserved(monkeypatch):
-    from lockstep.engine.meter import Meter
+    from lockstep.engine.log_window import LogWindow
 
     device = Allocator(monkeypatch)
     device.hold(30)
-    run = training(None, "cuda", SimpleNamespace(param_groups=[{"name": "default", "lr": 1.0}]), precision=SimpleNamespace(name="fp32"), skipped=0)
-    entry, _ = Meter(run.world, {}, 10).entry(run)
+    run = training(
+        None,
+        "cuda",
+        SimpleNamespace(param_groups=[{"name": "default", "lr": 1.0}]),
+        precision=SimpleNamespace(name="fp32"),
+        skipped=0,
+    )
+    entry, _ = LogWindow(run.world, {}, 10).entry(run)
     assert (entry["memory/peak_mb"], entry["memory/reserved_mb"]) == (30, 60)
 
 
 def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monkeypatch):
     mark = SimpleNamespace(ru_maxrss=100 * 1024)
-    monkeypatch.setattr(gauge, "_PROC", tmp_path / "absent")
-    monkeypatch.setattr(gauge.sys, "platform", "linux")
+    monkeypatch.setattr(memory_gauge, "_PROC", tmp_path / "absent")
+    monkeypatch.setattr(memory_gauge.sys, "platform", "linux")
     monkeypatch.setattr(resource, "getrusage", lambda _: mark)
-    monkeypatch.setattr(gauge, "_most", {})
+    monkeypatch.setattr(memory_gauge, "_most", {})
     run = training(nn.Linear(2, 2))
     memory = Memory(run, 9, True)
 
@@ -282,7 +318,7 @@ def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process set its own mark back")
 def test_peak_begins_anew_and_the_most_is_remembered():
-    meter = Gauge(torch.device("cpu"))
+    meter = MemoryGauge(torch.device("cpu"))
     meter.restart()
     before = meter.held()
     torch.ones(200, MB, dtype=torch.uint8)
@@ -296,10 +332,16 @@ def test_peak_begins_anew_and_the_most_is_remembered():
 def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
     (tmp_path / "clear_refs").mkdir()  # cannot be written
-    monkeypatch.setattr(gauge, "_PROC", tmp_path)
-    monkeypatch.setattr(gauge, "_most", {})
-    meter = Gauge(torch.device("cpu"))
-    assert (meter.restart(), meter.peak(), meter.held(), meter.most(), meter.reserved()) == (2 * MB, 2 * MB, MB, 2 * MB, 0)
+    monkeypatch.setattr(memory_gauge, "_PROC", tmp_path)
+    monkeypatch.setattr(memory_gauge, "_most", {})
+    meter = MemoryGauge(torch.device("cpu"))
+    assert (meter.restart(), meter.peak(), meter.held(), meter.most(), meter.reserved()) == (
+        2 * MB,
+        2 * MB,
+        MB,
+        2 * MB,
+        0,
+    )
 
 
 # ---- the table
@@ -307,7 +349,10 @@ def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
 
 def rows(peaks, **columns):
     row = {"parameters": 10.0, "activations": 5.0, "peak": 0.0}
-    return [{name: value * MB for name, value in (row | columns | {"peak": peak, "activations": peak / 2}).items()} for peak in peaks]
+    return [
+        {name: value * MB for name, value in (row | columns | {"peak": peak, "activations": peak / 2}).items()}
+        for peak in peaks
+    ]
 
 
 def test_table_has_a_line_for_each_rank():
@@ -332,13 +377,24 @@ def test_table_of_many_ranks_shows_the_extremes():
     ]
 
 
-@pytest.mark.parametrize(("peaks", "hint"), [([100, 119, 110], None), ([100, 110, 130], "rank 2 held 30.0 MiB more than rank 0 at its peak, ")])
+@pytest.mark.parametrize(
+    ("peaks", "hint"),
+    [([100, 119, 110], None), ([100, 110, 130], "rank 2 held 30.0 MiB more than rank 0 at its peak, ")],
+)
 def test_imbalance_is_told_from_a_fifth_on(peaks, hint):
     last = table(rows(peaks), 50, "cpu")[-1]
     assert last.startswith(hint) if hint else last.split() == ["2", "10.0", "55.0", "110.0"]
 
 
 def test_imbalance_names_the_column_that_makes_most_of_it():
-    light, heavy, elsewhere = ({"parameters": 10.0 * MB, "activations": size * MB, "peak": peak * MB} for size, peak in ((5, 100), (85, 200), (6, 200)))
-    assert table([heavy, light], 50, "cpu")[-1] == "rank 0 held 100.0 MiB more than rank 1 at its peak, mostly in activations"
-    assert table([elsewhere, light], 50, "cpu")[-1].endswith("at its peak, before training, in saving, or in several columns")
+    light, heavy, elsewhere = (
+        {"parameters": 10.0 * MB, "activations": size * MB, "peak": peak * MB}
+        for size, peak in ((5, 100), (85, 200), (6, 200))
+    )
+    assert (
+        table([heavy, light], 50, "cpu")[-1]
+        == "rank 0 held 100.0 MiB more than rank 1 at its peak, mostly in activations"
+    )
+    assert table([elsewhere, light], 50, "cpu")[-1].endswith(
+        "at its peak, before training, in saving, or in several columns"
+    )

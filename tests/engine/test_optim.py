@@ -22,7 +22,9 @@ def forward(model, inputs):
 def names_in(model, optimizer):
     """Parameter names per group."""
     name_of = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {group["name"]: [name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups}
+    return {
+        group["name"]: [name_of[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups
+    }
 
 
 def train(model, optimizer, updates=6):
@@ -42,7 +44,9 @@ def same_weights(one, other):
 
 def test_without_groups_all_parameters_are_in_the_default_group():
     model = make_model()
-    assert names_in(model, build_optimizer(model, "AdamW", 0.1)) == {"default": [name for name, _ in model.named_parameters()]}
+    assert names_in(model, build_optimizer(model, "AdamW", 0.1)) == {
+        "default": [name for name, _ in model.named_parameters()]
+    }
 
 
 def test_a_group_takes_what_its_patterns_match_and_the_default_takes_the_rest():
@@ -117,7 +121,13 @@ def test_groups_have_their_own_rate_and_decay_and_else_the_common_ones():
     ]
     optimizer = build_optimizer(make_model(), "AdamW", 0.1, 0.05, groups)
     found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups}
-    assert found == {"both": (0.01, 0.3), "rate": (0.02, 0.05), "decay": (0.1, 0.0), "none": (0.1, 0.05), "default": (0.1, 0.05)}
+    assert found == {
+        "both": (0.01, 0.3),
+        "rate": (0.02, 0.05),
+        "decay": (0.1, 0.0),
+        "none": (0.1, 0.05),
+        "default": (0.1, 0.05),
+    }
 
 
 def test_every_group_keeps_its_base_rate():
@@ -154,7 +164,9 @@ def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
     optimizer = build_optimizer(mine, name, 0.02, 0.1, [Group("head", ["head.*"], 0.005, 0.0)], args)
     kind = getattr(torch.optim, name)
     rest, head = list(plain["body"].parameters()), list(plain["head"].parameters())
-    reference = kind([{"params": head, "lr": 0.005, "weight_decay": 0.0}, {"params": rest}], lr=0.02, weight_decay=0.1, **args)
+    reference = kind(
+        [{"params": head, "lr": 0.005, "weight_decay": 0.0}, {"params": rest}], lr=0.02, weight_decay=0.1, **args
+    )
     assert type(optimizer) is kind
     before = copy.deepcopy(mine)
     train(mine, optimizer)
@@ -171,7 +183,13 @@ def test_the_optimizer_is_torchs_own_to_the_last_bit(name, args):
 
 def make_deep():
     torch.manual_seed(0)
-    return nn.ModuleDict({"embed": nn.Linear(4, 4), "layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), "head": nn.Linear(4, 2)})
+    return nn.ModuleDict(
+        {
+            "embed": nn.Linear(4, 4),
+            "layers": nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]),
+            "head": nn.Linear(4, 2),
+        }
+    )
 
 
 BLOCKS = ["layers.0", "layers.1", "layers.2"]
@@ -195,7 +213,12 @@ def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():
     groups = [Group("biases", ["*.bias"], weight_decay=0.0), Group("head", ["head.*"], lr=7.0)]
     optimizer = build_optimizer(model, "AdamW", 1.0, 0.1, groups, layer_decay=0.5, blocks=BLOCKS)
     found = rates(model, optimizer)
-    assert (found["head.weight"], found["head.bias"], found["embed.bias"], found["layers.2.weight"]) == (7.0, 1.0, 0.0625, 0.5)
+    assert (found["head.weight"], found["head.bias"], found["embed.bias"], found["layers.2.weight"]) == (
+        7.0,
+        1.0,
+        0.0625,
+        0.5,
+    )
     decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
     assert decays["biases/level-0"] == 0.0
     assert decays["default/level-0"] == 0.1
@@ -225,7 +248,10 @@ def test_set_lr_gives_every_group_its_base_rate_times_the_factor_however_often()
     optimizer = build_optimizer(make_model(), "SGD", 0.1, groups=[Group("head", ["head.*"], 0.8)])
     for factor in (0.5, 0.25, 0.0, 2.0):
         set_lr(optimizer, factor)
-        assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {"head": 0.8 * factor, "default": 0.1 * factor}
+        assert {group["name"]: group["lr"] for group in optimizer.param_groups} == {
+            "head": 0.8 * factor,
+            "default": 0.1 * factor,
+        }
     assert {group["base_lr"] for group in optimizer.param_groups} == {0.1, 0.8}
 
 
@@ -252,7 +278,15 @@ def refusal(*args, **options):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("AdamWW", "AdamW"), ("Adagard", "Adagrad"), ("RMSProp", "RMSprop"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")]
+    ("wrong", "right"),
+    [
+        ("AdamWW", "AdamW"),
+        ("Adagard", "Adagrad"),
+        ("RMSProp", "RMSprop"),
+        ("adamw", "AdamW"),
+        ("sgd", "SGD"),
+        ("adam", "Adam"),
+    ],
 )
 def test_an_unknown_optimizer_is_refused_with_the_nearest_one(wrong, right):
     assert f"did you mean {right}?" in refusal(wrong, 0.1)

@@ -40,11 +40,15 @@ def close(factors):
 
 
 @pytest.mark.parametrize("gamma", [0.1, 0.8, 1.5])
-@pytest.mark.parametrize(("steps_per_epoch", "step_epochs", "epochs"), [(7, 1, 6), (10, 3, 10), (1, 2, 30), (8, 0.5, 4)])
+@pytest.mark.parametrize(
+    ("steps_per_epoch", "step_epochs", "epochs"), [(7, 1, 6), (10, 3, 10), (1, 2, 30), (8, 0.5, 4)]
+)
 def test_step_is_torchs_step_lr(steps_per_epoch, step_epochs, epochs, gamma):
     total = steps_per_epoch * epochs
     schedule = Schedule("step", total, steps_per_epoch, step_epochs=step_epochs, gamma=gamma)
-    expected = torch_factors(lambda optimizer: lr_scheduler.StepLR(optimizer, int(step_epochs * steps_per_epoch), gamma), total)
+    expected = torch_factors(
+        lambda optimizer: lr_scheduler.StepLR(optimizer, int(step_epochs * steps_per_epoch), gamma), total
+    )
     assert ours(schedule, total) == close(expected)
 
 
@@ -58,7 +62,9 @@ def test_linear_is_torchs_linear_lr(total, end_factor):
 @pytest.mark.parametrize("total", [1, 2, 17, 250])
 @pytest.mark.parametrize("end_factor", [0.0, 0.25, 1.0])
 def test_cosine_is_torchs_cosine_annealing_lr(total, end_factor):
-    expected = torch_factors(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, total, end_factor * LR), total + 1)
+    expected = torch_factors(
+        lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, total, end_factor * LR), total + 1
+    )
     assert ours(Schedule("cosine", total, end_factor=end_factor), total + 1) == close(expected)
 
 
@@ -71,13 +77,20 @@ def test_polynomial_is_torchs_polynomial_lr(total, power):
 
 @pytest.mark.parametrize("total", [4, 5, 10, 33, 250])
 def test_one_cycle_is_torchs_one_cycle_lr(total):
-    expected = torch_factors(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, LR, total_steps=total, cycle_momentum=False), total)
+    expected = torch_factors(
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, LR, total_steps=total, cycle_momentum=False), total
+    )
     assert ours(Schedule("one_cycle", total), total) == close(expected)
 
 
 @pytest.mark.parametrize(("total", "warmup"), [(10, 2), (33, 11), (250, 200), (100, 99)])
 def test_one_cycle_rises_for_its_warmup_steps(total, warmup):
-    expected = torch_factors(lambda optimizer: lr_scheduler.OneCycleLR(optimizer, LR, total_steps=total, pct_start=warmup / total, cycle_momentum=False), total)
+    expected = torch_factors(
+        lambda optimizer: lr_scheduler.OneCycleLR(
+            optimizer, LR, total_steps=total, pct_start=warmup / total, cycle_momentum=False
+        ),
+        total,
+    )
     assert ours(Schedule("one_cycle", total, warmup_steps=warmup), total) == close(expected)
 
 
@@ -126,7 +139,9 @@ def test_step_warms_up_to_the_rate_of_the_epoch_in_which_the_warm_up_ends():
     assert all(0 < schedule(update) <= (update + 1) / 25 for update in range(25))
 
 
-@pytest.mark.parametrize(("step_epochs", "steps_per_epoch"), [("0.1", 7), ("0.07", 25), ("1.1", 25), ("2.2", 50), ("2.5", 7)])
+@pytest.mark.parametrize(
+    ("step_epochs", "steps_per_epoch"), [("0.1", 7), ("0.07", 25), ("1.1", 25), ("2.2", 50), ("2.5", 7)]
+)
 def test_step_keeps_fractions_of_epochs_free_of_rounding(step_epochs, steps_per_epoch):
     schedule = Schedule("step", 300, steps_per_epoch, step_epochs=float(step_epochs), gamma=0.5)
     exact = [0.5 ** math.floor(update / (Fraction(step_epochs) * steps_per_epoch)) for update in range(300)]
@@ -178,7 +193,9 @@ def test_one_cycle_stays_at_its_end_after_all_updates():
 @pytest.mark.parametrize("name", ["linear", "cosine", "polynomial", "one_cycle"])
 @pytest.mark.parametrize("warmup", [0, 4])
 @pytest.mark.parametrize("end_factor", [0.0, 0.1])
-def test_a_curve_of_its_own_length_is_that_of_a_training_of_this_length_and_keeps_its_last_rate(name, warmup, end_factor):
+def test_a_curve_of_its_own_length_is_that_of_a_training_of_this_length_and_keeps_its_last_rate(
+    name, warmup, end_factor
+):
     options = {"warmup_steps": warmup, "end_factor": end_factor}
     of_its_own, whole = Schedule(name, 50, total_steps=20, **options), Schedule(name, 20, **options)
     assert ours(of_its_own, 20) == ours(whole, 20)
@@ -239,7 +256,10 @@ def test_the_rate_at_the_reference_batch_is_kept(scaling):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 200, 20), (0.1, 30, 3), (0.1, 31, 4), (0.3, 10, 3), (0.1, 3, 1), (1.0, 7, 7), (0.0, 9, 0)])
+@pytest.mark.parametrize(
+    ("share", "total", "steps"),
+    [(0.1, 200, 20), (0.1, 30, 3), (0.1, 31, 4), (0.3, 10, 3), (0.1, 3, 1), (1.0, 7, 7), (0.0, 9, 0)],
+)
 def test_a_share_of_warm_up_is_that_many_steps(name, share, total, steps):
     wanted = Schedule(name, total, 4, warmup_steps=steps)
     assert ours(Schedule(name, total, 4, warmup_share=share), total + 2) == ours(wanted, total + 2)

@@ -104,7 +104,7 @@ def test_step_passes_at_most_8_files_and_4_package_frames(tmp_path, monkeypatch)
     """From asking for a batch to `optimizer.step`, in a step that does not log: the user's own files are not counted."""
     package = Path(lockstep.__file__).parent
     files, depths = set(), []
-    ours = {"toy.py", "mlp.py", "task.py", "classification.py"}
+    ours = {"mlp.py", "task.py"}
     active = False
 
     def package_frames(frame):
@@ -120,17 +120,17 @@ def test_step_passes_at_most_8_files_and_4_package_frames(tmp_path, monkeypatch)
         if event != "call":
             return
         path = Path(frame.f_code.co_filename)
-        if path.name == "trainer.py" and path.is_relative_to(package):
+        if path.name == "loop.py" and path.is_relative_to(package):
             active = True
         if active and path.is_relative_to(package) and path.name not in ours:
             files.add(path.name)
         if frame.f_code.co_name == "step" and path.name in ("adamw.py", "adam.py"):
             depths.append(len(package_frames(frame)))
 
-    from lockstep.engine import trainer
+    from lockstep.engine import loop
 
     steps = []
-    original = trainer.train_step
+    original = loop.train_step
 
     def traced(*arguments, **options):
         sys.setprofile(None)  # the frame of this wrapper would count
@@ -145,10 +145,10 @@ def test_step_passes_at_most_8_files_and_4_package_frames(tmp_path, monkeypatch)
             sys.setprofile(profile)  # from here: the next batch is fetched
         return outcome
 
-    monkeypatch.setattr(trainer, "train_step", traced)
+    monkeypatch.setattr(loop, "train_step", traced)
     settings = runs.config(task={"kind": "toy"}, train={"steps": 10}, batch={"global": 24}, log={"every_steps": 10})
     Trainer(settings, run_dir=tmp_path, quiet=True).fit()
-    files |= {"trainer.py", "loader.py", "order.py"}
+    files |= {"loop.py", "loader.py", "order.py"}
     assert len(files) <= 8, sorted(files)
     assert depths
     assert max(depths) - 1 <= 4  # less the wrapper's own frame, which lies in this file and not in the package

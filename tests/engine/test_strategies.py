@@ -27,7 +27,9 @@ def combinations():
     """Without accumulation and clipping, tests/checkpoint/test_portability.py trains each strategy too."""
     for name in STRATEGIES:
         for accumulate, clip_norm in ((1, None), (1, 0.5), (3, None), (3, 0.5)):
-            tested = (accumulate, clip_norm) == (3, 0.5) or ((accumulate, clip_norm) == (1, None) and name not in ("fsdp 3", "hybrid 2x2"))
+            tested = (accumulate, clip_norm) == (3, 0.5) or (
+                (accumulate, clip_norm) == (1, None) and name not in ("fsdp 3", "hybrid 2x2")
+            )
             yield pytest.param(name, accumulate, clip_norm, marks=() if tested else pytest.mark.exhaustive)
 
 
@@ -43,7 +45,13 @@ def test_weights_and_norms_after_20_steps_are_those_of_plain_torch(name, accumul
         assert results["train/grad_norm"] == pytest.approx(norms[-1], rel=1e-10)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 2") else ()) for name in STRATEGIES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name not in ("ddp 2", "fsdp 2") else ())
+        for name in STRATEGIES
+    ],
+)
 def test_float32_agrees_to_rounding(name):
     def sgd(model):
         return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

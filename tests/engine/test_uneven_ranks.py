@@ -35,7 +35,16 @@ def test_other_heads_on_another_rank_are_named_on_all_before_the_first_step():
 
 # Where one rank fails alone, the processes end: commands of their own, in the order of the tests below.
 TASKS = "from tests.own_tasks import *"
-COMMON = ("--nproc", 2, "--max-restarts", 0, "batch.global=24", "batch.micro=4", "train.steps=20", "log.tensorboard=false")
+COMMON = (
+    "--nproc",
+    2,
+    "--max-restarts",
+    0,
+    "batch.global=24",
+    "batch.micro=4",
+    "train.steps=20",
+    "log.tensorboard=false",
+)
 
 
 def failing(task, *settings):
@@ -56,14 +65,20 @@ ALONE = launched(
 def test_other_heads_in_a_later_batch_are_named(launch):
     ended = launch.done[0]
     assert ended.returncode == 1
-    assert "rank 1 failed: Task.weight: the heads are ['a'] on rank 1, and were ['a', 'b'] in the first step" in ended.stderr
+    assert (
+        "rank 1 failed: Task.weight: the heads are ['a'] on rank 1, and were ['a', 'b'] in the first step"
+        in ended.stderr
+    )
 
 
 @ALONE
 def test_a_loss_with_other_heads_than_the_weight_is_named_before_the_first_update(launch):
     ended = launch.done[1]
     assert ended.returncode == 1
-    assert "rank 1 failed: Task.loss and Task.weight: the loss has the heads ['a'], the weight has ['a', 'b']" in ended.stderr
+    assert (
+        "rank 1 failed: Task.loss and Task.weight: the loss has the heads ['a'], the weight has ['a', 'b']"
+        in ended.stderr
+    )
 
 
 @ALONE
@@ -118,7 +133,9 @@ def test_a_head_over_frozen_parameters_may_be_a_constant(world):
         model.second.requires_grad_(step >= 4)
 
     expected, _ = runs.by_hand(own_tasks.FrozenHead(), steps=12, global_batch=6, before_step=freeze, optimizer=sgd)
-    settings = runs.config(batch={"global": 6, "micro": 3}, train={"steps": 12, "unfreeze": [{"match": ["second.*"], "step": 4}]}, **SGD)
+    settings = runs.config(
+        batch={"global": 6, "micro": 3}, train={"steps": 12, "unfreeze": [{"match": ["second.*"], "step": 4}]}, **SGD
+    )
     for weights, _ in run_ranks(world, runs.fit_kind, "FrozenHead", {}, settings):
         assert runs.difference(weights, expected) < 1e-10
 
@@ -155,7 +172,11 @@ def loss_in_16_bits(kind):
     class Narrow(getattr(own_tasks, kind)):
         def loss(self, model, batch):
             losses = super().loss(model, batch)
-            return {head: value.bfloat16() for head, value in losses.items()} if isinstance(losses, dict) else losses.bfloat16()
+            return (
+                {head: value.bfloat16() for head, value in losses.items()}
+                if isinstance(losses, dict)
+                else losses.bfloat16()
+            )
 
     return Narrow(dtype=torch.float32)
 
@@ -174,7 +195,9 @@ def test_a_loss_of_16_bits_does_not_round_its_factor(kind, bound):
 @pytest.mark.parametrize(("world", "micro"), [(1, 2), (2, 3), (3, 2)])
 def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world, micro):
     options = {"dtype": torch.float32, "narrow": True}
-    expected, _ = runs.by_hand(own_tasks.ConstantHeads(dtype=torch.float32, constants=False), steps=12, global_batch=6, optimizer=sgd)
+    expected, _ = runs.by_hand(
+        own_tasks.ConstantHeads(dtype=torch.float32, constants=False), steps=12, global_batch=6, optimizer=sgd
+    )
     settings = runs.config(batch={"global": 6, "micro": micro}, train={"steps": 12}, **SGD)
     found = [weights for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", options, settings)]
     assert all(runs.difference(weights, found[0]) == 0 for weights in found)
@@ -183,7 +206,12 @@ def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world,
 
 @pytest.mark.parametrize(
     ("coefficients", "words"),
-    [({"bb": 2.0}, "there is no head 'bb'"), (2, "int"), ({"a": "x"}, "head 'a' is 'x'"), ({"b": float("nan")}, "head 'b' is nan")],
+    [
+        ({"bb": 2.0}, "there is no head 'bb'"),
+        (2, "int"),
+        ({"a": "x"}, "head 'a' is 'x'"),
+        ({"b": float("nan")}, "head 'b' is nan"),
+    ],
     ids=["misspelt", "number", "text", "nan"],
 )
 def test_coefficients_that_mean_nothing_are_named(coefficients, words):

@@ -55,11 +55,20 @@ def test_every_pair_of_stages_at_every_step():
             before = now
 
 
-STAGES = st.lists(st.tuples(st.integers(0, 6), st.lists(st.sampled_from(sorted(MATCHES)), min_size=1, max_size=3)), min_size=1, max_size=4)
+STAGES = st.lists(
+    st.tuples(st.integers(0, 6), st.lists(st.sampled_from(sorted(MATCHES)), min_size=1, max_size=3)),
+    min_size=1,
+    max_size=4,
+)
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=80)
-@given(STAGES, st.lists(st.integers(0, 8), min_size=1, max_size=6), st.sets(st.sampled_from(NAMES)), st.randoms(use_true_random=False))
+@given(
+    STAGES,
+    st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    st.sets(st.sampled_from(NAMES)),
+    st.randoms(use_true_random=False),
+)
 def test_only_the_last_step_counts_and_the_order_of_stages_does_not(stages, steps, frozen, chance):
     model = make(frozen)
     unfreezing = Unfreezing(model, [Stage(*stage) for stage in stages])

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.errors import UsageError
-from lockstep.observe import rows
+from lockstep.observe import predictions
 
 
 @dataclasses.dataclass
@@ -51,26 +51,37 @@ EXPECTED = {
 
 
 def test_npz_holds_every_value_by_name(tmp_path):
-    assert rows.write(tmp_path / "out.npz", [row(number) for number in range(3)]) == ["truth"]
+    assert predictions.write(tmp_path / "out.npz", [row(number) for number in range(3)]) == ["truth"]
     with np.load(tmp_path / "out.npz", allow_pickle=False) as found:
         values = dict(found)
     assert values.pop("input").tolist() == ["file-0.png", "file-1.png", "file-2.png"]
     assert {name: value.tolist() for name, value in values.items()} == EXPECTED
-    assert (values["output/logits"].dtype, values["output/half"].dtype, values["output/pair/0"].dtype) == (np.float32, np.float32, np.int64)
+    assert (values["output/logits"].dtype, values["output/half"].dtype, values["output/pair/0"].dtype) == (
+        np.float32,
+        np.float32,
+        np.int64,
+    )
 
 
 def test_safetensors_hold_every_number_by_name_in_its_own_format(tmp_path):
-    assert rows.write(tmp_path / "out.safetensors", [row(number) for number in range(3)]) == ["truth", "input"]
+    assert predictions.write(tmp_path / "out.safetensors", [row(number) for number in range(3)]) == ["truth", "input"]
     values = load_file(tmp_path / "out.safetensors")
     assert {name: value.tolist() for name, value in values.items()} == EXPECTED
-    assert (values["output/logits"].dtype, values["output/half"].dtype, values["output/pair/0"].dtype) == (torch.float32, torch.bfloat16, torch.int64)
+    assert (values["output/logits"].dtype, values["output/half"].dtype, values["output/pair/0"].dtype) == (
+        torch.float32,
+        torch.bfloat16,
+        torch.int64,
+    )
 
 
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ([torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, 3)], "output has another shape in another row: (2, 3), (4, 3)"),
+        (
+            [torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, 3)],
+            "output has another shape in another row: (2, 3), (4, 3)",
+        ),
         ([[1, 2], [1], [1, 2]], "output has another shape in another row: (2,), (1,)"),
         ([[[1], [1, 2]]] * 3, "output holds lists of several lengths"),
         ([1, None, 2], "output is missing in row 1"),
@@ -84,7 +95,7 @@ def test_what_is_no_array_is_refused_by_name_and_leaves_the_old_file(tmp_path, s
     path = tmp_path / f"out{suffix}"
     path.write_text("old")
     with pytest.raises(UsageError) as caught:
-        rows.write(path, [{"sample": number, "output": value} for number, value in enumerate(values)])
+        predictions.write(path, [{"sample": number, "output": value} for number, value in enumerate(values)])
     assert named in caught.value.what
     assert caught.value.where == f"--out {path}"
     assert ".jsonl" in caught.value.remedy
@@ -94,12 +105,12 @@ def test_what_is_no_array_is_refused_by_name_and_leaves_the_old_file(tmp_path, s
 
 def test_csv_has_whole_lists_and_text_is_as_whole(tmp_path):
     long = torch.arange(2000)
-    rows.write(tmp_path / "out.csv", [{"output": {"a": long, "b": torch.tensor(2.5), "c": float("nan")}}])
+    predictions.write(tmp_path / "out.csv", [{"output": {"a": long, "b": torch.tensor(2.5), "c": float("nan")}}])
     assert (tmp_path / "out.csv").read_text() == f'output/a,output/b,output/c\n"{list(range(2000))}",2.5,nan\n'
-    assert rows.text({"output": torch.tensor([1.5, float("inf")]).bfloat16()}) == '{"output": [1.5, null]}'
+    assert predictions.text({"output": torch.tensor([1.5, float("inf")]).bfloat16()}) == '{"output": [1.5, null]}'
 
 
 def test_value_that_no_file_can_hold_is_refused(tmp_path):
     for suffix in (".csv", ".jsonl"):
         with pytest.raises(UsageError, match=r"Task\.describe: a value of type object cannot be written"):
-            rows.write(tmp_path / f"out{suffix}", [{"output": [object()]}])
+            predictions.write(tmp_path / f"out{suffix}", [{"output": [object()]}])

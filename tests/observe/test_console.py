@@ -6,8 +6,8 @@ import sys
 
 from rich.console import Console
 
-from lockstep.observe.console import ConsoleWatcher
-from lockstep.observe.textlog import line
+from lockstep.observe.console import ConsoleWriter
+from lockstep.observe.text_log import line
 
 ENTRY = {
     "step": 50,
@@ -23,7 +23,7 @@ ENTRY = {
 
 def shown(terminal):
     output = io.StringIO()
-    watcher = ConsoleWatcher(100, console=Console(file=output, force_terminal=terminal, width=120, highlight=False))
+    watcher = ConsoleWriter(100, console=Console(file=output, force_terminal=terminal, width=120, highlight=False))
     watcher.record(ENTRY)
     watcher.progress(70)
     watcher.message("a [warning] about samples")
@@ -51,7 +51,7 @@ def test_reader_that_goes_away_ends_no_training():
     code = """
 import os, sys
 from lockstep.observe.console import ConsoleWatcher
-from lockstep.observe.steady import together
+from lockstep.observe.writer import together
 (console,) = together({"the console": lambda: ConsoleWatcher(9)})
 for _ in range(3):
     console.message("text")

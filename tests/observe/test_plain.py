@@ -93,7 +93,10 @@ def no_constant(text):
 
 @FIXED
 @given(
-    st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.floats()), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.floats()),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
 )
 def test_numbers_that_are_not_finite_are_null_and_all_else_is_kept(value):
     def expected(value):

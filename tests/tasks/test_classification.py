@@ -6,8 +6,8 @@ import torch
 from PIL import Image
 
 from lockstep import LockstepError, Trainer
-from lockstep.data.sources import Digits, image_folder
-from lockstep.tasks.classification import Classification
+from lockstep.sources.images import Digits, image_folder
+from lockstep.tasks.classification.task import Classification
 from tests import runs
 
 
@@ -16,7 +16,18 @@ def test_digits_are_the_uci_test_part_split_without_overlap():
     assert (len(train), len(held_back)) == (1437, 360)
     images = torch.cat([train.images, held_back.images])
     labels = train.labels + held_back.labels
-    assert [labels.count(digit) for digit in range(10)] == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # as UCI counts them
+    assert [labels.count(digit) for digit in range(10)] == [
+        178,
+        182,
+        177,
+        183,
+        181,
+        182,
+        181,
+        179,
+        174,
+        180,
+    ]  # as UCI counts them
     assert images.shape == (1797, 1, 8, 8)
     assert images.max() == 255
     pixel_sum = int((images.double() * 16 / 255).round().sum())
@@ -54,9 +65,14 @@ def test_label_out_of_range_is_an_error(label):
 
 @pytest.mark.parametrize(
     ("name", "evaluation", "channels", "steps", "reference"),
-    [pytest.param("fashion_mnist", "test", 1, 100, 0.7, marks=pytest.mark.exhaustive), ("bccd_cells", "val", 3, 60, 0.85)],
+    [
+        pytest.param("fashion_mnist", "test", 1, 100, 0.7, marks=pytest.mark.exhaustive),
+        ("bccd_cells", "val", 3, 60, 0.85),
+    ],
 )
-def test_real_image_folders_train_and_predict_from_files(shared_data, tmp_path, name, evaluation, channels, steps, reference):
+def test_real_image_folders_train_and_predict_from_files(
+    shared_data, tmp_path, name, evaluation, channels, steps, reference
+):
     folder = shared_data / "classification" / name
     settings = runs.config(
         task={"kind": "classification", "channels": channels, "image_size": 28, "width": 16},
@@ -79,7 +95,9 @@ def test_image_that_is_none_is_named(tmp_path):
         (tmp_path / name).mkdir()
         Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(tmp_path / name / "good.png")
     (tmp_path / "dog" / "bad.jpg").write_text("not an image")
-    settings = runs.config(task={"kind": "classification"}, data={"train": str(tmp_path)}, batch={"global": 3}, train={"steps": 2})
+    settings = runs.config(
+        task={"kind": "classification"}, data={"train": str(tmp_path)}, batch={"global": 3}, train={"steps": 2}
+    )
     with pytest.raises(LockstepError, match=r"dog/bad\.jpg.*cannot be read") as caught:
         Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
     assert "UnidentifiedImageError" in str(caught.value)

@@ -53,18 +53,42 @@ class Mine(Task):
 
 
 def test_files_are_those_that_the_task_imports_from_its_folder(write):
-    folder = write(task=TASK, losses="from helpers import x", helpers="x = 1", by_name="", unrelated="", torch="", lazily__later="", models__unrelated="")
+    folder = write(
+        task=TASK,
+        losses="from helpers import x",
+        helpers="x = 1",
+        by_name="",
+        unrelated="",
+        torch="",
+        lazily__later="",
+        models__unrelated="",
+    )
     (folder / "models" / "net.py").write_text("from . import block\nimport losses")
     (folder / "models" / "block.py").write_text("")
     (folder / "models" / "__init__.py").write_text("import os")
     found = source.of_file(folder / "task.py")
-    expected = {"task.py", "losses.py", "helpers.py", "by_name.py", "lazily/later.py", "models/__init__.py", "models/net.py", "models/block.py"}
+    expected = {
+        "task.py",
+        "losses.py",
+        "helpers.py",
+        "by_name.py",
+        "lazily/later.py",
+        "models/__init__.py",
+        "models/net.py",
+        "models/block.py",
+    }
     assert found.keys() - {"torch.py"} == expected
     assert found["losses.py"] == "from helpers import x"
 
 
 def test_files_of_a_package_are_named_from_its_root(write):
-    folder = write(lab__task="from .util import x\nfrom ..lab.deep import y\nimport sibling", lab__util="", lab__sibling="", lab__deep__y="", lab__other="")
+    folder = write(
+        lab__task="from .util import x\nfrom ..lab.deep import y\nimport sibling",
+        lab__util="",
+        lab__sibling="",
+        lab__deep__y="",
+        lab__other="",
+    )
     (folder / "lab" / "__init__.py").write_text("from . import loaded_by_package")
     (folder / "lab" / "loaded_by_package.py").write_text("")
     (folder / "lab" / "deep" / "__init__.py").write_text("")
@@ -102,7 +126,9 @@ def test_task_of_a_file_is_told_from_another_task(write):
 
 def test_class_counts_with_its_bases_and_what_they_name():
     found = source.of_task(own_tasks.Deep())
-    assert found.keys() == {f"tests.own_tasks.{name}" for name in ("Deep", "Masked", "masked_data", "DeepModel", "Block")}
+    assert found.keys() == {
+        f"tests.own_tasks.{name}" for name in ("Deep", "Masked", "masked_data", "DeepModel", "Block")
+    }
     assert found["tests.own_tasks.Block"].startswith("class Block(nn.Module):\n")
 
 
@@ -136,7 +162,10 @@ def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n    @staticmethod\n    def help(): return 1\n"
     one, same, other = (source.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2)))
     assert one == same
-    assert source.difference(one, other) == '__main__.Typed differs in 1 place, first in loss: now "return 2", before "return 1"'
+    assert (
+        source.difference(one, other)
+        == '__main__.Typed differs in 1 place, first in loss: now "return 2", before "return 1"'
+    )
 
 
 def test_class_without_source_has_none(monkeypatch):
@@ -206,13 +235,29 @@ def test_layout_comments_and_docstrings_are_no_difference(old, new):
             '1 place, first in Mine.loss (from line 11): now "return (model(batch[0]) - batch[1]).abs().sum()", before "return (model(batch[0]) - b',
         ),
         ("WIDTH = 3", "WIDTH = 4", '1 place, first outside of functions: now "WIDTH = 4", before "WIDTH = 3"'),
-        ("size: int = 3", "size: int = 4", '1 place, first in Mine (from line 7): now "size: int = 4", before "size: int = 3"'),
-        ("(Base)", "(Other)", '1 place, first in Mine (from line 7): now "class Mine(Other):", before "class Mine(Base):"'),
+        (
+            "size: int = 3",
+            "size: int = 4",
+            '1 place, first in Mine (from line 7): now "size: int = 4", before "size: int = 3"',
+        ),
+        (
+            "(Base)",
+            "(Other)",
+            '1 place, first in Mine (from line 7): now "class Mine(Other):", before "class Mine(Base):"',
+        ),
         ("return 2", "return 3", '1 place, first in Mine.two (from line 18): now "return 3", before "return 2"'),
         ("@property", "@cached", '1 place, first in Mine.two (from line 18): now "@cached", before "@property"'),
-        ("def helper(x):", "def helper(x, y=1):", '1 place, first in helper (from line 20): now "def helper(x, y=1):", before "def helper(x):"'),
+        (
+            "def helper(x):",
+            "def helper(x, y=1):",
+            '1 place, first in helper (from line 20): now "def helper(x, y=1):", before "def helper(x):"',
+        ),
         ("def helper(x):\n    return x\n", "", '1 place, first in helper: now nothing, before "def helper(x):"'),
-        ("    return x\n", "    return x\n\ndef more():\n    pass\n", '1 place, first in more (from line 23): now "def more():", before nothing'),
+        (
+            "    return x\n",
+            "    return x\n\ndef more():\n    pass\n",
+            '1 place, first in more (from line 23): now "def more():", before nothing',
+        ),
         ("2\n", "3\n", '2 places, first in Mine.two (from line 18): now "return 3", before "return 2"'),
         (CODE, "def broken(:", '5 places, first outside of functions: now "def broken(:", before "import os"'),
     ],
@@ -249,7 +294,9 @@ def test_what_is_written_is_read_back_and_replaced(tmp_path):
 
 def git(folder, *arguments):
     who = ["-c", "user.name=x", "-c", "user.email=x@y"]
-    return subprocess.run(["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *who, *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_commit_is_that_of_the_folder_and_says_whether_files_differ(tmp_path, monkeypatch):

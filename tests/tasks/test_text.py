@@ -12,14 +12,21 @@ from safetensors.torch import load_file
 
 from lockstep import LockstepError, Task, Trainer
 from lockstep.errors import DataError, UsageError
-from lockstep.tasks import hugging_face, text_notes
-from lockstep.tasks.text import Text
+from lockstep.tasks.text import hugging_face, log_header
+from lockstep.tasks.text.task import Text
 from tests import runs, text_cases
 from tests.ranks import run_ranks
 from tests.text_cases import BAG, SIZES, SMALL
 
 ROLES = ["mixed", "neg", "pos"]
-ROWS = [("good film", "pos"), ("bad film", "neg"), ("very good", "pos"), ("very bad", "neg"), ("so so", "mixed"), ("neither", "mixed")]
+ROWS = [
+    ("good film", "pos"),
+    ("bad film", "neg"),
+    ("very good", "pos"),
+    ("very bad", "neg"),
+    ("so so", "mixed"),
+    ("neither", "mixed"),
+]
 
 
 def table(path, rows=ROWS, names=("text", "label")):
@@ -43,7 +50,12 @@ def few(tmp_path):
 def pretrained(tmp_path_factory):
     """A folder with a model for three labels and its tokenizer, as `save_pretrained` leaves it."""
     folder = tmp_path_factory.mktemp("pretrained")
-    task = Text(table(folder / "few.csv"), eval_fraction=0.0, scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200}, max_length=16)
+    task = Text(
+        table(folder / "few.csv"),
+        eval_fraction=0.0,
+        scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
+        max_length=16,
+    )
     torch.manual_seed(1)
     model = task.model()
     model.save_pretrained(folder / "model")
@@ -61,7 +73,9 @@ def plain():
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (2, 6), (2, 12), (1, 24)], ids=["1x4", "2x2", "2x1", "1x1"])
 def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, world, micro):
-    settings = runs.config(batch={"global": 24, "micro": micro}, train={"steps": 12}, optim={"args": {"eps": text_cases.EPS}})
+    settings = runs.config(
+        batch={"global": 24, "micro": micro}, train={"steps": 12}, optim={"args": {"eps": text_cases.EPS}}
+    )
     (weights, results), *_ = run_ranks(world, text_cases.train, SMALL, settings)
     assert text_cases.difference(weights, plain[0]) < 1e-10
     assert results["train/loss"] == pytest.approx(sum(plain[1][-2:]) / 2, rel=1e-10)  # since the entry of step 10
@@ -70,7 +84,9 @@ def test_weights_and_losses_are_those_of_hugging_face_in_plain_torch(plain, worl
 @pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp")])
 def test_a_bag_of_embeddings_trains_as_in_plain_torch(world, strategy):
     plain, _ = text_cases.by_hand(BAG, 8, 24)
-    settings = runs.config(batch={"global": 24, "micro": 6}, train={"steps": 8}, optim={"args": {"eps": text_cases.EPS}})
+    settings = runs.config(
+        batch={"global": 24, "micro": 6}, train={"steps": 8}, optim={"args": {"eps": text_cases.EPS}}
+    )
     (weights, _), *_ = run_ranks(world, text_cases.train, BAG, settings | {"parallel": {"strategy": strategy}})
     assert text_cases.difference(weights, plain) < 1e-10
 
@@ -78,7 +94,9 @@ def test_a_bag_of_embeddings_trains_as_in_plain_torch(world, strategy):
 def test_class_weights_make_the_weighted_mean_of_cross_entropy():
     weights = {"email": 3.0, "http": 0.25}
     plain, _ = text_cases.by_hand(SMALL, 6, 24, weights)
-    settings = runs.config(batch={"global": 24, "micro": 5}, train={"steps": 6}, optim={"args": {"eps": text_cases.EPS}})
+    settings = runs.config(
+        batch={"global": 24, "micro": 5}, train={"steps": 6}, optim={"args": {"eps": text_cases.EPS}}
+    )
     (found, _), *_ = run_ranks(2, text_cases.train, SMALL | {"class_weights": weights}, settings)
     assert text_cases.difference(found, plain) < 1e-10
 
@@ -126,7 +144,9 @@ def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path)
     data, model = task.train_data(), task.model()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
     logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-    weighted = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"], pos_weight=torch.tensor([3.0, 1.0]), reduction="none")
+    weighted = torch.nn.functional.binary_cross_entropy_with_logits(
+        logits, batch["labels"], pos_weight=torch.tensor([3.0, 1.0]), reduction="none"
+    )
     torch.testing.assert_close(task.loss(model, batch), weighted.mean(dim=1).sum())
     assert float(task.weight(batch)) == 4 + (3 - 1) * 2 / 2  # two samples have the label that weighs more
 
@@ -140,7 +160,9 @@ def trained(tmp_path_factory, pretrained):
     folder = tmp_path_factory.mktemp("trained")
     train, held = table(folder / "train.csv", ROWS * 4), table(folder / "eval.csv")
     task = {"kind": "text", "model": str(pretrained), "max_length": 16}
-    settings = runs.config(task=task, data={"train": train, "eval": held}, batch={"global": 8}, train={"steps": 6, "eval_every_steps": 3})
+    settings = runs.config(
+        task=task, data={"train": train, "eval": held}, batch={"global": 8}, train={"steps": 6, "eval_every_steps": 3}
+    )
     results = Trainer(settings, run_dir=folder / "run", quiet=True).fit()
     (folder / "train.csv").unlink()
     return folder / "run", results
@@ -171,12 +193,18 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
         (folder / name).write_bytes((pretrained / name).read_bytes())
     config = json.loads((folder / "config.json").read_text()) | {"architectures": ["BertModel"]}
     (folder / "config.json").write_text(json.dumps(config))
-    stored = {name: tensor for name, tensor in load_file(pretrained / "model.safetensors").items() if not name.startswith("classifier")}
+    stored = {
+        name: tensor
+        for name, tensor in load_file(pretrained / "model.safetensors").items()
+        if not name.startswith("classifier")
+    }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     task = Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
     task.model()
     assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.notes()
-    DistilBertConfig(vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18).save_pretrained(folder)
+    DistilBertConfig(
+        vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18
+    ).save_pretrained(folder)
     with pytest.raises(UsageError, match="none of the weights of DistilBertForSequenceClassification is in"):
         Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
 
@@ -185,7 +213,9 @@ def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_confi
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
     Text(**few).attach(tmp_path / "run" / "task", trained=False)  # and then it was killed
     rows = [(text, label.upper()) for text, label in ROWS]
-    settings = runs.config(task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1})
+    settings = runs.config(
+        task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1}
+    )
     trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
     trainer.fit()
     assert set(trainer.describe(["good"])[0]["probabilities"]) == {"POS", "NEG", "MIXED"}
@@ -198,7 +228,9 @@ def test_evaluation_and_prediction_need_neither_training_data_nor_pretrained_mod
     rows = again.describe(["good film", "bad film"])
     assert [row["text"] for row in rows] == ["good film", "bad film"]
     assert all(
-        abs(sum(row["probabilities"].values()) - 1) < 1e-5 and row["prediction"] == max(row["probabilities"], key=row["probabilities"].get) for row in rows
+        abs(sum(row["probabilities"].values()) - 1) < 1e-5
+        and row["prediction"] == max(row["probabilities"], key=row["probabilities"].get)
+        for row in rows
     )
 
 
@@ -218,10 +250,16 @@ def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_pa
 
     from lockstep.cli import app
 
-    done = CliRunner().invoke(app, ["predict", str(trained[0]), "-", "--out", str(tmp_path / "out.csv")], input="good film\n\nvery bad\n")
+    done = CliRunner().invoke(
+        app, ["predict", str(trained[0]), "-", "--out", str(tmp_path / "out.csv")], input="good film\n\nvery bad\n"
+    )
     assert done.exit_code == 0, done.output
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
-    assert [(row["input"], row["text"]) for row in rows] == [("standard input:1", "good film"), ("standard input:2", ""), ("standard input:3", "very bad")]
+    assert [(row["input"], row["text"]) for row in rows] == [
+        ("standard input:1", "good film"),
+        ("standard input:2", ""),
+        ("standard input:3", "very bad"),
+    ]
     for row in (rows[0], rows[2]):
         assert abs(sum(float(row[f"probabilities/{label}"]) for label in ("mixed", "neg", "pos")) - 1) < 1e-5
         assert row["prediction"]
@@ -272,7 +310,9 @@ def test_log_has_data_tables_and_samples(trained):
 
 def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
     folder, results = trained
-    confusion = torch.tensor(json.loads((folder / "tables.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64)
+    confusion = torch.tensor(
+        json.loads((folder / "tables.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64
+    )
     f1 = 2 * confusion.diagonal() / (confusion.sum(0) + confusion.sum(1))
     assert results["eval/macro_f1"] == pytest.approx(float(f1.mean()))
     assert results["eval/accuracy"] == pytest.approx(float(confusion.trace() / confusion.sum()))
@@ -304,7 +344,11 @@ def bag(tmp_path_factory):
     """A run without `task.model`, on 24 texts, of which one in four is held back."""
     folder = tmp_path_factory.mktemp("bag")
     task = {"kind": "text", "eval_fraction": 0.25}
-    settings = {"task": task, "data": {"train": table(folder / "a.csv", ROWS * 4)}, "train": {"epochs": 8, "eval_every_epochs": 8}}
+    settings = {
+        "task": task,
+        "data": {"train": table(folder / "a.csv", ROWS * 4)},
+        "train": {"epochs": 8, "eval_every_epochs": 8},
+    }
     settings |= {"log": {"tensorboard": False}, "device": "cpu"}
     return folder / "run", Trainer(settings, run_dir=folder / "run", quiet=True).fit()
 
@@ -314,7 +358,10 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
     assert results["eval/accuracy"] == 1
     log = (folder / "train.log").read_text()
     rows = hugging_face.load_config(folder / "task").vocab_size
-    assert f"no task.model: a new embedding_bag of {rows * 100 + 100 * 3 + 3:,} parameters learns from these 18 texts alone" in log
+    assert (
+        f"no task.model: a new embedding_bag of {rows * 100 + 100 * 3 + 3:,} parameters learns from these 18 texts alone"
+        in log
+    )
 
 
 def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
@@ -323,9 +370,9 @@ def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
     first, second, *_ = task.notes()
     assert first.startswith("no task.model: a new bert of ")
     assert "fewer than 10,000 texts are few for a new transformer" in second
-    assert not any("no task.model" in line for line in text_notes.of_model("some/model", "bert", 5, [], 100))
-    assert len(text_notes.of_model(None, "bert", 5, [], 10_000)) == 1
-    assert len(text_notes.of_model(None, "embedding_bag", 5, [], 10)) == 1
+    assert not any("no task.model" in line for line in log_header.of_model("some/model", "bert", 5, [], 100))
+    assert len(log_header.of_model(None, "bert", 5, [], 10_000)) == 1
+    assert len(log_header.of_model(None, "embedding_bag", 5, [], 10)) == 1
 
 
 def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that_count(few):
@@ -336,7 +383,10 @@ def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that
     for index in range(6):
         ids = torch.from_numpy(data[index].ids).long()
         torch.testing.assert_close(logits[index], model.classifier(model.embeddings.weight[ids].mean(dim=0)))
-    torch.testing.assert_close(model(input_ids=batch["input_ids"][:1]).logits, model(batch["input_ids"][:1], torch.ones_like(batch["input_ids"][:1])).logits)
+    torch.testing.assert_close(
+        model(input_ids=batch["input_ids"][:1]).logits,
+        model(batch["input_ids"][:1], torch.ones_like(batch["input_ids"][:1])).logits,
+    )
 
 
 def test_a_new_model_is_exported_for_transformers_and_can_be_trained_on(bag, tmp_path):
@@ -349,9 +399,13 @@ def test_a_new_model_is_exported_for_transformers_and_can_be_trained_on(bag, tmp
     assert [row["prediction"] for row in rows] == ["pos", "mixed", None, "mixed"]
     classify = pipeline("text-classification", model=str(tmp_path / "out"), top_k=None, device="cpu")
     for row in (rows[0], rows[1], rows[3]):
-        assert row["probabilities"] == pytest.approx({one["label"]: one["score"] for one in classify([row["text"]])[0]}, abs=2e-6)
+        assert row["probabilities"] == pytest.approx(
+            {one["label"]: one["score"] for one in classify([row["text"]])[0]}, abs=2e-6
+        )
     again = Text(str(folder.parent / "a.csv"), model=str(tmp_path / "out"), eval_fraction=0.0)
-    assert torch.equal(again.model().embeddings.weight, load_file(tmp_path / "out" / "model.safetensors")["embeddings.weight"])
+    assert torch.equal(
+        again.model().embeddings.weight, load_file(tmp_path / "out" / "model.safetensors")["embeddings.weight"]
+    )
 
 
 def test_an_exported_new_model_needs_no_lockstep(bag, tmp_path):
@@ -382,7 +436,9 @@ def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before
     one, other = Text(**few), Text(**few)
     before = hugging_face.digest_of_tokenizer(one.tokenizer)
     one.tokenizer(["good film"], truncation=True, padding=True, max_length=4)
-    assert hugging_face.digest_of_tokenizer(one.tokenizer) == before == hugging_face.digest_of_tokenizer(other.tokenizer)
+    assert (
+        hugging_face.digest_of_tokenizer(one.tokenizer) == before == hugging_face.digest_of_tokenizer(other.tokenizer)
+    )
     one.tokenizer.add_tokens(["unheard"])
     assert hugging_face.digest_of_tokenizer(one.tokenizer) != before
 
@@ -427,7 +483,8 @@ def test_model_that_cannot_be_loaded_says_where_it_was_looked_for(few, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UsageError, match=r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and at https://"
+        UsageError,
+        match=r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and at https://",
     ) as caught:
         Text(**few | {"model": "no-such/model"}).model()
     assert "HF_HUB_OFFLINE is set" in caught.value.what
@@ -445,8 +502,16 @@ def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
     [
         ({"scratch": {"architecture": "bertt"}}, UsageError, "did you mean bert"),
         ({"scratch": {"architecture": "bert", "sizes": {"hidden_sise": 8}}}, UsageError, "did you mean hidden_size"),
-        ({"scratch": {"sizes": {"num_hidden_layers": 8}}}, UsageError, "for another model, set task.scratch.architecture, such as bert"),
-        ({"scratch": {"architecture": "bert", "sizes": {"hidden_size": 10, "num_attention_heads": 3}}}, LockstepError, "hidden"),
+        (
+            {"scratch": {"sizes": {"num_hidden_layers": 8}}},
+            UsageError,
+            "for another model, set task.scratch.architecture, such as bert",
+        ),
+        (
+            {"scratch": {"architecture": "bert", "sizes": {"hidden_size": 10, "num_attention_heads": 3}}},
+            LockstepError,
+            "hidden",
+        ),
         ({"class_weights": {"nice": 2.0}}, UsageError, "no such label: 'nice'"),
         ({"columns": {"text": "texts"}}, DataError, "did you mean text"),
         ({"columns": {"label": "class"}}, DataError, "one of: text, label"),
@@ -487,13 +552,23 @@ def test_one_label_is_nothing_to_learn(few, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "words"),
     [
-        ([(f"text {number}", f"label {number}") for number in range(8)], {}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
-        ([(f"text {number}", f"label {number}") for number in range(8)], {"multi_label": True}, "is 0.1 of 8 texts, and 8 of 8 labels occur once"),
+        (
+            [(f"text {number}", f"label {number}") for number in range(8)],
+            {},
+            "is 0.1 of 8 texts, and 8 of 8 labels occur once",
+        ),
+        (
+            [(f"text {number}", f"label {number}") for number in range(8)],
+            {"multi_label": True},
+            "is 0.1 of 8 texts, and 8 of 8 labels occur once",
+        ),
         ([(f"text {number}", "ab"[number % 2]) for number in range(4)], {}, "is 0.1 of 4 texts"),
     ],
     ids=["all once", "all once, several labels", "few"],
 )
-def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evaluation_goes_on(few, tmp_path, rows, options, words):
+def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evaluation_goes_on(
+    few, tmp_path, rows, options, words
+):
     train = table(tmp_path / "a.csv", rows)
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, **options}
     settings = runs.config(task=task, data={"train": train}, batch={"global": 4}, train={"steps": 1})

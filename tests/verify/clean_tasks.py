@@ -45,7 +45,9 @@ class Base(Task):
         from torchmetrics import MetricCollection
         from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-        return MetricCollection({"accuracy": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4, average="macro")})
+        return MetricCollection(
+            {"accuracy": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4, average="macro")}
+        )
 
     def describe(self, output):
         return {"prediction": int(output.argmax()), "probability": round(float(output.max()), 3)}
@@ -67,7 +69,12 @@ class Dropout(Base):
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.drop, self.second, self.last = nn.Linear(12, 24), nn.Dropout(0.2), nn.Linear(24, 24), nn.Linear(24, 4)
+            self.first, self.drop, self.second, self.last = (
+                nn.Linear(12, 24),
+                nn.Dropout(0.2),
+                nn.Linear(24, 24),
+                nn.Linear(24, 4),
+            )
             self.drop_prob = 0.1
 
         def forward(self, inputs):
@@ -204,7 +211,10 @@ class Horizons(Base):
         return {"far": 0.5}
 
     def loss(self, model, batch):
-        losses = functional.binary_cross_entropy_with_logits(model(batch[0]).float(), batch[1].float(), reduction="none") * batch[2].float()
+        losses = (
+            functional.binary_cross_entropy_with_logits(model(batch[0]).float(), batch[1].float(), reduction="none")
+            * batch[2].float()
+        )
         return {"near": losses[:, :3].sum(), "far": losses[:, 3:].sum()}
 
     def metrics(self):
@@ -227,7 +237,9 @@ class Blocks(Base):
         def __init__(self):
             super().__init__()
             self.stem = nn.Linear(12, 16).requires_grad_(False)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(3))
+            self.blocks = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(3)
+            )
             for block in self.blocks:
                 nn.init.zeros_(block[3].weight)
             self.blocks[2][1].weight = self.blocks[1][1].weight

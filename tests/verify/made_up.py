@@ -22,11 +22,17 @@ def bench(answers=None, nproc=2, steps=12, folder=Path("nowhere"), ranks=None, *
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
     given = {"nature": Nature(epsilon=1e-16)} | (answers or {})
     made = {
-        name: [one if isinstance(one, Answer) else Answer(one) for one in (answer if isinstance(answer, list) else [answer])] for name, answer in given.items()
+        name: [
+            one if isinstance(one, Answer) else Answer(one)
+            for one in (answer if isinstance(answer, list) else [answer])
+        ]
+        for name, answer in given.items()
     }
     return Bench(config, nproc, folder, ranks or NoRanks(), steps=steps, _answers=made)
 
 
 def seen(losses=(), **more):
     """What a rank saw of a training with these losses."""
-    return Seen(entries=[{"step": step + 1, "train/loss": loss, "train/skipped": 0} for step, loss in enumerate(losses)], **more)
+    return Seen(
+        entries=[{"step": step + 1, "train/loss": loss, "train/skipped": 0} for step, loss in enumerate(losses)], **more
+    )

@@ -98,7 +98,9 @@ class Mutant:
             return f"task: {' '.join(text.split())}"
         if self.overrides:
             return f"config: {', '.join(self.overrides)}"
-        return "; ".join(f"{target}: `{' '.join(old.split())}` became `{' '.join(new.split())}`" for target, old, new in self.edits)
+        return "; ".join(
+            f"{target}: `{' '.join(old.split())}` became `{' '.join(new.split())}`" for target, old, new in self.edits
+        )
 
 
 MUTANTS: dict[str, Mutant] = {}
@@ -121,15 +123,30 @@ RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').env
 
 # ---- loss: the training goes nowhere
 
-_engine("update with the wrong sign", "loss", (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in run.parameters]; scaler.step(optimizer)"))
+_engine(
+    "update with the wrong sign",
+    "loss",
+    (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in run.parameters]; scaler.step(optimizer)"),
+)
 _engine("update never applied", "loss", (STEP, "scaler.step(optimizer)", "pass"))
-_engine("gradients zeroed before the update", "loss", (STEP, "scaler.step(optimizer)", "optimizer.zero_grad(set_to_none=True); scaler.step(optimizer)"))
+_engine(
+    "gradients zeroed before the update",
+    "loss",
+    (STEP, "scaler.step(optimizer)", "optimizer.zero_grad(set_to_none=True); scaler.step(optimizer)"),
+)
 _engine(
     "optimizer over a copy of the model",
     "loss",
     ("assembly:optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
 )
-_config("learning rate far too high", "loss", "optim.name=SGD", "optim.weight_decay=0", "optim.lr=4000.0", "optim.clip_norm=null")
+_config(
+    "learning rate far too high",
+    "loss",
+    "optim.name=SGD",
+    "optim.weight_decay=0",
+    "optim.lr=4000.0",
+    "optim.clip_norm=null",
+)
 _engine(
     "weights restored before each step",
     "loss",
@@ -150,7 +167,11 @@ _task("other class numbers in evaluation", "metric", "OtherClassNumbers")
 _task("metric of the wrong target", "metric", "WrongTarget")
 _task("predictions from negated logits", "metric", "NegatedLogits")
 _task("loss with the wrong sign", "metric", "Uphill")
-_engine("checkpoint's weights not loaded for evaluation", "metric", ("assembly:load", "states.restore(", "(lambda *_, **__: None)("))
+_engine(
+    "checkpoint's weights not loaded for evaluation",
+    "metric",
+    ("assembly:load", "states.restore(", "(lambda *_, **__: None)("),
+)
 _engine("averages never updated", "metric", (STEP, "run.averages.update()", "pass"), base="ema")
 
 # ---- overfit: not even eight samples
@@ -165,13 +186,28 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 _engine("gradient divided by the world size", "gradients", (STEP, "else world.size)", "else 1)"))
 _engine("gradient multiplied by the world size", "gradients", (STEP, "else world.size)", "else world.size**2)"))
-_engine("loss summed twice", "gradients", ("engine.step:_factors", "coefficients[head] * world", "2 * coefficients[head] * world"))
 _engine(
-    "coefficients applied twice", "gradients", ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "run.coefficients.get(head, 1.0) ** 2"), base="heads"
+    "loss summed twice",
+    "gradients",
+    ("engine.step:_factors", "coefficients[head] * world", "2 * coefficients[head] * world"),
 )
-_engine("coefficients ignored", "gradients", ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "1.0"), base="heads")
 _engine(
-    "one head's units for all heads", "gradients", ("engine.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"), base="heads"
+    "coefficients applied twice",
+    "gradients",
+    ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "run.coefficients.get(head, 1.0) ** 2"),
+    base="heads",
+)
+_engine(
+    "coefficients ignored",
+    "gradients",
+    ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "1.0"),
+    base="heads",
+)
+_engine(
+    "one head's units for all heads",
+    "gradients",
+    ("engine.step:_factors", "totals.get(head, totals.get(SAMPLES, 0.0))", "max(totals.values())"),
+    base="heads",
 )
 _engine(
     "clipped before unscaling",
@@ -180,16 +216,28 @@ _engine(
     (STEP, "set_lr(optimizer, run", "scaler.unscale_(optimizer); set_lr(optimizer, run"),
     base="fp16",
 )
-_engine("clipping left out", "gradients", (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "pass"))
+_engine(
+    "clipping left out",
+    "gradients",
+    (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "pass"),
+)
 _engine(
     "clipped by value",
     "gradients",
-    (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "torch.nn.utils.clip_grad_value_(run.parameters, 0.05)"),
+    (
+        STEP,
+        "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)",
+        "torch.nn.utils.clip_grad_value_(run.parameters, 0.05)",
+    ),
 )
 _engine(
     "norm per parameter",
     "gradients",
-    ("dist.sharding:clip_grads", "nn.utils.clip_grads_with_norm_(held, max_norm, norm)", "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]"),
+    (
+        "dist.sharding:clip_grads",
+        "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
+        "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]",
+    ),
 )
 _engine("zero_grad forgotten", "gradients", (STEP, "optimizer.zero_grad(set_to_none=True)", "pass"))
 _engine(
@@ -199,16 +247,31 @@ _engine(
     base="micro-batches",
 )
 _engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
-_engine("schedule one update late", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"))
-_engine("skipped updates advance the schedule", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"), base="overflow")
+_engine(
+    "schedule one update late",
+    "gradients",
+    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"),
+)
+_engine(
+    "skipped updates advance the schedule",
+    "gradients",
+    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"),
+    base="overflow",
+)
 _engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
-_engine("learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
+_engine(
+    "learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,")
+)
 _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
     (STEP, "run.schedule(outcome.step - run.skipped)", "world.size * run.schedule(outcome.step - run.skipped)"),
 )
-_engine("schedule for half the steps", "gradients", ("run:Trainer._training", "Schedule(total=stop,", "Schedule(total=stop // 2,"))
+_engine(
+    "schedule for half the steps",
+    "gradients",
+    ("run:Trainer._training", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
+)
 _engine(
     "model left in evaluation mode by an evaluation",
     "gradients",
@@ -220,7 +283,12 @@ _engine(
     ("engine.trainer:fit", "run.forward.train()", "run.forward.eval()"),
     base="dropout",
 )
-_engine("norm of the local shard", "gradients", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"), base="fsdp")
+_engine(
+    "norm of the local shard",
+    "gradients",
+    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    base="fsdp",
+)
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
@@ -232,17 +300,44 @@ _task("detached body", "gradients", "DetachedBody", base="unused")
 _task("dead units before a ReLU", "gradients", "DeadUnits")
 _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode")
 _engine(
-    "weight decay applied twice", "gradients", ("assembly:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),")
+    "weight decay applied twice",
+    "gradients",
+    ("assembly:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),"),
 )
-_engine("optimizer arguments ignored", "gradients", ("assembly:optimizer", "groups, rate.args,", "groups, {},"), base="momentum")
-_engine("parameter groups ignored", "gradients", ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"), base="groups")
-_engine("frozen parameters never thawed", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"), base="unfreeze")
-_engine("frozen parameters trained from the start", "gradients", ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"), base="unfreeze")
-_engine("averages updated twice per step", "gradients", (STEP, "run.averages.update()", "run.averages.update(); run.averages.update()"), base="ema")
+_engine(
+    "optimizer arguments ignored",
+    "gradients",
+    ("assembly:optimizer", "groups, rate.args,", "groups, {},"),
+    base="momentum",
+)
+_engine(
+    "parameter groups ignored",
+    "gradients",
+    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"),
+    base="groups",
+)
+_engine(
+    "frozen parameters never thawed",
+    "gradients",
+    ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "False"),
+    base="unfreeze",
+)
+_engine(
+    "frozen parameters trained from the start",
+    "gradients",
+    ("engine.unfreeze:Unfreezing.apply", "step >= self._since[name]", "True"),
+    base="unfreeze",
+)
+_engine(
+    "averages updated twice per step",
+    "gradients",
+    (STEP, "run.averages.update()", "run.averages.update(); run.averages.update()"),
+    base="ema",
+)
 
 # ---- tensors that are read at once, and methods that are set on the object
 
-AT_ONCE, CHUNKS = "data.loader:Chunks.__getitem__", "data.loader:Chunks.__init__"
+AT_ONCE, CHUNKS = "data.loader:MicroBatches.__getitem__", "data.loader:MicroBatches.__init__"
 _engine("neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[rows]", "tensor[rows - 1]"), base="tensors")
 _engine(
     "first row read at once in the place of the last",
@@ -304,7 +399,11 @@ _engine(
     "samples that draw found, and not seeded",
     "gradients",
     (SEEDING, "self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))", "pass"),
-    (SEEDING, "tuple(one for one in GENERATORS if one not in self.drawn)", "tuple(one for one in self._others if one not in found)"),
+    (
+        SEEDING,
+        "tuple(one for one in GENERATORS if one not in self.drawn)",
+        "tuple(one for one in self._others if one not in found)",
+    ),
     base="rarely",
 )
 _engine(
@@ -341,12 +440,20 @@ _engine(
 _engine(
     "outputs in the order of ranks, not of samples",
     "predictions",
-    ("engine.evaluate:predict", "return [merged.get(index) for index in range(plan.length)]", "return list(merged.values())[::-1]"),
+    (
+        "engine.evaluate:predict",
+        "return [merged.get(index) for index in range(plan.length)]",
+        "return list(merged.values())[::-1]",
+    ),
 )
 _engine(
     "prediction in training mode",
     "predictions",
-    ("engine.evaluate:predict", "output = forward(micro.batch, task.predict)", "forward.train(); output = forward(micro.batch, task.predict)"),
+    (
+        "engine.evaluate:predict",
+        "output = forward(micro.batch, task.predict)",
+        "forward.train(); output = forward(micro.batch, task.predict)",
+    ),
     base="norm",
 )
 
@@ -358,18 +465,30 @@ _engine(
     ("assembly:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
     ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
 )
-_engine("gradients never reduced", "probe", ("dist.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"))
+_engine(
+    "gradients never reduced",
+    "probe",
+    ("dist.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"),
+)
 _engine(
     "reduced on the first micro-batch only",
     "probe",
     (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, number == 0, world)"),
     base="micro-batches",
 )
-_engine("learning rate differs per rank", "probe", (OPTIM, 'group["base_lr"] * factor', f'group["base_lr"] * factor * (1 + {RANK} / 1000)'))
+_engine(
+    "learning rate differs per rank",
+    "probe",
+    (OPTIM, 'group["base_lr"] * factor', f'group["base_lr"] * factor * (1 + {RANK} / 1000)'),
+)
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, broadcast_buffers=False,"),
+    (
+        "dist.strategy:wrap",
+        "static_graph=buckets.static_graph,",
+        "static_graph=buckets.static_graph, broadcast_buffers=False,",
+    ),
     ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
     base="norm",
 )
@@ -393,7 +512,10 @@ _engine(
     ),
 )
 _engine(
-    "averages on rank 0 only", "replicas", (STEP, "run.averages is not None and outcome.applied", "run.averages is not None and world.rank == 0"), base="ema"
+    "averages on rank 0 only",
+    "replicas",
+    (STEP, "run.averages is not None and outcome.applied", "run.averages is not None and world.rank == 0"),
+    base="ema",
 )
 _engine(
     "optimizer state differs per rank",
@@ -421,7 +543,11 @@ _engine(
 _engine(
     "weight decay by hand on rank 0",
     "replicas",
-    (STEP, "run.skipped += not outcome.applied", "run.skipped += not outcome.applied; [p.data.mul_(0.9999) for p in run.parameters if world.rank == 0]"),
+    (
+        STEP,
+        "run.skipped += not outcome.applied",
+        "run.skipped += not outcome.applied; [p.data.mul_(0.9999) for p in run.parameters if world.rank == 0]",
+    ),
 )
 
 # ---- ranks: another model on two than on one
@@ -444,31 +570,64 @@ _engine(
     "ranks",
     ("dist.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
     ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), "Task.loss", world)', "tuple(losses)"),
-    ("engine.meter:Meter.entry", "for head in sorted(sums)}", "for head in sums}"),
+    ("engine.meter:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
 _engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
-_engine("filler's weight counted", "ranks", ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"), base="few-masked")
-_engine("augmentation seeded per rank", "ranks", ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", f"mix(index, {RANK}, state=of_epoch)"))
 _engine(
-    "order seeded with the world size", "ranks", ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch")
+    "filler's weight counted",
+    "ranks",
+    ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
+    base="few-masked",
 )
 _engine(
-    "a rank drops its last micro-batch", "ranks", (STEP, "0 if micro.filler else world.size", "0 if micro.filler or (last and world.rank == 1) else world.size")
+    "augmentation seeded per rank",
+    "ranks",
+    (
+        "data.loader:MicroBatches._read_one",
+        "derive_seed(index, state=of_epoch)",
+        f"derive_seed(index, {RANK}, state=of_epoch)",
+    ),
 )
-_engine("initial weights depend on the world size", "ranks", ("assembly:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"))
-_engine("a partial batch is divided by the full size", "gradients", ("engine.step:_count", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"))
+_engine(
+    "order seeded with the world size",
+    "ranks",
+    ("data.order:StepPlan._block", "self.length, self.seed, epoch", "self.length, self.seed + self.world, epoch"),
+)
+_engine(
+    "a rank drops its last micro-batch",
+    "ranks",
+    (STEP, "0 if micro.filler else world.size", "0 if micro.filler or (last and world.rank == 1) else world.size"),
+)
+_engine(
+    "initial weights depend on the world size",
+    "ranks",
+    ("assembly:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"),
+)
+_engine(
+    "a partial batch is divided by the full size",
+    "gradients",
+    ("engine.step:_count", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
+)
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
 _task("loss depends on the rank", "ranks", "PerRankLoss")
 _task("samples influence each other", "ranks", "CoupledLoss")
 
 # ---- accumulation: another model with several micro-batches
 
-_engine("gradient of the last micro-batch only", "accumulation", (STEP, "outcome.losses.append(", "last or run.forward.zero_grad()\noutcome.losses.append("))
+_engine(
+    "gradient of the last micro-batch only",
+    "accumulation",
+    (STEP, "outcome.losses.append(", "last or run.forward.zero_grad()\noutcome.losses.append("),
+)
 _engine(
     "mean of means over micro-batches",
     "accumulation",
-    (STEP, "factors, rest = _factors(", "totals = {'': micro.samples * world.size * len(micros)}\nfactors, rest = _factors("),
+    (
+        STEP,
+        "factors, rest = _factors(",
+        "totals = {'': micro.samples * world.size * len(micros)}\nfactors, rest = _factors(",
+    ),
 )
 _engine(
     "divided by the number of micro-batches as well",
@@ -478,14 +637,22 @@ _engine(
 _engine(
     "clipped after each micro-batch",
     "accumulation",
-    (STEP, "outcome.losses.append(", "last or torch.nn.utils.clip_grad_norm_(run.parameters, run.clip_norm / len(micros))\noutcome.losses.append("),
+    (
+        STEP,
+        "outcome.losses.append(",
+        "last or torch.nn.utils.clip_grad_norm_(run.parameters, run.clip_norm / len(micros))\noutcome.losses.append(",
+    ),
 )
 _engine(
     "an update after each micro-batch",
     "accumulation",
     (STEP, "outcome.losses.append(", "last or (optimizer.step(), optimizer.zero_grad())\noutcome.losses.append("),
 )
-_engine("one micro-batch twice", "accumulation", (STEP, "run.forward(micro.batch)", "run.forward(micros[max(0, number - (number == 2))].batch)"))
+_engine(
+    "one micro-batch twice",
+    "accumulation",
+    (STEP, "run.forward(micro.batch)", "run.forward(micros[max(0, number - (number == 2))].batch)"),
+)
 _task("mean where a sum is asked for", "accumulation", "MeanLoss")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
 _task("mean in one of two heads", "accumulation", "MeanOfOneHead", base="heads")
@@ -496,7 +663,9 @@ _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 # ---- strategies: another model with shards than with replicas
 
 _engine(
-    "norm of the local shard under the other strategy", "strategies", ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,")
+    "norm of the local shard under the other strategy",
+    "strategies",
+    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
 )
 _engine(
     "a row lost where shards are filled",
@@ -513,7 +682,11 @@ _engine(
     ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [] if sharded else groups,"),
     base="groups",
 )
-_engine("gradients of shards summed instead of averaged", "strategies", (STEP, "else world.size)", "else world.size * (1 + strategy.is_sharded(run.forward)))"))
+_engine(
+    "gradients of shards summed instead of averaged",
+    "strategies",
+    (STEP, "else world.size)", "else world.size * (1 + strategy.is_sharded(run.forward)))"),
+)
 _engine(
     "shards drawn anew on each rank",
     "strategies",
@@ -535,7 +708,11 @@ _engine(
 _engine(
     "gather that misses a row",
     "strategies",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "buffer.copy_(rows.local.roll(1, 0) if rows.writer else rows.local)"),
+    (
+        "checkpoint.saver:Saver._stage",
+        "buffer.copy_(rows.local, non_blocking=True)",
+        "buffer.copy_(rows.local.roll(1, 0) if rows.writer else rows.local)",
+    ),
 )
 
 # ---- resume: another model after a kill
@@ -543,25 +720,53 @@ _engine(
 _engine(
     "optimizer state not restored",
     "resume",
-    ("checkpoint.state:restore", "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value", "pass"),
+    (
+        "checkpoint.state:restore",
+        "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value",
+        "pass",
+    ),
 )
-_engine("optimizer state not saved", "resume", ("checkpoint.state:capture", "in slots.items()}", "in slots.items() if 'exp' not in slot}"))
+_engine(
+    "optimizer state not saved",
+    "resume",
+    ("checkpoint.state:capture", "in slots.items()}", "in slots.items() if 'exp' not in slot}"),
+)
 _engine(
     "optimizer's step counter not restored",
     "resume",
-    ("checkpoint.state:restore", "on_host = slot ==", "tensor = torch.ones_like(tensor) if slot == 'step' else tensor; on_host = slot =="),
+    (
+        "checkpoint.state:restore",
+        "on_host = slot ==",
+        "tensor = torch.ones_like(tensor) if slot == 'step' else tensor; on_host = slot ==",
+    ),
 )
 _engine(
     "schedule restarts",
     "resume",
-    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step - run.skipped - run.__dict__.setdefault('begun', outcome.step))"),
+    (
+        STEP,
+        "run.schedule(outcome.step - run.skipped)",
+        "run.schedule(outcome.step - run.skipped - run.__dict__.setdefault('begun', outcome.step))",
+    ),
 )
-_engine("a step skipped", "resume", ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step + (found is not None), stop)"))
-_engine("a step repeated", "resume", ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step - (found is not None), stop)"))
+_engine(
+    "a step skipped",
+    "resume",
+    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step + (found is not None), stop)"),
+)
+_engine(
+    "a step repeated",
+    "resume",
+    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step - (found is not None), stop)"),
+)
 _engine(
     "epoch begun anew",
     "resume",
-    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step // plan.steps_per_epoch * plan.steps_per_epoch, stop)"),
+    (
+        "run:Trainer._training",
+        "world.rank, run.step, stop)",
+        "world.rank, run.step // plan.steps_per_epoch * plan.steps_per_epoch, stop)",
+    ),
 )
 _engine("step counter one ahead", "resume", ("run:Trainer._resume", "= found.step, found", "= found.step + 1, found"))
 _engine(
@@ -570,7 +775,12 @@ _engine(
     ("run:Trainer._save_function", '"step": run.step,', '"step": run.step - 1,'),
     ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
 )
-_engine("dropout not a function of progress", "resume", ("data.randomness:seed_forward", "seed_all(seed)", "pass"), base="dropout-workers")
+_engine(
+    "dropout not a function of progress",
+    "resume",
+    ("data.randomness:seed_forward", "seed_all(seed)", "pass"),
+    base="dropout-workers",
+)
 _engine(
     "NumPy not seeded before a forward pass",
     "resume",
@@ -580,54 +790,100 @@ _engine(
 _engine(
     "Python's random not seeded before a forward pass",
     "resume",
-    ("data.randomness:seed_forward", "seed_all(seed)", "torch.default_generator.manual_seed(seed); np.random.seed(seed & 0xFFFFFFFF)"),
+    (
+        "data.randomness:seed_forward",
+        "seed_all(seed)",
+        "torch.default_generator.manual_seed(seed); np.random.seed(seed & 0xFFFFFFFF)",
+    ),
     base="mixed-in-loss-by-python",
 )
 _engine(
     "forward passes seeded by the steps of this process",
     "resume",
-    (STEP, "mix(run.seed, outcome.step,", "mix(run.seed, run.__dict__.setdefault('count', []).append(0) or len(run.count),"),
+    (
+        STEP,
+        "derive_seed(run.seed, outcome.step,",
+        "derive_seed(run.seed, run.__dict__.setdefault('count', []).append(0) or len(run.count),",
+    ),
     base="dropout",
 )
 _engine(
     "collate not seeded",
     "resume",
     (AT_ONCE, "if self.collates:", "if False:"),
-    (AT_ONCE, "self.seeding.begin(mix(self.seed, chunk.epoch))", "pass"),
+    (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, chunk.epoch))", "pass"),
     (AT_ONCE, "if not self.seeding.found_more():", "if True:"),
     base="mixed-in-collate",
 )
 _engine(
     "collate seeded by the batches of this process",
     "resume",
-    (AT_ONCE, "chunk.indices[0], _OF_A_BATCH", "self.__dict__.setdefault('count', []).append(0) or len(self.count), _OF_A_BATCH"),
+    (
+        AT_ONCE,
+        "chunk.indices[0], _OF_A_BATCH",
+        "self.__dict__.setdefault('count', []).append(0) or len(self.count), _OF_A_BATCH",
+    ),
     base="mixed-in-collate",
 )
-_engine("averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema")
-_engine("averages not restored", "resume", ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"), base="ema")
-_engine("loss scale not restored", "resume", ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"), base="overflow")
-_engine("number of skipped updates not restored", "resume", ("run:Trainer._resume", 'found.manifest["skipped"]', "0"), base="overflow")
+_engine(
+    "averages not saved", "resume", ("checkpoint.state:capture", "(averages or {}).items()", "{}.items()"), base="ema"
+)
+_engine(
+    "averages not restored",
+    "resume",
+    ("checkpoint.state:restore", "local(averages[rest]).copy_(tensor)", "pass"),
+    base="ema",
+)
+_engine(
+    "loss scale not restored",
+    "resume",
+    ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"),
+    base="overflow",
+)
+_engine(
+    "number of skipped updates not restored",
+    "resume",
+    ("run:Trainer._resume", 'found.manifest["skipped"]', "0"),
+    base="overflow",
+)
 _engine(
     "asynchronous save without a copy",
     "resume",
     ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "rows.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
-_engine("rank 0's shard only", "resume", ("checkpoint.saver:Saver._stage", "if rows.writer and", "if rows.writer and self.world.rank == 0 and"), base="fsdp")
+_engine(
+    "rank 0's shard only",
+    "resume",
+    ("checkpoint.saver:Saver._stage", "if rows.writer and", "if rows.writer and self.world.rank == 0 and"),
+    base="fsdp",
+)
 _engine(
     "rank 0 alone restored",
     "resume",
-    ("run:Trainer._resume", "states.restore(files.read(", "self.run_dir.exists() and run.world.rank == 0 and states.restore(files.read("),
+    (
+        "run:Trainer._resume",
+        "states.restore(files.read(",
+        "self.run_dir.exists() and run.world.rank == 0 and states.restore(files.read(",
+    ),
 )
 _engine(
     "augmentation seeded by the steps of this process",
     "resume",
-    ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))"),
+    (
+        "data.loader:MicroBatches._read_one",
+        "derive_seed(index, state=of_epoch)",
+        "derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))",
+    ),
 )
 _engine(
     "momentum not restored",
     "resume",
-    ("checkpoint.state:restore", "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value", "pass"),
+    (
+        "checkpoint.state:restore",
+        "optimizer.state[parameter][slot] = like(value, parameter) if sharded else value",
+        "pass",
+    ),
     base="momentum",
 )
 
@@ -665,8 +921,8 @@ _engine(
     "elastic",
     (
         "run:Trainer._training",
-        "Feed(loader, plan,",
-        "Feed(loader, plan if found is None else __import__('dataclasses').replace("
+        "StepIterator(loader, plan,",
+        "StepIterator(loader, plan if found is None else __import__('dataclasses').replace("
         "plan, seed=plan.seed + world.size - found.manifest['versions']['world'], _cached=None),",
     ),
 )
@@ -703,32 +959,68 @@ _engine(
         "return order[start - first * _BLOCK : stop - first * _BLOCK], epoch",
         "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], min(self.global_batch, self.length)), epoch",
     ),
-    ("data.order:StepPlan.samples", "min(self.global_batch, self.length - start)", "min(self.global_batch, self.length)"),
+    (
+        "data.order:StepPlan.samples",
+        "min(self.global_batch, self.length - start)",
+        "min(self.global_batch, self.length)",
+    ),
 )
-_engine("tail dropped", "samples", ("data.order:StepPlan.steps_per_epoch", "-(-self.length // self.global_batch)", "max(1, self.length // self.global_batch)"))
+_engine(
+    "tail dropped",
+    "samples",
+    (
+        "data.order:StepPlan.steps_per_epoch",
+        "-(-self.length // self.global_batch)",
+        "max(1, self.length // self.global_batch)",
+    ),
+)
 _engine("same order in every epoch", "samples", ("data.order:StepPlan._block", "self.seed, epoch)", "self.seed, 0)"))
-_engine("no shuffling", "samples", ("data.order:StepPlan._block", "permute(places, self.length, self.seed, epoch)", "places.copy()"))
-_engine("order drawn per rank", "samples", ("data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"))
-_engine("all ranks read rank 0's share", "samples", ("data.order:cut_rank", "number = turn * world + place", "number = turn * world"))
+_engine(
+    "no shuffling",
+    "samples",
+    ("data.order:StepPlan._block", "permute(places, self.length, self.seed, epoch)", "places.copy()"),
+)
+_engine(
+    "order drawn per rank",
+    "samples",
+    ("data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"),
+)
+_engine(
+    "all ranks read rank 0's share",
+    "samples",
+    ("data.order:split_for_rank", "number = turn * world + place", "number = turn * world"),
+)
 _engine(
     "shares overlap by one sample",
     "samples",
-    ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[max(0, start - 1) : start + size + (number < extra)]"),
+    (
+        "data.order:split_for_rank",
+        "indices[start : start + size + (number < extra)]",
+        "indices[max(0, start - 1) : start + size + (number < extra)]",
+    ),
 )
 _engine(
     "last sample of a share dropped",
     "samples",
-    ("data.order:cut_rank", "indices[start : start + size + (number < extra)]", "indices[start : start + max(1, size + (number < extra) - 1)]"),
+    (
+        "data.order:split_for_rank",
+        "indices[start : start + size + (number < extra)]",
+        "indices[start : start + max(1, size + (number < extra) - 1)]",
+    ),
 )
 _engine(
     "each sample of odd number read as its neighbour",
     "gradients",
-    ("data.loader:Chunks._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
+    ("data.loader:MicroBatches._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
 )
 _engine(
     "neighbours where the data set reads many at once",
     "gradients",
-    ("data.loader:Chunks._read_all", "self.read_many(list(indices))", "self.read_many([index - 1 for index in indices])"),
+    (
+        "data.loader:MicroBatches._read_all",
+        "self.read_many(list(indices))",
+        "self.read_many([index - 1 for index in indices])",
+    ),
     base="many",
 )
 _engine(
@@ -737,16 +1029,32 @@ _engine(
     ("run:Trainer._plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
-_engine("every epoch prepared as the first", "gradients", ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(self.seed, 0, index)"))
-_engine("training samples prepared as for evaluation", "gradients", ("data.loader:Chunks._read_one", "epoch, self.training)", "epoch, False)"))
+_engine(
+    "every epoch prepared as the first",
+    "gradients",
+    ("data.loader:MicroBatches._read_one", "derive_seed(index, state=of_epoch)", "derive_seed(self.seed, 0, index)"),
+)
+_engine(
+    "training samples prepared as for evaluation",
+    "gradients",
+    ("data.loader:MicroBatches._read_one", "epoch, self.training)", "epoch, False)"),
+)
 
 # ---- evaluation: another number than one plain loop gives
 
-_engine("duplicates in the last batch", "evaluation", ("engine.evaluate:evaluate", "if micro.filler:\n            continue", "micro.filler = False"))
+_engine(
+    "duplicates in the last batch",
+    "evaluation",
+    ("engine.evaluate:evaluate", "if micro.filler:\n            continue", "micro.filler = False"),
+)
 _engine(
     "partial last batch dropped",
     "evaluation",
-    ("data.order:EvaluationPlan.chunks", "range(0, self.length, self.micro_batch)]", "range(0, self.length - self.micro_batch + 1, self.micro_batch)]"),
+    (
+        "data.order:EvaluationPlan.chunks",
+        "range(0, self.length, self.micro_batch)]",
+        "range(0, self.length - self.micro_batch + 1, self.micro_batch)]",
+    ),
 )
 _engine(
     "mean of the ranks' means",
@@ -769,12 +1077,27 @@ _engine(
 _engine(
     "random numbers of an evaluation not seeded",
     "evaluation",
-    ("engine.evaluate:_forwards", "seed_forward(mix(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)", "pass"),
+    (
+        "engine.evaluate:_forwards",
+        "seed_forward(derive_seed(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)",
+        "pass",
+    ),
     base="mixed-in-loss",
 )
-_engine("rank 0's metric states only", "evaluation", ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"))
-_engine("evaluation in training mode", "evaluation", ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"), base="dropout")
-_engine("augmented evaluation samples", "evaluation", ("run:Trainer._evaluation_data", "training=False", "training=True"))
+_engine(
+    "rank 0's metric states only",
+    "evaluation",
+    ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
+)
+_engine(
+    "evaluation in training mode",
+    "evaluation",
+    ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"),
+    base="dropout",
+)
+_engine(
+    "augmented evaluation samples", "evaluation", ("run:Trainer._evaluation_data", "training=False", "training=True")
+)
 _engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.rank]", "[0]"))
 _engine(
     "metrics not reset",
@@ -797,14 +1120,22 @@ _engine(
 
 # ---- collectives: more talk than needed
 
-_engine("reduced after every micro-batch", "collectives", (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"))
+_engine(
+    "reduced after every micro-batch",
+    "collectives",
+    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"),
+)
 _engine(
     "reduced after every micro-batch under FSDP",
     "collectives",
     (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"),
     base="fsdp",
 )
-_engine("loss read in every step", "collectives", (STEP, "outcome.losses.append(", "sum(value.item() for value in losses.values())\noutcome.losses.append("))
+_engine(
+    "loss read in every step",
+    "collectives",
+    (STEP, "outcome.losses.append(", "sum(value.item() for value in losses.values())\noutcome.losses.append("),
+)
 _engine(
     "norm read in every step",
     "collectives",
@@ -813,7 +1144,11 @@ _engine(
 _engine(
     "gradients reduced once more",
     "collectives",
-    (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in run.parameters]"),
+    (
+        STEP,
+        "scaler.unscale_(optimizer)",
+        "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in run.parameters]",
+    ),
 )
 _engine(
     "units counted for each micro-batch",
@@ -831,7 +1166,9 @@ _engine(
     ),
 )
 _engine(
-    "a barrier in every step", "collectives", (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); world.size > 1 and torch.distributed.barrier()")
+    "a barrier in every step",
+    "collectives",
+    (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); world.size > 1 and torch.distributed.barrier()"),
 )
 _engine(
     "losses gathered as objects in every step",
@@ -841,7 +1178,11 @@ _engine(
 _engine(
     "weights broadcast in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, run", "world.broadcast_tensors([p.detach() for p in run.parameters]); set_lr(optimizer, run"),
+    (
+        STEP,
+        "set_lr(optimizer, run",
+        "world.broadcast_tensors([p.detach() for p in run.parameters]); set_lr(optimizer, run",
+    ),
 )
 
 # ---- determinism: another result the second time
@@ -853,7 +1194,7 @@ _task("augmentation seeded with the clock", "determinism", "TimedNoise")
 _engine(
     "dropout seeded with the clock",
     "determinism",
-    (STEP, "seed_forward(mix(run.seed,", "seed_forward(mix(__import__('time').perf_counter_ns(),"),
+    (STEP, "seed_forward(derive_seed(run.seed,", "seed_forward(derive_seed(__import__('time').perf_counter_ns(),"),
     base="dropout",
 )
 _engine(
@@ -868,13 +1209,21 @@ _engine(
 _engine(
     "samples seeded per process",
     "determinism",
-    ("data.loader:Chunks._read_one", "mix(index, state=of_epoch)", "mix(index, id(self), state=of_epoch)"),
+    (
+        "data.loader:MicroBatches._read_one",
+        "derive_seed(index, state=of_epoch)",
+        "derive_seed(index, id(self), state=of_epoch)",
+    ),
     base="workers",
 )
 _engine(
     "order seeded with the clock",
     "determinism",
-    ("run:Trainer._plan", "world.size, config.seed,", "world.size, world.broadcast(__import__('time').perf_counter_ns()),"),
+    (
+        "run:Trainer._plan",
+        "world.size, config.seed,",
+        "world.size, world.broadcast(__import__('time').perf_counter_ns()),",
+    ),
 )
 _task("augmentation from one generator of the task", "ranks", "OneGenerator")
 
@@ -937,7 +1286,9 @@ def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeTyp
         assert source.count(old) == 1, f"{function.__qualname__} holds {old!r} {source.count(old)} times"
         line = source[: source.index(old)].rpartition("\n")[2]
         indent = " " * (len(line + old.split("\n")[0]) - len((line + old.split("\n")[0]).lstrip()))
-        source = source.replace(old, new.rstrip("\n").replace("\n", f"\n{indent}") + ("\n" if new.endswith("\n") else ""))
+        source = source.replace(
+            old, new.rstrip("\n").replace("\n", f"\n{indent}") + ("\n" if new.endswith("\n") else "")
+        )
     text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(source)
     compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
     return next(one for one in compiled.co_consts if isinstance(one, CodeType) and one.co_name == function.__name__)
@@ -969,7 +1320,9 @@ class Found:
         return [name for name, one in self.verdicts.items() if one.status == "fault"]
 
 
-def judge_clean(base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
+def judge_clean(
+    base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
+) -> Found:
     """What verify says of a base as it is."""
     from lockstep.verify import trial
 
@@ -983,13 +1336,17 @@ def judge(name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc
     return _judge(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
 
 
-def _judge(config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int) -> Found:
+def _judge(
+    config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int
+) -> Found:
     from lockstep.errors import LockstepError
     from lockstep.verify import command
 
     begun = time.perf_counter()
     try:
-        result = command.verify(config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks)
+        result = command.verify(
+            config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks
+        )
         return Found({one.name: one for one in result.verdicts}, time.perf_counter() - begun)
     except LockstepError as error:
         return Found({}, time.perf_counter() - begun, str(error))

@@ -21,7 +21,9 @@ class Small(Task):
 
     def train_data(self):
         generator = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(self.length, 3, generator=generator), torch.randn(self.length, 2, generator=generator))
+        return TensorDataset(
+            torch.randn(self.length, 3, generator=generator), torch.randn(self.length, 2, generator=generator)
+        )
 
     def loss(self, model, batch):
         return (model(batch[0]) - batch[1]).square().sum()
@@ -32,7 +34,9 @@ class Noisy(Small):
 
     def loss(self, model, batch):
         outputs = model(batch[0])
-        return (outputs + 0.1 * torch.randn_like(outputs) - batch[1]).square().sum() + 0.0 * torch.bernoulli(torch.full((1,), 0.5)).sum()
+        return (outputs + 0.1 * torch.randn_like(outputs) - batch[1]).square().sum() + 0.0 * torch.bernoulli(
+            torch.full((1,), 0.5)
+        ).sum()
 
 
 class PythonsRandom(Small):
@@ -49,7 +53,12 @@ class Attention(Small):
     """Attention without dropout, which draws nothing."""
 
     def model(self):
-        return nn.Sequential(nn.Unflatten(1, (3, 1)), nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True), nn.Flatten(), nn.Linear(3, 2))
+        return nn.Sequential(
+            nn.Unflatten(1, (3, 1)),
+            nn.TransformerEncoderLayer(1, 1, 2, dropout=0.0, batch_first=True),
+            nn.Flatten(),
+            nn.Linear(3, 2),
+        )
 
 
 class Mean(Small):
@@ -145,7 +154,9 @@ class Single(Small):
 
 class Normed(Small):
     def model(self):
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        return nn.Sequential(
+            nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+        )
 
 
 class Unfixable(Small):
@@ -332,7 +343,9 @@ class AroundTheOutput(Classes):
     """A loss that does not come from what the model returns."""
 
     def loss(self, model, batch):
-        return functional.cross_entropy(functional.linear(batch[0], model.weight, model.bias), batch[1], reduction="sum")
+        return functional.cross_entropy(
+            functional.linear(batch[0], model.weight, model.bias), batch[1], reduction="sum"
+        )
 
 
 class OutputIgnored(AroundTheOutput):
@@ -357,7 +370,9 @@ class LearnsNothing(Classes):
 
     def loss(self, model, batch):
         outputs = model(batch[0])
-        return (outputs - outputs.detach()).sum() + functional.cross_entropy(outputs.detach(), batch[1], reduction="sum")
+        return (outputs - outputs.detach()).sum() + functional.cross_entropy(
+            outputs.detach(), batch[1], reduction="sum"
+        )
 
 
 class NotBuilt(Classes):

@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep import Task
-from lockstep.data.loader import Chunks
-from lockstep.data.order import Chunk
+from lockstep.data.loader import MicroBatches
+from lockstep.data.order import MicroBatchPlan
 from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, Silenced, _part, batch_norms, fix, in_double, silence, total
 from tests import own_tasks
@@ -51,7 +51,20 @@ def attend_with_weights(model, hidden):
     sequence = hidden.view(-1, 3, 4).transpose(0, 1)
     weights = torch.linspace(-1, 1, 64).view(16, 4)
     mixed, _ = functional.multi_head_attention_forward(
-        sequence, sequence, sequence, 4, 2, weights[:12], None, None, None, False, 0.5, weights[12:], None, training=model.training
+        sequence,
+        sequence,
+        sequence,
+        4,
+        2,
+        weights[:12],
+        None,
+        None,
+        None,
+        False,
+        0.5,
+        weights[12:],
+        None,
+        training=model.training,
     )
     return mixed.transpose(0, 1).reshape(-1, 12)
 
@@ -68,7 +81,11 @@ class Encoder(nn.Module):
 class Attention(nn.Module):
     def __init__(self, need_weights):
         super().__init__()
-        self.inner, self.last, self.need_weights = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True), nn.Linear(12, 4), need_weights
+        self.inner, self.last, self.need_weights = (
+            nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True),
+            nn.Linear(12, 4),
+            need_weights,
+        )
 
     def forward(self, inputs):
         sequence = inputs.view(-1, 3, 4)
@@ -125,9 +142,13 @@ FUNCTIONS = {
     "torch.alpha_dropout": lambda model, hidden: torch.alpha_dropout(hidden, 0.5, model.training),
     "dropout1d": lambda model, hidden: functional.dropout1d(hidden.view(-1, 3, 4), 0.5, model.training).flatten(1),
     "dropout2d": lambda model, hidden: functional.dropout2d(hidden.view(-1, 3, 2, 2), 0.5, model.training).flatten(1),
-    "dropout3d": lambda model, hidden: functional.dropout3d(hidden.view(-1, 3, 2, 2, 1), 0.5, model.training).flatten(1),
+    "dropout3d": lambda model, hidden: functional.dropout3d(hidden.view(-1, 3, 2, 2, 1), 0.5, model.training).flatten(
+        1
+    ),
     "alpha_dropout": lambda model, hidden: functional.alpha_dropout(hidden, 0.5, model.training),
-    "feature_alpha_dropout": lambda model, hidden: functional.feature_alpha_dropout(hidden.view(-1, 3, 4), 0.5, model.training).flatten(1),
+    "feature_alpha_dropout": lambda model, hidden: functional.feature_alpha_dropout(
+        hidden.view(-1, 3, 4), 0.5, model.training
+    ).flatten(1),
     "attention": lambda model, hidden: attend(model, hidden, dropout_p=0.5),
     "attention in order": lambda model, hidden: attend(model, hidden, None, 0.5),
     "attention in order, causal": lambda model, hidden: attend(model, hidden, None, 0.5, True),
@@ -168,7 +189,9 @@ def test_a_pass_with_dropout_is_the_same_twice_in_train_mode(name):
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("AlphaDropout", "FeatureAlphaDropout", "stochastic depth")])
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name not in ("AlphaDropout", "FeatureAlphaDropout", "stochastic depth")]
+)
 def test_without_dropout_a_module_is_what_it_is_in_evaluation(name):
     torch.manual_seed(0)
     exact = Adjusted(Around(MODULES[name]), EXACT)
@@ -200,7 +223,14 @@ def test_a_function_of_the_user_that_is_named_dropout_is_left_alone():
 
 
 def test_how_many_probabilities_were_there_is_counted():
-    model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.0), nn.LSTM(2, 2, 2, dropout=0.1), nn.MultiheadAttention(4, 2, dropout=0.2), Depth(), nn.Linear(2, 2))
+    model = nn.Sequential(
+        nn.Dropout(0.5),
+        nn.Dropout(0.0),
+        nn.LSTM(2, 2, 2, dropout=0.1),
+        nn.MultiheadAttention(4, 2, dropout=0.2),
+        Depth(),
+        nn.Linear(2, 2),
+    )
     assert silence(model) == 4
     assert silence(model) == 0
     assert model[4].p == 0.25
@@ -256,10 +286,12 @@ def test_what_is_not_adjusted_is_the_tasks_own_method():
     assert Adjusted(task, EXACT).prepare is task.prepare
 
 
-@pytest.mark.parametrize("how", [Adjustment(part=20), EXACT, Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)])
+@pytest.mark.parametrize(
+    "how", [Adjustment(part=20), EXACT, Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)]
+)
 @pytest.mark.parametrize("kind", [clean_tasks.Base, clean_tasks.Augmented, clean_tasks.Tokens])
 def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
-    training, verifying = (Chunks(task.train_data(), task, 0, True) for task in (kind(), Adjusted(kind(), how)))
+    training, verifying = (MicroBatches(task.train_data(), task, 0, True) for task in (kind(), Adjusted(kind(), how)))
     assert (verifying.at_once, verifying.collates) == (training.at_once, training.collates)
     assert verifying.prepares == training.prepares
     assert (verifying.read_many is None) == (training.read_many is None)
@@ -272,7 +304,7 @@ def test_methods_on_the_object_are_used_with_a_data_set_of_tensors(how):
     task.prepare = lambda sample, epoch, training: (sample[0] + 1, sample[1])
     task.collate = lambda samples: default_collate(samples)[::-1]
     made = Adjusted(task, how)
-    labels, inputs = Chunks(made.train_data(), made, 0, True)[Chunk((3, 1), 0, False)].batch
+    labels, inputs = MicroBatches(made.train_data(), made, 0, True)[MicroBatchPlan((3, 1), 0, False)].batch
     rows = [1, 3] if how.reverse else [3, 1]
     expected = task.train_data().tensors
     assert torch.equal(inputs, expected[0][rows] + 1)
@@ -338,13 +370,18 @@ def test_double_converts_the_model_and_the_batch():
     exact = Adjusted(plain, Adjustment(exact=True, double=True))
     model, batch = exact.model(), batch_of(exact)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
-    assert [tensor.dtype for tensor in batch] == [torch.float32, torch.int64]  # as in training: where it is used, it is converted
+    assert [tensor.dtype for tensor in batch] == [
+        torch.float32,
+        torch.int64,
+    ]  # as in training: where it is used, it is converted
     output = exact.predict(model, batch)
     exact.weight(batch)
     exact.update_metrics(None, output, batch)
     exact.loss_and_output(model, batch)
     assert exact.loss(model, batch).dtype == torch.float64
-    assert plain.seen == {name: [torch.float64, torch.int64] for name in ("weight", "loss", "predict", "update_metrics")}
+    assert plain.seen == {
+        name: [torch.float64, torch.int64] for name in ("weight", "loss", "predict", "update_metrics")
+    }
     plain.seen.clear()
     Adjusted(plain, EXACT).loss(plain.model(), batch)
     assert plain.seen == {"loss": [torch.float32, torch.int64]}
@@ -446,7 +483,7 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
     model = forth.model()
     one, other = batch_of(forth), batch_of(back)
     assert torch.equal(one[0], other[0].flip(0))
-    assert [Chunks(task.train_data(), task, 0, True).at_once for task in (forth, back)] == [True, False]
+    assert [MicroBatches(task.train_data(), task, 0, True).at_once for task in (forth, back)] == [True, False]
     assert not torch.equal(one[0], other[0])
     torch.testing.assert_close(forth.loss(model, one), back.loss(model, other), rtol=1e-12, atol=0)
 

@@ -47,7 +47,17 @@ def call(monkeypatch, tmp_path):
     """The command line, with ranks in this process."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "Ranks", Here)
-    options = ["batch.global=24", "optim.lr=0.05", "log.tensorboard=false", "device=cpu", "--nproc", "1", "--quick", "--run-dir", "out"]
+    options = [
+        "batch.global=24",
+        "optim.lr=0.05",
+        "log.tensorboard=false",
+        "device=cpu",
+        "--nproc",
+        "1",
+        "--quick",
+        "--run-dir",
+        "out",
+    ]
     return lambda name, *more, file=ODD: CliRunner().invoke(app, ["verify", f"{file}:{name}", *options, *more])
 
 
@@ -80,7 +90,10 @@ def test_as_a_rank_of_a_launcher_it_is_refused(call, monkeypatch):
     assert "verify starts its own ranks" in done.stderr
 
 
-@pytest.mark.parametrize(("option", "words"), [("--checks=lss", "did you mean loss?"), ("--steps=1", "too few"), ("--nproc=none", "not a number of ranks")])
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("--checks=lss", "did you mean loss?"), ("--steps=1", "too few"), ("--nproc=none", "not a number of ranks")],
+)
 def test_wrong_options_end_with_code_2(call, option, words):
     done = call("Classes", option)
     assert done.exit_code == 2
@@ -110,7 +123,10 @@ def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
     page = (tmp_path / "out" / "verify.html").read_text()
     assert page.startswith("<!")
     assert "does not fall" in page
-    assert sorted(path.name for path in (tmp_path / "out").glob("[!.]*")) == ["verify.html", "verify.json"]  # the log is the ranks'
+    assert sorted(path.name for path in (tmp_path / "out").glob("[!.]*")) == [
+        "verify.html",
+        "verify.json",
+    ]  # the log is the ranks'
 
 
 def test_what_is_not_shown_is_no_fault(monkeypatch, call):
@@ -129,7 +145,9 @@ def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "verify", stub)
-    done = CliRunner().invoke(app, ["verify", "toy", "batch.per_rank=5", "batch.accumulate=2", "--checks", "loss,,ranks ", "--steps", "6"])
+    done = CliRunner().invoke(
+        app, ["verify", "toy", "batch.per_rank=5", "batch.accumulate=2", "--checks", "loss,,ranks ", "--steps", "6"]
+    )
     assert done.exit_code == 0, done.stderr
     assert given["config"]["batch"] == {"global": 20, "micro": 5, "per_rank": None, "accumulate": None}
     assert (given["nproc"], given["checks"], given["quick"], given["steps"]) == (2, ["loss", "ranks"], False, 6)
@@ -139,7 +157,11 @@ def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):
 def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
     made = []
     for name in CHECKS:
-        monkeypatch.setitem(CHECKS, name, lambda bench, name=name: made.append((name, bench.steps, bench.learning_steps)) or passed("good"))
+        monkeypatch.setitem(
+            CHECKS,
+            name,
+            lambda bench, name=name: made.append((name, bench.steps, bench.learning_steps)) or passed("good"),
+        )
     result, told = verify(tmp_path, checks=())
     assert made == [(name, 8, 40) for name in CHECKS]
     assert [verdict.name for verdict in result.verdicts] == list(CHECKS)
@@ -155,7 +177,9 @@ def test_a_task_that_does_not_run_is_said_before_anything_is_judged(tmp_path, na
         verify(tmp_path, name)
     assert not isinstance(caught.value, UsageError)
     assert caught.value.where == str(tmp_path / "verify.log")
-    assert {"Raises": "ValueError: the sheep are asleep", "NotBuilt": "RuntimeError: no model today"}[name] in caught.value.what
+    assert {"Raises": "ValueError: the sheep are asleep", "NotBuilt": "RuntimeError: no model today"}[
+        name
+    ] in caught.value.what
     assert list(tmp_path.iterdir()) == []
 
 

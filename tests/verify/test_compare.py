@@ -6,7 +6,16 @@ import math
 import pytest
 import torch
 
-from lockstep.verify.compare import Difference, bound, curve_difference, difference, differing, first_apart, last_checkpoint, too_vague
+from lockstep.verify.compare import (
+    Difference,
+    bound,
+    curve_difference,
+    difference,
+    differing,
+    first_apart,
+    last_checkpoint,
+    too_vague,
+)
 from tests import runs
 from tests.checkpoint.cases import commit, read
 from tests.own_tasks import Masked
@@ -32,7 +41,13 @@ def altered(checkpoint, folder, change, **more):
     tensors = read(checkpoint)
     change(tensors)
     manifest = {key: value for key, value in checkpoint.manifest.items() if key in ("skipped", "loss_scale", "metrics")}
-    commit(folder / "checkpoints", more.pop("step", checkpoint.step), [tensors], checkpoint.values | more.pop("values", {}), **manifest | more)
+    commit(
+        folder / "checkpoints",
+        more.pop("step", checkpoint.step),
+        [tensors],
+        checkpoint.values | more.pop("values", {}),
+        **manifest | more,
+    )
     return last_checkpoint(folder)
 
 
@@ -118,7 +133,9 @@ def test_another_step_and_another_plain_value_are_named(pair, tmp_path):
     assert differing(pair[0], altered(pair[0], tmp_path / "step", unchanged, step=4)) == ["step"]
     assert differing(pair[0], altered(pair[0], tmp_path / "skipped", unchanged, skipped=1)) == ["skipped"]
     assert differing(pair[0], altered(pair[0], tmp_path / "scale", unchanged, loss_scale=2.0)) == ["loss_scale"]
-    assert differing(pair[0], altered(pair[0], tmp_path / "value", unchanged, values={"optimizer.0.bias.seen": 3})) == ["optimizer.0.bias.seen"]
+    assert differing(pair[0], altered(pair[0], tmp_path / "value", unchanged, values={"optimizer.0.bias.seen": 3})) == [
+        "optimizer.0.bias.seen"
+    ]
 
 
 def test_weights_are_measured_by_what_training_moved(pair):

@@ -20,7 +20,9 @@ def some(dtype, *shape, seed=0):
         return torch.rand(shape, generator=generator) > 0.5
     if dtype in INTEGERS:
         return torch.randint(0, 100, shape, generator=generator).to(dtype)
-    return torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(
+        dtype
+    )
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != torch.bool], ids=str)
@@ -97,7 +99,10 @@ def test_minus_zero_is_not_zero(dtype):
 
 
 def test_payloads_of_nan_differ_and_the_same_nan_is_the_same():
-    quiet, other = torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32), torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    quiet, other = (
+        torch.tensor([0x7FC00000], dtype=torch.int32).view(torch.float32),
+        torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32),
+    )
     assert bool(quiet.isnan())
     assert bool(other.isnan())
     assert digest(quiet) == digest(quiet.clone())
@@ -107,7 +112,15 @@ def test_payloads_of_nan_differ_and_the_same_nan_is_the_same():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_view_has_the_digest_of_its_contiguous_copy(dtype):
     tensor = some(dtype, 6, 4)
-    for view in (tensor.t(), tensor[::2], tensor[:, 1:3], tensor[1], tensor[:, 2], tensor.expand(2, 6, 4), tensor.reshape(2, 3, 4).permute(2, 0, 1)):
+    for view in (
+        tensor.t(),
+        tensor[::2],
+        tensor[:, 1:3],
+        tensor[1],
+        tensor[:, 2],
+        tensor.expand(2, 6, 4),
+        tensor.reshape(2, 3, 4).permute(2, 0, 1),
+    ):
         assert digest(view) == digest(view.contiguous().clone())
     assert digest(tensor.t()) != digest(tensor)
 
@@ -153,7 +166,10 @@ def test_empty_and_zero_dimensional_tensors_have_digests():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 def test_every_length_differs_whatever_the_bits_are(dtype):
     for value in (0, -1):
-        filled = [torch.full((length,), value, dtype=torch.int64 if dtype == torch.int64 else torch.int32).view(dtype) for length in range(6)]
+        filled = [
+            torch.full((length,), value, dtype=torch.int64 if dtype == torch.int64 else torch.int32).view(dtype)
+            for length in range(6)
+        ]
         assert len({digest(tensor) for tensor in filled}) == 6
 
 

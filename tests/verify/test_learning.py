@@ -22,7 +22,14 @@ FLAT = [2.0 + 0.1 * random.Random(seed).gauss(0, 1) for seed in range(60)]
 
 
 def trivial(**more):
-    return Trivial(**{"values": {"loss": 1.0, "accuracy": 0.5}, "before": {"loss": 2.0, "accuracy": 0.2}, "higher_is_better": {"accuracy": True}} | more)
+    return Trivial(
+        **{
+            "values": {"loss": 1.0, "accuracy": 0.5},
+            "before": {"loss": 2.0, "accuracy": 0.2},
+            "higher_is_better": {"accuracy": True},
+        }
+        | more
+    )
 
 
 # ---- the slope
@@ -64,7 +71,9 @@ def test_an_exact_line_is_infinitely_sure():
     assert t_of_slope([0.0, 1.0, 2.0, 3.0, 4.0]) > 1e6
 
 
-@pytest.mark.parametrize("curve", [[], [1.0], [2.0, 1.0], [3.0, 2.0, 1.0], [4.0, math.nan, 2.0, 1.0, 0.0], [math.inf, 3.0, 2.0, 1.0, 0.0]])
+@pytest.mark.parametrize(
+    "curve", [[], [1.0], [2.0, 1.0], [3.0, 2.0, 1.0], [4.0, math.nan, 2.0, 1.0, 0.0], [math.inf, 3.0, 2.0, 1.0, 0.0]]
+)
 def test_too_few_points_and_those_that_are_not_finite_say_nothing(curve):
     assert t_of_slope(curve) == 0.0
 
@@ -89,7 +98,12 @@ def test_a_loss_that_does_not_fall_is_a_fault():
     verdict = learning.loss(bench({"learned-1": seen(FLAT), "learned-4": seen(FLAT), "trivial": trivial()}))
     assert verdict.status == "fault"
     assert "does not fall" in verdict.reason
-    assert learning.loss(bench({"learned-1": seen(FLAT), "learned-4": seen(FALLING[::-1]), "trivial": trivial(obstacle="x")})).status == "fault"
+    assert (
+        learning.loss(
+            bench({"learned-1": seen(FLAT), "learned-4": seen(FALLING[::-1]), "trivial": trivial(obstacle="x")})
+        ).status
+        == "fault"
+    )
 
 
 def test_a_loss_with_nothing_left_to_fall_shows_nothing():
@@ -121,7 +135,15 @@ def test_a_loss_that_is_not_finite_is_a_fault():
 def measured(loss, accuracy, **more):
     after = {"loss": loss, "accuracy": accuracy}
     return learning.metric(
-        bench({"trivial": trivial(**more), "learned-1": seen(FALLING), "evaluated-1": after, "learned-4": seen(FALLING), "evaluated-4": after})
+        bench(
+            {
+                "trivial": trivial(**more),
+                "learned-1": seen(FALLING),
+                "evaluated-1": after,
+                "learned-4": seen(FALLING),
+                "evaluated-4": after,
+            }
+        )
     )
 
 
@@ -158,7 +180,10 @@ def test_what_cannot_be_compared_is_said():
 
 def overfitted(least=0.0, **curves):
     return learning.overfit(
-        bench({"least-loss": least} | {f"overfit-{name}": seen(curve) if isinstance(curve, list) else curve for name, curve in curves.items()})
+        bench(
+            {"least-loss": least}
+            | {f"overfit-{name}": seen(curve) if isinstance(curve, list) else curve for name, curve in curves.items()}
+        )
     )
 
 
@@ -196,14 +221,24 @@ def update(difference=1e-15, condition=1.0, epsilon=1e-16):
 
 def steps(count=4, lr=0.01, **more):
     """What was seen of `count` right steps with a constant learning rate."""
-    found = {"stop": count, "steps_per_epoch": 10, "base_lr": lr, "norms": [(step, 1.0) for step in range(count)], "trainable": {"0.weight": (2, 2)}}
+    found = {
+        "stop": count,
+        "steps_per_epoch": 10,
+        "base_lr": lr,
+        "norms": [(step, 1.0) for step in range(count)],
+        "trainable": {"0.weight": (2, 2)},
+    }
     found["rates"] = [(step, lr, lr) for step in range(count)]
     return seen([1.0] * count, **found | more)
 
 
 def judged(learned=None, updates=None, nature=None, alone=None, **sections):
     accumulated = seen([1.0], updates={0: update(), 6: update()} if updates is None else updates)
-    answers = {"learned-1": learned or [steps(), steps()], "accumulated": accumulated, "nature": nature or Nature(epsilon=1e-16)}
+    answers = {
+        "learned-1": learned or [steps(), steps()],
+        "accumulated": accumulated,
+        "nature": nature or Nature(epsilon=1e-16),
+    }
     answers["one-process"] = alone or seen([1.0], moved=2.0, followed={"weights": 1e-16})
     return learning.gradients(bench(answers, **sections))
 
@@ -243,7 +278,10 @@ def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():
 
 
 def test_a_mean_is_named_as_the_likely_cause():
-    assert "returns a mean" in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
+    assert (
+        "returns a mean"
+        in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
+    )
 
 
 def test_a_step_in_evaluation_mode_is_a_fault_on_any_rank():
@@ -257,7 +295,10 @@ def test_modules_that_began_in_another_mode_are_named_for_any_rank():
 
 
 def test_a_parameter_without_gradient_on_all_ranks_is_a_fault():
-    assert "1 trainable parameters got no gradient other than zero in 4 steps: b" in judged([steps(unused=["a", "b"]), steps(unused=["b"])]).reason
+    assert (
+        "1 trainable parameters got no gradient other than zero in 4 steps: b"
+        in judged([steps(unused=["a", "b"]), steps(unused=["b"])]).reason
+    )
     assert judged([steps(unused=["a"]), steps(unused=["b"])]).status == "passed"
 
 
@@ -339,12 +380,20 @@ def described(plain, engine=None, precision="fp32", **more):
     """plain, engine: rows by a plain loop, and those of all ranks, which lack the truth."""
     if engine is None:
         engine = [{key: value for key, value in row.items() if key != "truth"} for row in plain]
-    answers = {"learned-1": seen(FALLING), "trivial": trivial(**more), "predicted-by-hand": [plain], "predicted": [engine]}
+    answers = {
+        "learned-1": seen(FALLING),
+        "trivial": trivial(**more),
+        "predicted-by-hand": [plain],
+        "predicted": [engine],
+    }
     return learning.predictions(bench(answers, precision=precision))
 
 
 def rows(predictions, truths):
-    return [{"truth": t, "prediction": p, "probability": place / 50} for place, (p, t) in enumerate(zip(predictions, truths, strict=True))]
+    return [
+        {"truth": t, "prediction": p, "probability": place / 50}
+        for place, (p, t) in enumerate(zip(predictions, truths, strict=True))
+    ]
 
 
 def test_different_predictions_pass():
@@ -371,7 +420,10 @@ def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():
     verdict = described(plain, engine)
     assert verdict.status == "fault"
     assert verdict.reason.startswith("2 of 4 predictions, 4 made, are not those of a plain loop. sample 1 alone is")
-    assert described(plain, [row | {"prediction": one} for row, one in zip(engine, [0, 1, 0, 1], strict=True)]).status == "passed"
+    assert (
+        described(plain, [row | {"prediction": one} for row, one in zip(engine, [0, 1, 0, 1], strict=True)]).status
+        == "passed"
+    )
 
 
 def test_predictions_that_are_lacking_or_too_many_are_a_fault():
@@ -422,7 +474,13 @@ def test_only_some_rows_are_shown():
 
 
 def test_a_rank_that_ended_or_failed_is_a_failed_trial():
-    made = bench({"dead": [1, 2], "failed": [Answer(1), Answer(error="oh no")], "refused": [Answer(error="no way", known=True, refused=True)]})
+    made = bench(
+        {
+            "dead": [1, 2],
+            "failed": [Answer(1), Answer(error="oh no")],
+            "refused": [Answer(error="no way", known=True, refused=True)],
+        }
+    )
     made._answers["dead"][1] = Ended(1, -9)
     with pytest.raises(TrialFailed, match="dead: the process of rank 1 ended with exit code -9"):
         made.ask("dead", 2, None)
@@ -436,7 +494,12 @@ def test_a_rank_that_ended_or_failed_is_a_failed_trial():
 
 
 def test_a_short_training_is_the_users_but_for_its_length():
-    made = bench(schedule={"name": "cosine", "warmup_steps": 100}, checkpoint={"every_steps": 7}, parallel={"strategy": "single"}, precision="bf16")
+    made = bench(
+        schedule={"name": "cosine", "warmup_steps": 100},
+        checkpoint={"every_steps": 7},
+        parallel={"strategy": "single"},
+        precision="bf16",
+    )
     config = made.natural(train__steps=20, batch__micro=5)
     assert config["train"]["steps"] == 20
     assert config["schedule"]["warmup_steps"] == 5

@@ -24,7 +24,9 @@ def clean(tmp_path_factory):
 
     def judge(base, checks):
         if (base, checks) not in found:
-            found[base, checks] = mutants.judge_clean(base, ranks._ranks, tmp_path_factory.mktemp("clean") / "run", checks)
+            found[base, checks] = mutants.judge_clean(
+                base, ranks._ranks, tmp_path_factory.mktemp("clean") / "run", checks
+            )
         return found[base, checks]
 
     return judge
@@ -48,7 +50,11 @@ def test_a_broken_engine_is_noticed(name, clean, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.xfail(reason=SURVIVORS[name], strict=True)] if name in SURVIVORS else []) for name in MUTANTS if name not in QUICK],
+    [
+        pytest.param(name, marks=[pytest.mark.xfail(reason=SURVIVORS[name], strict=True)] if name in SURVIVORS else [])
+        for name in MUTANTS
+        if name not in QUICK
+    ],
 )
 def test_every_broken_engine_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
     catches(name, (MUTANTS[name].check,), clean, tmp_path / "run")
@@ -69,7 +75,13 @@ def test_each_check_has_mutants_of_its_own():
 
 
 def test_each_broken_task_is_used_and_says_what_is_wrong():
-    used = {one.task for one in MUTANTS.values() if one.task} | {one.partition(":")[0] for base in mutants.BASES.values() for one in base[:1]}
-    tasks = {name: one for name, one in vars(broken_tasks).items() if inspect.isclass(one) and issubclass(one, broken_tasks.Task)}
+    used = {one.task for one in MUTANTS.values() if one.task} | {
+        one.partition(":")[0] for base in mutants.BASES.values() for one in base[:1]
+    }
+    tasks = {
+        name: one
+        for name, one in vars(broken_tasks).items()
+        if inspect.isclass(one) and issubclass(one, broken_tasks.Task)
+    }
     assert tasks.keys() - {"Task"} == used
     assert all(re.search(r"\w\.", tasks[name].__doc__) for name in used)

@@ -98,7 +98,10 @@ def test_a_mean_instead_of_a_sum_is_found():
     assert "(reduction='sum') for 'a', 'b'" in found.diagnosis()
 
 
-@pytest.mark.parametrize(("name", "heads"), [("Odd", ["loss"]), ("MaskedMean", ["loss"]), ("MeanOfOneHead", ["a"]), ("MeanOverSamples", ["b"])])
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("Odd", ["loss"]), ("MaskedMean", ["loss"]), ("MeanOfOneHead", ["a"]), ("MeanOverSamples", ["b"])],
+)
 def test_a_mean_is_found_whatever_the_halves_weigh(name, heads):
     """Over valid labels, of which the halves have unevenly many; over samples; or in a small head beside a large one that is a sum."""
     found = nature(name)
@@ -144,7 +147,9 @@ def test_where_float64_fails_it_says_why_and_takes_the_models_own_format():
     assert found.not_double == "TypeError: inputs must be float32"
     assert found.epsilon == torch.finfo(torch.float32).eps
     assert found.coupling < 1e-6
-    assert found.notes() == ["compared in the model's own number format, since float64 fails: TypeError: inputs must be float32"]
+    assert found.notes() == [
+        "compared in the model's own number format, since float64 fails: TypeError: inputs must be float32"
+    ]
     cast = nature("CastsInside")
     assert not cast.double
     assert cast.not_double.startswith("RuntimeError: ")

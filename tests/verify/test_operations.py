@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.dist import strategy
+from lockstep.distributed import strategy
 from lockstep.engine import step as engine
 from lockstep.verify import operations, trial
 from lockstep.verify.adjusted import Adjustment
@@ -43,7 +43,9 @@ def overheard_on_ranks(name, sections, wasteful=False):
         seen = overheard(name, **sections)
     finally:
         strategy.sync = sync
-    quietest_first = sorted(map(vars, seen.talk.values()), key=lambda talk: len(talk["small"]))  # about once a second, all agree whether to stop
+    quietest_first = sorted(
+        map(vars, seen.talk.values()), key=lambda talk: len(talk["small"])
+    )  # about once a second, all agree whether to stop
     return quietest_first, seen.trainable, seen.sharded
 
 
@@ -86,7 +88,10 @@ def reading(path):
     return space["read"]
 
 
-@pytest.mark.parametrize(("path", "ours"), [("engine/step.py", True), ("run.py", True), ("tasks/classification.py", False), ("models/mlp.py", False)])
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [("engine/step.py", True), ("run.py", True), ("tasks/classification.py", False), ("models/mlp.py", False)],
+)
 def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks_and_models(monkeypatch, tmp_path, path, ours):
     factors, read = engine._factors, reading(PACKAGE / path)
 

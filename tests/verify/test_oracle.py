@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.data.loader import Chunks
-from lockstep.dist import sharding
+from lockstep.data.loader import MicroBatches
+from lockstep.distributed import sharding
 from lockstep.engine import step
 from lockstep.errors import TrainingError, UsageError
 from lockstep.verify import trial
@@ -23,7 +23,9 @@ ROUNDING = 1e-13
 
 
 def update(condition=3.0, epsilon=1e-7, **gradient):
-    return Update({name: torch.tensor(values) for name, values in gradient.items()}, condition=condition, epsilon=epsilon)
+    return Update(
+        {name: torch.tensor(values) for name, values in gradient.items()}, condition=condition, epsilon=epsilon
+    )
 
 
 def actual(**gradient):
@@ -83,7 +85,10 @@ CASES = {
     "masked labels": ("Masked", {}),
     "masked labels in micro-batches": ("Masked", {"batch": {"global": 20, "micro": 3}}),
     "several heads with coefficients": ("TwoHeads", {}),
-    "several heads in micro-batches, clipped": ("TwoHeads", {"batch": {"global": 20, "micro": 3}, "optim": {"clip_norm": 0.05}}),
+    "several heads in micro-batches, clipped": (
+        "TwoHeads",
+        {"batch": {"global": 20, "micro": 3}, "optim": {"clip_norm": 0.05}},
+    ),
     "clipped": ("Masked", {"optim": {"clip_norm": 0.01}}),
     "not clipped, for it is short": ("Masked", {"optim": {"clip_norm": 1e6}}),
     "more than are taken at once": ("Masked", {"batch": {"global": 100, "micro": 30}}),
@@ -98,7 +103,9 @@ def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
     found = train(tmp_path, task, **sections).updates
     assert list(found) == [0, 2]
     for one in found.values():
-        assert one.difference < 1e-5 if name == "clipped" else one.difference < 1e-6  # clipping knows its norm in its own format
+        assert (
+            one.difference < 1e-5 if name == "clipped" else one.difference < 1e-6
+        )  # clipping knows its norm in its own format
         assert one.ratio == pytest.approx(1.0, abs=1e-5)
         assert one.epsilon == torch.finfo(torch.float64).eps
         assert one.condition >= 1.0
@@ -158,7 +165,9 @@ def test_samples_counted_instead_of_labels_are_seen(monkeypatch, tmp_path):
 
 def test_a_mean_of_means_is_seen(monkeypatch, tmp_path):
     count = step._count
-    monkeypatch.setattr(step, "_count", lambda run, micros, samples: {"loss": 7 * count(run, micros[:1], samples)["loss"]})
+    monkeypatch.setattr(
+        step, "_count", lambda run, micros, samples: {"loss": 7 * count(run, micros[:1], samples)["loss"]}
+    )
     assert train(tmp_path, "Masked", batch={"global": 20, "micro": 3}).updates[0].difference > 0.01
 
 
@@ -172,13 +181,13 @@ def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["Masked", "Dropout"])
 def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path, name):
     """Where tensors are read at once, and where samples are read one by one."""
-    read, ways = Chunks.__getitem__, set()
+    read, ways = MicroBatches.__getitem__, set()
 
     def shifted(self, chunk):
         ways.add(self.at_once)
         return read(self, chunk._replace(indices=tuple((index + 1) % len(self.data) for index in chunk.indices)))
 
-    monkeypatch.setattr(Chunks, "__getitem__", shifted)
+    monkeypatch.setattr(MicroBatches, "__getitem__", shifted)
     assert train(tmp_path, name).updates[0].difference > 0.01
     assert ways == {name == "Masked"}
 
@@ -191,15 +200,25 @@ def test_the_same_unreadable_samples_are_left_out(tmp_path):
 def test_looking_leaves_no_trace_in_the_training(tmp_path):
     watch = Watch(digests=1, batches=True, probes=(1, 3), updates=(0, 1, 2), used=True, talk=(1,))
     for task in ("Masked", "Dropout"):
-        bare, watched = (train(tmp_path / f"{task}-{number}", task, adjustment=Adjustment(), watch=one) for number, one in enumerate((Watch(), watch)))
-        assert watched.losses == bare.losses
-        assert watched.moved == bare.moved
+        unwrap_ddp, watched = (
+            train(tmp_path / f"{task}-{number}", task, adjustment=Adjustment(), watch=one)
+            for number, one in enumerate((Watch(), watch))
+        )
+        assert watched.losses == unwrap_ddp.losses
+        assert watched.moved == unwrap_ddp.moved
         assert len(watched.digests) == len(watched.batches) == 3
-        assert bare.digests == bare.batches == bare.updates == {}
+        assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.updates == {}
 
 
 def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
-    found = train(tmp_path, "Unused", adjustment=Adjustment(), watch=Watch(used=True), parallel={"find_unused_parameters": True}, optim={"clip_norm": 0.5})
+    found = train(
+        tmp_path,
+        "Unused",
+        adjustment=Adjustment(),
+        watch=Watch(used=True),
+        parallel={"find_unused_parameters": True},
+        optim={"clip_norm": 0.5},
+    )
     assert set(found.unused) == {"forgotten.weight", "forgotten.bias"}
     assert [updates for updates, _, _ in found.rates] == [0, 1, 2]
     assert [at for at, _ in found.norms] == [0, 1, 2]
@@ -212,7 +231,9 @@ def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
 
 
 def test_a_trial_ends_where_it_is_to_end(tmp_path):
-    settings = runs.config(task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0})
+    settings = runs.config(
+        task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0}
+    )
     stopped = trial.fit(Trial("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
     assert len(stopped.losses) == 3
     resumed = trial.fit(Trial("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))

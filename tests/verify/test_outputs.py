@@ -138,7 +138,9 @@ def test_the_best_constant_is_evaluated_on_other_data():
     found = trivial(settings("Classes"), 512)
     assert found.obstacle == ""
     frequencies = torch.tensor([20, 12, 8]) / 40
-    assert found.values["loss"] == pytest.approx(-float((torch.tensor([3, 3, 9]) / 15 * frequencies.log()).sum()), abs=1e-3)
+    assert found.values["loss"] == pytest.approx(
+        -float((torch.tensor([3, 3, 9]) / 15 * frequencies.log()).sum()), abs=1e-3
+    )
     assert found.values["accuracy"] == pytest.approx(3 / 15)
     assert found.values["samples"] == 15
     assert found.directed == ["accuracy"]

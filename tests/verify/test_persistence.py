@@ -27,11 +27,19 @@ def plan_of(drop=False, length=LENGTH):
 def consumed(change=None, plan=None, steps=12):
     """What each of two ranks consumed; `change` gets a dict by (rank, step) of indices."""
     plan = plan or plan_of()
-    table = {(rank, step): [i for chunk in plan.rank_chunks(step, rank) if not chunk.filler for i in chunk.indices] for rank in (0, 1) for step in range(steps)}
+    table = {
+        (rank, step): [i for chunk in plan.rank_micro_batches(step, rank) if not chunk.filler for i in chunk.indices]
+        for rank in (0, 1)
+        for step in range(steps)
+    }
     if change:
         change(table)
     return [
-        seen([1.0] * steps, length=plan.length, samples=[(step, 0, tuple(table[rank, step])) for step in range(steps) if table[rank, step] is not None])
+        seen(
+            [1.0] * steps,
+            length=plan.length,
+            samples=[(step, 0, tuple(table[rank, step])) for step in range(steps) if table[rank, step] is not None],
+        )
         for rank in (0, 1)
     ]
 
@@ -134,7 +142,10 @@ def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_
 def evaluated(many=None, one=None, plain=None, evaluation=50, **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
     answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": Nature(epsilon=1e-16, **nature)}
-    answers |= {f"evaluated-{how}": base | (values or {}) for how, values in (("together", many), ("alone", one), ("by-hand", plain))}
+    answers |= {
+        f"evaluated-{how}": base | (values or {})
+        for how, values in (("together", many), ("alone", one), ("by-hand", plain))
+    }
     return persistence.evaluation(bench(answers, batch={"global": BATCH}))
 
 
@@ -185,7 +196,10 @@ def test_without_evaluation_data_nothing_is_shown():
 
 def run(losses=(3.0, 2.0, 1.0), batch=7, digest=5, operations=(), **more):
     """Three steps with the same batch and the same digest of one tensor in each."""
-    found = {"batches": {step: [batch] for step in range(3)}, "digests": {step: {"model.batch_norm.weight": (0, 4, digest)} for step in (1, 2, 3)}}
+    found = {
+        "batches": {step: [batch] for step in range(3)},
+        "digests": {step: {"model.batch_norm.weight": (0, 4, digest)} for step in (1, 2, 3)},
+    }
     return seen(losses, **found | {"operations": list(operations)} | more)
 
 
@@ -214,7 +228,10 @@ def test_another_tensor_is_said_with_its_step_and_rank():
     other = run()
     other.digests[2] = {"model.batch_norm.weight": (0, 4, 6)}
     step, text = differ([run(), run()], [run(), other])
-    assert (step, text) == (1, "model.batch_norm.weight and 0 other tensors differ after step 2 of a second run, on rank 1")
+    assert (step, text) == (
+        1,
+        "model.batch_norm.weight and 0 other tensors differ after step 2 of a second run, on rank 1",
+    )
     other.digests[2] = {}
     assert differ([run(), run()], [run(), other])[0] == 1
 
@@ -351,6 +368,8 @@ def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
 
 def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(persistence.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
-    made = bench({"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, ranks=Killing())
+    made = bench(
+        {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, ranks=Killing()
+    )
     with pytest.raises(TrialFailed, match="resumed: no checkpoint"):
         persistence.resume(made)

@@ -39,7 +39,7 @@ def whoami():
 
 def together(value):
     """The sum of `value` times the rank over a real group."""
-    from lockstep.dist.world import join_world
+    from lockstep.distributed.world import join_world
 
     with join_world("cpu") as world:
         return world.all_sum([value * world.rank])[0], torch.get_num_threads()
@@ -92,8 +92,15 @@ def test_a_world_is_as_large_as_is_asked_for_and_processes_stay(pool):
     for world in (small, large, again):
         stores.add(world[0][1]["LOCKSTEP_STORE"])
         for rank, (_, variables) in enumerate(world):
-            expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(world)), "LOCAL_WORLD_SIZE": str(len(world))}
-            assert variables == expected | {"LOCKSTEP_STORE": world[0][1]["LOCKSTEP_STORE"]}  # no port that another program may take
+            expected = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(len(world)),
+                "LOCAL_WORLD_SIZE": str(len(world)),
+            }
+            assert variables == expected | {
+                "LOCKSTEP_STORE": world[0][1]["LOCKSTEP_STORE"]
+            }  # no port that another program may take
     assert len(stores) == 3
     assert "RANK" not in os.environ
 
@@ -161,7 +168,11 @@ def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(pool
     waiting, failed = pool.run(2, die_before_joining, how)
     assert time.monotonic() - begun < 30
     assert str(waiting) == "rank 0 still ran 1 s after rank 1 had failed"
-    assert str(failed) == "the process of rank 1 ended with exit code -9" if how == "killed" else failed.error == "the sheep are asleep"
+    assert (
+        str(failed) == "the process of rank 1 ended with exit code -9"
+        if how == "killed"
+        else failed.error == "the sheep are asleep"
+    )
     assert [answer[0] for answer in pool.run(2, together, 2.0)] == [2.0, 2.0]
 
 
@@ -179,7 +190,11 @@ def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_othe
     begun = time.monotonic()
     answers = pool.run(2, sleep, 1, timeout_s=1.0)
     assert time.monotonic() - begun < 30
-    assert (answers[1].rank, answers[1].exit_code, str(answers[1])) == (1, -signal.SIGKILL, "rank 1 gave no answer within 1 s")
+    assert (answers[1].rank, answers[1].exit_code, str(answers[1])) == (
+        1,
+        -signal.SIGKILL,
+        "rank 1 gave no answer within 1 s",
+    )
     assert pool.run(1, whoami)[0][0] == answers[0]  # the other one goes on
     folder = pool._folder
     assert folder.is_dir()

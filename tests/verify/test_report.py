@@ -20,7 +20,15 @@ def verdict(name="ranks", status="passed", reason="the same model", **more):
 
 
 def result(*verdicts, **more):
-    fields = {"name": "digits", "nproc": 2, "device": "cpu", "quick": True, "config": {"seed": 0}, "versions": {"torch": "2.11"}, "seconds": 61.2}
+    fields = {
+        "name": "digits",
+        "nproc": 2,
+        "device": "cpu",
+        "quick": True,
+        "config": {"seed": 0},
+        "versions": {"torch": "2.11"},
+        "seconds": 61.2,
+    }
     return Result(**fields | more, verdicts=list(verdicts))
 
 
@@ -65,9 +73,18 @@ def lines_drawn(read):
 
 def test_json_is_strict_and_has_the_keys_that_are_promised():
     rows = [
-        {"truth": (1, "cat"), "p": np.float32("nan"), "score": torch.tensor([0.5, math.inf]), "n": np.int64(3), "ok": np.bool_(True), 7: {"deep": -math.inf}}
+        {
+            "truth": (1, "cat"),
+            "p": np.float32("nan"),
+            "score": torch.tensor([0.5, math.inf]),
+            "n": np.int64(3),
+            "ok": np.bool_(True),
+            7: {"deep": -math.inf},
+        }
     ]
-    one = verdict(status="fault", value=math.nan, bound=1e-11, notes=["a note"], curves={"a": [1.0, math.inf]}, rows=rows)
+    one = verdict(
+        status="fault", value=math.nan, bound=1e-11, notes=["a note"], curves={"a": [1.0, math.inf]}, rows=rows
+    )
     written = to_json(result(one, verdict("metric"), verdict("probe", "not shown")))
     read = json.loads(json.dumps(written, allow_nan=False))
     assert read == written
@@ -79,12 +96,26 @@ def test_json_is_strict_and_has_the_keys_that_are_promised():
     first = read["checks"][0]
     assert list(first) == ["name", "status", "reason", "value", "bound", "what", "notes", "curves", "rows", "seconds"]
     assert (first["value"], first["bound"], first["curves"]) == (None, 1e-11, {"a": [1.0, None]})
-    assert first["rows"] == [{"truth": [1, "cat"], "p": None, "score": [0.5, None], "n": 3, "ok": True, "7": {"deep": None}}]
+    assert first["rows"] == [
+        {"truth": [1, "cat"], "p": None, "score": [0.5, None], "n": 3, "ok": True, "7": {"deep": None}}
+    ]
 
 
 def test_json_holds_anything_that_a_task_may_return():
-    odd = [np.longdouble(1.5), torch.empty(2, device="meta"), {"b"}, np.array(["x"]), np.float64(2.0), 1j, object, np.arange(4).reshape(2, 2), True]
-    read = json.loads(json.dumps(to_json(result(verdict(rows=[{"odd": odd}]), config={"nan": math.nan})), allow_nan=False))
+    odd = [
+        np.longdouble(1.5),
+        torch.empty(2, device="meta"),
+        {"b"},
+        np.array(["x"]),
+        np.float64(2.0),
+        1j,
+        object,
+        np.arange(4).reshape(2, 2),
+        True,
+    ]
+    read = json.loads(
+        json.dumps(to_json(result(verdict(rows=[{"odd": odd}]), config={"nan": math.nan})), allow_nan=False)
+    )
     values = read["checks"][0]["rows"][0]["odd"]
     assert values[0] == "1.5"
     assert "meta" in values[1]
@@ -97,7 +128,16 @@ def test_without_a_fault_the_training_passed():
 
 
 def test_nothing_that_a_user_wrote_is_markup():
-    one = verdict(NASTY, "fault", NASTY, what=NASTY, value=1.0, notes=[NASTY], curves={NASTY: [1.0, 2.0], NASTY + "2": [1.0, 2.5]}, rows=[{NASTY: NASTY}])
+    one = verdict(
+        NASTY,
+        "fault",
+        NASTY,
+        what=NASTY,
+        value=1.0,
+        notes=[NASTY],
+        curves={NASTY: [1.0, 2.0], NASTY + "2": [1.0, 2.5]},
+        rows=[{NASTY: NASTY}],
+    )
     read = page(one, name=NASTY, device=NASTY, versions={NASTY: NASTY})
     assert not read.all("script")
     text = to_html(result(one, name=NASTY, device=NASTY, versions={NASTY: NASTY}))
@@ -108,7 +148,12 @@ def test_nothing_that_a_user_wrote_is_markup():
 def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
     read = page(verdict(reason="größer \ud800 ≤", curves={"a": [1.0, 2.0]}))
     assert {tag for tag, _ in read.tags} & {"link", "script", "img", "iframe"} == set()
-    assert not [value for _, attributes in read.tags for key, value in attributes.items() if key in ("src", "href") and not value.startswith("#")]
+    assert not [
+        value
+        for _, attributes in read.tags
+        for key, value in attributes.items()
+        if key in ("src", "href") and not value.startswith("#")
+    ]
     text = to_html(result(verdict(reason="größer \ud800 ≤")))
     assert text.isascii()
     assert "url(" not in text
@@ -128,7 +173,11 @@ def test_the_header_says_it_in_one_sentence():
 
 
 def test_the_table_has_each_check_with_its_status_in_words_and_in_colour():
-    read = page(verdict("ranks", value=3.1e-14, bound=1e-11, seconds=2.34), verdict("probe", "fault", "why"), verdict("metric", "not shown"))
+    read = page(
+        verdict("ranks", value=3.1e-14, bound=1e-11, seconds=2.34),
+        verdict("probe", "fault", "why"),
+        verdict("metric", "not shown"),
+    )
     assert "ranks passed 3.1e-14 ≤ 1.0e-11 the same model 2.3" in read.text
     assert "probe FAULT why 0.0" in read.text
     looks = [one["class"].split()[-1] for one in read.all("span") if "class" in one and one["class"] != "fixed"]
@@ -178,7 +227,17 @@ def test_what_is_not_finite_interrupts_a_line_and_is_said():
 
 @pytest.mark.parametrize(
     "curve",
-    [[2.5] * 9, [0.0] * 3, [-3.0, -5.0, -4.0], [7.0, 7.0 + 1e-15], [1e-310, 2e-310], [1e299, -1e299], [1e-30, 1e30], [2.3025, 2.3026], [0.001, 0.002]],
+    [
+        [2.5] * 9,
+        [0.0] * 3,
+        [-3.0, -5.0, -4.0],
+        [7.0, 7.0 + 1e-15],
+        [1e-310, 2e-310],
+        [1e299, -1e299],
+        [1e-30, 1e30],
+        [2.3025, 2.3026],
+        [0.001, 0.002],
+    ],
     ids=str,
 )
 def test_any_finite_curve_is_drawn_within_its_frame_with_ticks(curve):
@@ -198,7 +257,9 @@ def test_nearby_ticks_are_told_apart():
     assert len(ticks) == len(set(ticks)) >= 3
 
 
-@pytest.mark.parametrize("curves", [{"a": []}, {"a": [math.nan] * 3}, {"a": [], "b": []}, {"a": [math.inf], "b": [1e308]}])
+@pytest.mark.parametrize(
+    "curves", [{"a": []}, {"a": [math.nan] * 3}, {"a": [], "b": []}, {"a": [math.inf], "b": [1e308]}]
+)
 def test_where_nothing_can_be_drawn_it_is_said(curves):
     read = page(verdict(curves=curves))
     assert not read.all("svg")
@@ -230,7 +291,10 @@ def test_long_curves_are_thinned_and_keep_their_ends_and_their_peaks():
 
 
 def test_notes_and_rows_are_shown():
-    rows = [{"sample": "a.png", "truth": [1, "cat"], "p": 0.123456789}, {"sample": "x" * 900, "loss": math.nan, "p": torch.tensor(0.5)}]
+    rows = [
+        {"sample": "a.png", "truth": [1, "cat"], "p": 0.123456789},
+        {"sample": "x" * 900, "loss": math.nan, "p": torch.tensor(0.5)},
+    ]
     read = page(verdict(notes=["no dropout", "a part"], rows=rows))
     assert len(read.all("li")) == 2
     assert "sample truth p loss" in read.text
@@ -241,9 +305,15 @@ def test_notes_and_rows_are_shown():
 
 def test_a_line_has_aligned_columns():
     ours = verdict(reason="2 ranks and one process train the same model", value=3.1e-14, bound=1e-11, seconds=2.3)
-    assert line(ours) == "ranks          passed     3.1e-14 <= 1.0e-11   2 ranks and one process train the same model  (2.3 s)"
+    assert (
+        line(ours)
+        == "ranks          passed     3.1e-14 <= 1.0e-11   2 ranks and one process train the same model  (2.3 s)"
+    )
     assert line(verdict("accumulation", "not shown", "why")) == f"accumulation   not shown  {'':21}why  (0.0 s)"
-    assert line(verdict("metric", "fault", "worse", value=0.5, bound=0.25)) == "metric         FAULT      0.5 > 0.25           worse  (0.0 s)"
+    assert (
+        line(verdict("metric", "fault", "worse", value=0.5, bound=0.25))
+        == "metric         FAULT      0.5 > 0.25           worse  (0.0 s)"
+    )
 
 
 def test_a_long_reason_is_whole_and_in_one_line():
@@ -271,7 +341,9 @@ def test_numbers_are_compared_as_they_are(value, bound, text):
 
 def test_the_summary_counts_and_names_each_fault():
     good, bad, open_ = verdict(), verdict("probe", "fault", "it\ndiffers"), verdict(status="not shown")
-    assert summary(result(*[good] * 14, bad, open_)) == "14 passed, 1 fault, 1 not shown in 61 s\nFAULT probe: it differs"
+    assert (
+        summary(result(*[good] * 14, bad, open_)) == "14 passed, 1 fault, 1 not shown in 61 s\nFAULT probe: it differs"
+    )
     assert summary(result(good)) == "1 passed in 61 s"
     assert summary(result(bad, bad)).splitlines()[0] == "0 passed, 2 faults in 61 s"
     assert len(summary(result(bad, bad)).splitlines()) == 3

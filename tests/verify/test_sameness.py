@@ -18,7 +18,10 @@ from tests.verify.made_up import bench, seen
 
 def probed(*losses, nproc=2):
     """`losses`: of each rank, by head, after step 6; after step 1 all are alike."""
-    probes = {6: [{head: value.hex() for head, value in one.items()} for one in losses], 1: [{"loss": "0x1.0p+0"}] * len(losses)}
+    probes = {
+        6: [{head: value.hex() for head, value in one.items()} for one in losses],
+        1: [{"loss": "0x1.0p+0"}] * len(losses),
+    }
     return sameness.probe(bench({"undisturbed": [seen([1.0], probes=probes)] * nproc}, nproc=nproc))
 
 
@@ -69,7 +72,10 @@ def test_replicas_that_are_the_same_pass():
 
 
 def test_shards_that_make_a_whole_pass():
-    assert replicated(UPPER, LOWER, sharded=True).reason == "3 tensors are one whole copy between the ranks after each of 1 steps"
+    assert (
+        replicated(UPPER, LOWER, sharded=True).reason
+        == "3 tensors are one whole copy between the ranks after each of 1 steps"
+    )
 
 
 def test_a_rank_may_hold_no_row():
@@ -87,10 +93,16 @@ def test_replicas_of_shards_are_compared_with_each_other():
 
 def test_a_tensor_that_differs_is_named_with_its_ranks():
     assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, 99)}), 1) == [("model.b", (0, 1))]
-    assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)}), 1) == [("model.a", (0, 2)), ("model.b", (0, 2))]
+    assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)}), 1) == [
+        ("model.a", (0, 2)),
+        ("model.b", (0, 2)),
+    ]
     verdict = replicated(WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)})
     assert verdict.status == "fault"
-    assert (verdict.reason, verdict.value) == ("model.a differs between ranks 0 and 1 since step 1, with 1 other tensors", 2.0)
+    assert (verdict.reason, verdict.value) == (
+        "model.a differs between ranks 0 and 1 since step 1, with 1 other tensors",
+        2.0,
+    )
 
 
 def test_a_counter_that_differs_between_shards_is_found():
@@ -99,7 +111,12 @@ def test_a_counter_that_differs_between_shards_is_found():
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [(UPPER, LOWER | {"model.a": (4, 2, 31)}), (UPPER | {"model.a": (1, 2, 1)}, LOWER), (UPPER, LOWER | {"model.a": (3, 2, 31)}), (UPPER, UPPER)],
+    [
+        (UPPER, LOWER | {"model.a": (4, 2, 31)}),
+        (UPPER | {"model.a": (1, 2, 1)}, LOWER),
+        (UPPER, LOWER | {"model.a": (3, 2, 31)}),
+        (UPPER, UPPER),
+    ],
     ids=["between", "first", "last", "half"],
 )
 def test_a_missing_row_is_found(one, other):
@@ -129,8 +146,14 @@ def test_state_that_appears_later_is_not_missing_before():
 def test_the_first_step_that_differs_is_named():
     ranks = held(WHOLE, WHOLE)
     for number, one in enumerate(ranks):
-        one.digests |= {2: WHOLE, 3: WHOLE | {"model.b": (0, 3, 50 + number)}, 4: WHOLE | {"model.a": (0, 6, 50 + number)}}
-    assert "model.b differs between ranks 0 and 1 since step 3" in sameness.replicas(bench({"undisturbed": ranks})).reason
+        one.digests |= {
+            2: WHOLE,
+            3: WHOLE | {"model.b": (0, 3, 50 + number)},
+            4: WHOLE | {"model.a": (0, 6, 50 + number)},
+        }
+    assert (
+        "model.b differs between ranks 0 and 1 since step 3" in sameness.replicas(bench({"undisturbed": ranks})).reason
+    )
 
 
 # ---- the same model
@@ -138,10 +161,23 @@ def test_the_first_step_that_differs_is_named():
 LOSSES = [4.0, 3.0, 2.0, 1.0]
 
 
-def compared(monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), nature=None, check=sameness.ranks, **answers):
+def compared(
+    monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), nature=None, check=sameness.ranks, **answers
+):
     monkeypatch.setattr(Bench, "limit", lambda self: limit)
-    monkeypatch.setattr(Bench, "apart", lambda self, name, mine: Difference(weights, "0.weight", compare.curve_difference(LOSSES, mine[0].losses), missing))
-    given = {"one-process": seen(LOSSES), "2-ranks": [seen(curve), seen(curve)], "accumulated": [seen(curve)] * 2, "fsdp": [seen(curve)] * 2}
+    monkeypatch.setattr(
+        Bench,
+        "apart",
+        lambda self, name, mine: Difference(
+            weights, "0.weight", compare.curve_difference(LOSSES, mine[0].losses), missing
+        ),
+    )
+    given = {
+        "one-process": seen(LOSSES),
+        "2-ranks": [seen(curve), seen(curve)],
+        "accumulated": [seen(curve)] * 2,
+        "fsdp": [seen(curve)] * 2,
+    }
     return check(bench(given | {"nature": nature or Nature(epsilon=1e-16)} | answers, steps=4))
 
 
@@ -196,7 +232,9 @@ TABLE = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6, 7)}
 def stretched(monkeypatch, table=TABLE, nproc=2):
     alone = consuming(range(4), TABLE, LOSSES)
     begun, resumed = consuming(range(2), table, LOSSES[:2]), consuming(range(2, 4), table, LOSSES[2:])
-    return compared(monkeypatch, check=sameness.elastic, **{"one-process": alone, "elastic": begun, "elastic-resumed": resumed})
+    return compared(
+        monkeypatch, check=sameness.elastic, **{"one-process": alone, "elastic": begun, "elastic-resumed": resumed}
+    )
 
 
 def test_going_on_with_the_same_samples_passes(monkeypatch):
@@ -224,7 +262,9 @@ DDP, FSDP = [15, 7], [18, 8]
 def talked(*steps, rank_1=None, nproc=2, sharded=False, **sections):
     """steps: what was said in each that was listened to."""
     talks = dict(enumerate(steps, 2))
-    ranks = [seen([1.0], talk=talks, trainable=SHAPES, sharded=sharded)] + [seen([1.0], talk=rank_1 or talks, trainable=SHAPES, sharded=sharded)] * (nproc - 1)
+    ranks = [seen([1.0], talk=talks, trainable=SHAPES, sharded=sharded)] + [
+        seen([1.0], talk=rank_1 or talks, trainable=SHAPES, sharded=sharded)
+    ] * (nproc - 1)
     return sameness.collectives(bench({"overheard": ranks}, nproc=nproc, **sections))
 
 

@@ -21,8 +21,12 @@ TASKS = Path(broken_tasks.__file__)
 def fitted(name, folder, disturbed=False, workers=0, **options):
     """What was seen of a training of six steps in two micro-batches each."""
     batch, task = {"global": 20, "micro": 12}, {"kind": f"{TASKS}:{name}", **options}
-    settings = runs.config(task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers})
-    return trial.fit(Trial("one", 1, settings, str(folder), Adjustment(), Watch(batches=True, digests=1, disturb=disturbed)))
+    settings = runs.config(
+        task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers}
+    )
+    return trial.fit(
+        Trial("one", 1, settings, str(folder), Adjustment(), Watch(batches=True, digests=1, disturb=disturbed))
+    )
 
 
 def trained(*arguments, **options):
@@ -48,7 +52,9 @@ UNSEEDED = {  # by mutant: which of these draw something else then
 
 @pytest.mark.parametrize("name", TASKS_THAT_DRAW)
 def test_disturbed_generators_change_nothing_where_all_draws_are_seeded(tmp_path, name):
-    one, other = (trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True))
+    one, other = (
+        trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True)
+    )
     assert one == other
 
 
@@ -56,7 +62,9 @@ def test_disturbed_generators_change_nothing_where_all_draws_are_seeded(tmp_path
 def test_disturbed_generators_show_a_draw_that_nothing_seeds(tmp_path, mutant):
     name = UNSEEDED[mutant]
     with mutants.broken(mutants.MUTANTS[mutant]):
-        one, other = (trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True))
+        one, other = (
+            trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True)
+        )
     assert one[0] != other[0]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import sync
-from lockstep.dist.sharding import is_sharded, rows_of
+from lockstep.distributed.sharding import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
@@ -41,7 +41,12 @@ _DTYPES = {
 }
 
 
-def export_weights(tensors: Mapping[str, Tensor], folder: Path, about: Mapping[str, str], extras: Callable[[Path], None] = lambda _: None) -> Path:
+def export_weights(
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    about: Mapping[str, str],
+    extras: Callable[[Path], None] = lambda _: None,
+) -> Path:
     """Write `folder/model.safetensors` so that a kill at any instant leaves all of `folder`, or nothing of that name.
 
     Args:
@@ -66,7 +71,11 @@ def export_weights(tensors: Mapping[str, Tensor], folder: Path, about: Mapping[s
     made: list[Path] = []
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            raise UsageError("exists and is not empty" if folder.is_dir() else "is a file", where=str(folder), remedy="give a new or empty folder")
+            raise UsageError(
+                "exists and is not empty" if folder.is_dir() else "is a file",
+                where=str(folder),
+                remedy="give a new or empty folder",
+            )
         made = [parent for parent in staging.parents if not parent.exists()]
         shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
         staging.mkdir(parents=True)
@@ -86,7 +95,9 @@ def export_weights(tensors: Mapping[str, Tensor], folder: Path, about: Mapping[s
             raise
         free = _free_mib(folder)
         remedy = "free disk space, repair permissions, or give another folder"
-        raise CheckpointError(f"cannot be written with {free} MiB free: {error}", where=str(folder), remedy=remedy) from error
+        raise CheckpointError(
+            f"cannot be written with {free} MiB free: {error}", where=str(folder), remedy=remedy
+        ) from error
     return folder / _WEIGHTS
 
 
@@ -114,7 +125,11 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
         for pattern in skip:
             if not any(fnmatchcase(name, pattern) for name in own.keys() | found.keys()):
                 remedy = f"use patterns over names such as: {_listed(own)}"
-                raise UsageError(f"{pattern!r} matches no tensor of the model and none of {source}", where="train.init_skip", remedy=remedy)
+                raise UsageError(
+                    f"{pattern!r} matches no tensor of the model and none of {source}",
+                    where="train.init_skip",
+                    remedy=remedy,
+                )
         wanted, given = _unmatched(own, skip), _unmatched(found, skip)
         both = [name for name in wanted if name in given]
         first: dict[object, str] = {}  # of the loaded names that are one tensor in the model
@@ -126,17 +141,26 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
         if missing or unexpected or differing:
             kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
             raise UsageError(
-                f"{source} is of another model: " + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
+                f"{source} is of another model: "
+                + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
                 where="train.init_from",
                 remedy="use the task that the weights were made with, or add patterns to train.init_skip for what shall stay as the model makes it",
             )
         if not both:
-            raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy="use narrower patterns, or leave out train.init_from")
+            raise UsageError(
+                f"leaves nothing of {source} to load",
+                where="train.init_skip",
+                remedy="use narrower patterns, or leave out train.init_from",
+            )
         with torch.no_grad():
             for name in both:
-                rows = rows_of(own[name])
+                rows = local_shard(own[name])
                 end = rows.start + len(rows.local) if rows.shape else None
-                rows.local.copy_(found[name].get_slice(name)[rows.start : end] if is_sharded(own[name]) else found[name].get_tensor(name))
+                rows.local.copy_(
+                    found[name].get_slice(name)[rows.start : end]
+                    if is_sharded(own[name])
+                    else found[name].get_tensor(name)
+                )
         return sorted(name for name in own if name not in wanted and _memory(own[name]) not in first)
 
 
@@ -171,7 +195,10 @@ def _parts(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     """The same of weights in several files, by their index."""
     path = folder / _INDEX
     if not path.exists():
-        what, remedy = f"{folder} has neither {_WEIGHTS} nor {_INDEX}", "give a safetensors file, or a folder with one of these"
+        what, remedy = (
+            f"{folder} has neither {_WEIGHTS} nor {_INDEX}",
+            "give a safetensors file, or a folder with one of these",
+        )
         raise UsageError(what, where="train.init_from", remedy=remedy)
     try:
         places = {name: folder / part for name, part in json.loads(path.read_text())["weight_map"].items()}
@@ -182,7 +209,9 @@ def _parts(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     names = {part: set(file.keys()) for part, file in files.items()}
     if lost := [name for name, part in places.items() if name not in names[part]]:
         what = f"{path} places tensors in files that lack them: {_listed(lost)}"
-        raise UsageError(what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again")
+        raise UsageError(
+            what, where="train.init_from", remedy="the folder mixes files of several models; fetch or export it again"
+        )
     return {name: files[part] for name, part in places.items()}
 
 
@@ -196,7 +225,9 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
     except (OSError, SafetensorError) as error:
         remedy = "it is damaged, or of another format: fetch or export it again, as safetensors"
-        raise UsageError(f"{path} cannot be read as a safetensors file: {error}", where="train.init_from", remedy=remedy) from error
+        raise UsageError(
+            f"{path} cannot be read as a safetensors file: {error}", where="train.init_from", remedy=remedy
+        ) from error
 
 
 def _difference(name: str, same: str, own: Mapping[str, Tensor], found: Mapping[str, Any]) -> str | None:
@@ -205,7 +236,10 @@ def _difference(name: str, same: str, own: Mapping[str, Tensor], found: Mapping[
     shape, dtype = stored.get_shape(), stored.get_dtype()
     if shape != list(tensor.shape):
         return f"{name} (file {shape}, model {list(tensor.shape)})"
-    if dtype not in _DTYPES or (_DTYPES[dtype].is_floating_point, _DTYPES[dtype].is_complex) != (tensor.is_floating_point(), tensor.is_complex()):
+    if dtype not in _DTYPES or (_DTYPES[dtype].is_floating_point, _DTYPES[dtype].is_complex) != (
+        tensor.is_floating_point(),
+        tensor.is_complex(),
+    ):
         return f"{name} (file {dtype}, model {tensor.dtype})"
     if same != name and not torch.equal(*(found[one].get_tensor(one).to(tensor.dtype) for one in (name, same))):
         return f"{name} (in the model one tensor with {same}, in the file another)"
@@ -220,7 +254,9 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _unmatched(values: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {
+        name: value for name, value in values.items() if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.dist.sharding import Rows
+from lockstep.distributed.sharding import LocalShard
 from lockstep.errors import CheckpointError
 
 # By tensor name: shape, dtype and parts; each part has its first row (start), number of rows, and place (file, offset, length).
@@ -50,7 +50,7 @@ def share_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_share(path: Path, share: Mapping[str, Rows], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
+def write_share(path: Path, share: Mapping[str, LocalShard], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
     """Write rows of tensors, on the CPU, into one file, flushed to the disk; `at` is called with the name of each place that
     it reaches.
 
@@ -67,8 +67,18 @@ def write_share(path: Path, share: Mapping[str, Rows], at: Callable[[str], None]
             except RuntimeError as error:  # torch does not say why the stream could not be written
                 raise stream.fault or error from error
             count = len(rows.local) if rows.shape else 0
-            part = {"start": rows.start, "rows": count, "file": path.name, "offset": offset, "length": stream.size - offset}
-            index[name] = {"shape": list(rows.shape), "dtype": str(rows.local.dtype).removeprefix("torch."), "parts": [part]}
+            part = {
+                "start": rows.start,
+                "rows": count,
+                "file": path.name,
+                "offset": offset,
+                "length": stream.size - offset,
+            }
+            index[name] = {
+                "shape": list(rows.shape),
+                "dtype": str(rows.local.dtype).removeprefix("torch."),
+                "parts": [part],
+            }
         file.flush()
         at("before-fsync")
         os.fsync(file.fileno())
@@ -115,7 +125,9 @@ class _Summing(io.RawIOBase):
             raise
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
-        if self.size // _FLUSHED != (self.size + size) // _FLUSHED:  # one flush of it all may take longer than a watchdog waits
+        if (
+            self.size // _FLUSHED != (self.size + size) // _FLUSHED
+        ):  # one flush of it all may take longer than a watchdog waits
             self.file.flush()
             os.fsync(self.file.fileno())
         self.size += size
@@ -160,7 +172,9 @@ class _Part(io.RawIOBase):
         return count
 
 
-def read(folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None] | None = None) -> Iterator[tuple[str, Tensor]]:
+def read(
+    folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors by name, one at a time, on the CPU: `wanted` gives the rows of each, from the first number up to the second, or None for all.
 
     No code is unpickled.
@@ -177,7 +191,9 @@ def read(folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None
                 tensor: Tensor = torch.load(cast(IO[bytes], place), map_location="cpu", weights_only=True)
                 return tensor
             except Exception as error:  # damaged zip files and pickles raise whatever they lead to
-                raise CheckpointError(f"tensor {name} cannot be read: {error}", where=str(folder / part["file"])) from error
+                raise CheckpointError(
+                    f"tensor {name} cannot be read: {error}", where=str(folder / part["file"])
+                ) from error
 
         first = {name: index[name]["parts"][0] for name in wanted}
         for name in sorted(wanted, key=lambda name: (first[name]["file"], first[name]["offset"])):
@@ -186,7 +202,9 @@ def read(folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None
                 yield name, load(name, first[name])
                 continue
             begin, end = rows if rows is not None else (0, entry["shape"][0])
-            overlapping = [part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]]
+            overlapping = [
+                part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]
+            ]
             pieces = [load(name, part)[max(0, begin - part["start"]) : end - part["start"]] for part in overlapping]
             if sum(len(piece) for piece in pieces) != end - begin:
                 raise CheckpointError(f"tensor {name} lacks some of the rows {begin} to {end}", where=str(folder))

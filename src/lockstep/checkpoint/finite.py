@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist.sharding import local
-from lockstep.dist.world import World
+from lockstep.distributed.sharding import local
+from lockstep.distributed.world import World
 from lockstep.errors import TrainingError
 
 Grades = dict[str, int]  # by tensor; one that is not named is to be finite

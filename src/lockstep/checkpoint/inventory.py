@@ -14,7 +14,13 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
     reasons = retention.reasons(found)
     faults = {one.step: store.check(one) for one in found} if check or prune else {}
     for one in found:
-        state = "" if one.step not in faults else "  valid" if not faults[one.step] else f"  DAMAGED: {'; '.join(faults[one.step])}"
+        state = (
+            ""
+            if one.step not in faults
+            else "  valid"
+            if not faults[one.step]
+            else f"  DAMAGED: {'; '.join(faults[one.step])}"
+        )
         print(f"{_line(one)}  kept: {', '.join(reasons.get(one.step, ['no']))}{state}")
     broken = store.unreadable(folder)
     for complaint in broken:
@@ -28,5 +34,7 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
 
 
 def _line(one: Checkpoint) -> str:
-    metrics = "".join(f"  {name} {value:.4g}" for name, value in one.metrics.items() if name not in ("eval/samples", "eval/bad"))
+    metrics = "".join(
+        f"  {name} {value:.4g}" for name, value in one.metrics.items() if name not in ("eval/samples", "eval/bad")
+    )
     return f"{one.path.name}  {one.size / 2**20:,.1f} MiB  {one.manifest.get('saved_at', '')}{metrics}"

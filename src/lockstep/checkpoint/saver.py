@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lockstep.checkpoint import files, finite, store
 from lockstep.checkpoint.store import Retention
-from lockstep.dist.faults import fail_at
-from lockstep.dist.sharding import Rows, rows_of
-from lockstep.dist.world import World
+from lockstep.distributed.faults import fail_at
+from lockstep.distributed.sharding import LocalShard, local_shard
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, TrainingError
 
 
@@ -53,7 +53,9 @@ class Saver:
         self.thread: threading.Thread | None = None
         self.fault: BaseException | None = None
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]
+    ) -> None:
         """Save the state after `step`. Called on all ranks, with the same names and plain values; tensors are replicated or sharded.
 
         Waits for the checkpoint before. Returns when `tensors` may change again; or, not in the background, when all is done.
@@ -114,15 +116,15 @@ class Saver:
         if self.thread is not None:
             self.thread.join(10)
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Rows]:
+    def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
         """Copies of this rank's share, in buffers that the next save uses again: fresh memory costs five times the copy."""
-        held = {name: rows_of(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
+        held = {name: local_shard(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
         replicated = [name for name, rows in held.items() if rows.writer is None]
         owners = files.owners([held[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
         mine |= {name for name, rows in held.items() if rows.writer and (rows.local.numel() or not rows.start)}
         on_device = False
-        staged: dict[str, Rows] = {}
+        staged: dict[str, LocalShard] = {}
         for name in (name for name in tensors if name in mine):
             rows = held[name]
             buffer = self.buffers.get(name)
@@ -153,7 +155,9 @@ class Saver:
         if not self.in_background:
             self.wait()
 
-    def _write(self, step: int, share: Mapping[str, Rows], values: dict[str, Any], manifest: dict[str, Any]) -> None:
+    def _write(
+        self, step: int, share: Mapping[str, LocalShard], values: dict[str, Any], manifest: dict[str, Any]
+    ) -> None:
         mine: dict[str, Any] = {}
         not_finite = finite.faults({name: rows.local for name, rows in share.items()}, self.allowed)
         if not_finite:
@@ -169,7 +173,7 @@ class Saver:
         else:
             self.failures.append(fault)
 
-    def _write_share(self, step: int, share: Mapping[str, Rows]) -> dict[str, Any]:
+    def _write_share(self, step: int, share: Mapping[str, LocalShard]) -> dict[str, Any]:
         """What this rank wrote, or why it could not."""
         mine: dict[str, Any] = {}
         try:
@@ -179,7 +183,9 @@ class Saver:
             name = files.share_name(self.world.rank)
             mine["files"], mine["index"] = {}, {}
             if share:
-                mine["files"][name], mine["index"] = files.write_share(staged / name, share, partial(self._reached, step))
+                mine["files"][name], mine["index"] = files.write_share(
+                    staged / name, share, partial(self._reached, step)
+                )
             fail_at("after-share", step)
         except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
             mine = {"fault": f"rank {self.world.rank}: {error}"}
@@ -200,7 +206,7 @@ class Saver:
             self.tell(f"warning: old checkpoints could not be deleted: {error}")
 
     def _reached(self, step: int, place: str) -> None:
-        self.world.heart.beats += 1  # a slow disk is no hang
+        self.world.heartbeat.beats += 1  # a slow disk is no hang
         fail_at(place, step)
 
     def _commit(

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.dist.sharding import is_sharded, like, local, rows_of
+from lockstep.distributed.sharding import is_sharded, like, local, local_shard
 from lockstep.errors import CheckpointError
 
 Plain = float | int | bool | str | None
 
 
-def capture(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Plain]]:
+def capture(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, Tensor], dict[str, Plain]]:
     """Tensors by name (`model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`), and what is no tensor.
 
     The tensors are the live ones, not copies, and sharded where the model is. Learning rates are not state: schedules give them.
@@ -40,7 +42,9 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mappin
     return tensors, plain
 
 
-def check_fits(index: Mapping[str, Mapping[str, Any]], model: nn.Module, averages: Mapping[str, Tensor] | None = None) -> None:
+def check_fits(
+    index: Mapping[str, Mapping[str, Any]], model: nn.Module, averages: Mapping[str, Tensor] | None = None
+) -> None:
     """Compare the tensors of a checkpoint, by name, with what `model` needs: names, shapes, dtypes.
 
     Raises:
@@ -49,7 +53,11 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], model: nn.Module, average
     own = {f"model.{name}": _kind(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if averages:
         own |= {f"ema.{name}": _kind(average) for name, average in averages.items()}
-    saved = {name: (*entry["shape"], entry["dtype"]) for name, entry in index.items() if name.startswith(("model.", "ema.") if averages else "model.")}
+    saved = {
+        name: (*entry["shape"], entry["dtype"])
+        for name, entry in index.items()
+        if name.startswith(("model.", "ema.") if averages else "model.")
+    }
     if own != saved:
         differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = differing[0]
@@ -84,7 +92,7 @@ def wanted(
             continue
         # A slot of another shape than its parameter's (a counter) is whole on every rank.
         sharded = is_sharded(target) and list(target.shape) == entry["shape"]
-        rows = rows_of(target)
+        rows = local_shard(target)
         needed[name] = (rows.start, rows.start + len(rows.local)) if sharded else None
     return needed
 
@@ -101,7 +109,9 @@ def restore(
     parameters = dict(model.named_parameters())
     # Step counters stay on the host unless the optimizer wants them on the device; all else goes along with its parameter.
     groups = optimizer.param_groups if optimizer is not None else ()
-    counts_on_device = {id(one) for group in groups if group.get("capturable") or group.get("fused") for one in group["params"]}
+    counts_on_device = {
+        id(one) for group in groups if group.get("capturable") or group.get("fused") for one in group["params"]
+    }
     with torch.no_grad():
         for name, tensor in tensors:
             kind, _, rest = name.partition(".")
@@ -128,5 +138,9 @@ def restore(
 def _slot(name: str, rest: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, str]:
     owner, _, slot = rest.rpartition(".")
     if owner not in parameters:
-        raise CheckpointError(f"the model has no parameter {owner}", where=name, remedy="use the task and config that the checkpoint was made with")
+        raise CheckpointError(
+            f"the model has no parameter {owner}",
+            where=name,
+            remedy="use the task and config that the checkpoint was made with",
+        )
     return parameters[owner], slot

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint import files
-from lockstep.dist.faults import fail_at
-from lockstep.dist.world import World
+from lockstep.distributed.faults import fail_at
+from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -87,7 +87,11 @@ class Retention:
             reasons.setdefault(one.step, []).append("last")
         if self.best:
             sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
-            rated = [(sign * one.metrics[metric], one.step) for one in found if not math.isnan(one.metrics.get(metric, math.nan))]
+            rated = [
+                (sign * one.metrics[metric], one.step)
+                for one in found
+                if not math.isnan(one.metrics.get(metric, math.nan))
+            ]
             if rated:
                 reasons.setdefault(max(rated)[1], []).append("best")
         for one in found if self.every_steps else ():
@@ -101,7 +105,9 @@ def staging(folder: Path, step: int) -> Path:
     return folder / f"{_STAGING}step-{step:08d}"
 
 
-def commit(folder: Path, step: int, manifest: Mapping[str, Any], index: files.Index, values: Mapping[str, Any]) -> Checkpoint:
+def commit(
+    folder: Path, step: int, manifest: Mapping[str, Any], index: files.Index, values: Mapping[str, Any]
+) -> Checkpoint:
     """Turn what all ranks have staged into the checkpoint `folder/step-XXXXXXXX`: index, manifest, a rename.
 
     Raises:
@@ -174,7 +180,9 @@ def unreadable(folder: Path) -> list[str]:
 
 def _folders(folder: Path) -> list[Path]:
     """Directories with a manifest, the newest last."""
-    named = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()]
+    named = [
+        path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()
+    ]
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
 
 
@@ -237,11 +245,15 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
         complaints.append(f"{name}: {'; '.join(found)}")
     if complaints:
-        raise CheckpointError("\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh")
+        raise CheckpointError(
+            "\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh"
+        )
     return None, []
 
 
-def prune(folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None, newest: int | None = None) -> list[Path]:
+def prune(
+    folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None, newest: int | None = None
+) -> list[Path]:
     """Delete what `retention` does not keep; returns what went.
 
     Args:

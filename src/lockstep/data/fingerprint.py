@@ -22,7 +22,9 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     """
     length = len(data)
     indices = sorted({0, (length - 1) // 2, length - 1}) if length else []
-    digests: DataLoader[str] = DataLoader(_Digests(data), batch_size=None, sampler=indices, num_workers=int(in_worker), generator=torch.Generator())
+    digests: DataLoader[str] = DataLoader(
+        _Digests(data), batch_size=None, sampler=indices, num_workers=int(in_worker), generator=torch.Generator()
+    )
     return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.order import Chunk, StepPlan, micro_batches, mix
+from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed, micro_batches
 from lockstep.data.randomness import SampleSeeding, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exits_are_failures
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
-Plan = Callable[[], Iterable[Chunk]]
+Plan = Callable[[], Iterable[MicroBatchPlan]]
 Bad = tuple[tuple[int, str], ...]
 
 _NONE_BAD: Bad = ()
@@ -31,7 +31,7 @@ _OF_A_BATCH = 0x0BA7C4  # a word of the seeds of micro-batches, which tells them
 _SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
 
 
-class Preparer(Protocol):
+class SampleTask(Protocol):
     """The part of a `Task` that runs in loader workers."""
 
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any: ...
@@ -47,7 +47,7 @@ def is_default(method: Callable[..., Any]) -> bool:
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """One micro-batch, ready for the forward pass.
 
     batch: what the task's `collate` returned. indices: of its samples. epoch: theirs.
@@ -68,18 +68,20 @@ class Micro:
         """Samples that count."""
         return 0 if self.filler else len(self.indices)
 
-    def pin_memory(self) -> Micro:
+    def pin_memory(self) -> MicroBatch:
         return replace(self, batch=map_tensors(self.batch, lambda t: t.pin_memory()))
 
 
-class Chunks(Dataset[Micro]):
+class MicroBatches(Dataset[MicroBatch]):
     """A data set of micro-batches: `chunks[chunk]` reads, prepares and collates the samples of one `Chunk`.
 
     A sample's random numbers (torch, NumPy, Python) depend on (seed, epoch, index) alone, those of `collate` on the epoch
     and the first index of the micro-batch.
     """
 
-    def __init__(self, data: Dataset[Any], task: Preparer, seed: int, training: bool, on_error: OnError = "raise") -> None:
+    def __init__(
+        self, data: Dataset[Any], task: SampleTask, seed: int, training: bool, on_error: OnError = "raise"
+    ) -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
@@ -87,12 +89,13 @@ class Chunks(Dataset[Micro]):
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
 
-    def __getitem__(self, chunk: Chunk) -> Micro:
+    def __getitem__(self, chunk: MicroBatchPlan) -> MicroBatch:
         if self.at_once:  # what reading and collating these samples one by one gives
             rows = torch.tensor(chunk.indices)
-            return self._micro(chunk, [tensor[rows] for tensor in self.data.tensors], chunk.indices, chunk.filler, _NONE_BAD)  # type: ignore[attr-defined]
+            batch = [tensor[rows] for tensor in self.data.tensors]  # type: ignore[attr-defined]
+            return self._micro(chunk, batch, chunk.indices, chunk.filler, _NONE_BAD)
         while True:
-            self.seeding.begin(mix(self.seed, chunk.epoch))
+            self.seeding.begin(derive_seed(self.seed, chunk.epoch))
             samples, indices, bad = self._read(chunk)
             if not self.seeding.found_more():  # at most once for each generator
                 break
@@ -100,15 +103,19 @@ class Chunks(Dataset[Micro]):
         if not indices:
             samples, indices = self._substitute(chunk)
         if self.collates:
-            seed_all(mix(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH))
+            seed_all(derive_seed(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH))
         return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
 
-    def _micro(self, chunk: Chunk, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> Micro:
+    def _micro(self, chunk: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> MicroBatch:
         if batch is None:
-            raise TrainingError("it returned None", where="Task.collate", remedy="return a batch: tensors, or dicts, lists or tuples of them")
-        return Micro(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
+            raise TrainingError(
+                "it returned None",
+                where="Task.collate",
+                remedy="return a batch: tensors, or dicts, lists or tuples of them",
+            )
+        return MicroBatch(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
 
-    def _read(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
+    def _read(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
         """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
         try:
             return self._read_all(chunk.indices, chunk.epoch), chunk.indices, _NONE_BAD
@@ -120,14 +127,14 @@ class Chunks(Dataset[Micro]):
             samples = list(self.read_many(list(indices)))
             if len(samples) == len(indices):
                 return samples
-        of_epoch = mix(self.seed, epoch)
+        of_epoch = derive_seed(self.seed, epoch)
         return [self._read_one(index, epoch, of_epoch) for index in indices]
 
-    def _one_by_one(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...], Bad]:
+    def _one_by_one(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
         for index in chunk.indices:
             try:
-                samples.append(self._read_one(index, chunk.epoch, mix(self.seed, chunk.epoch)))
+                samples.append(self._read_one(index, chunk.epoch, derive_seed(self.seed, chunk.epoch)))
                 indices.append(index)
             except Exception as error:
                 if self.on_error == "raise":
@@ -136,16 +143,16 @@ class Chunks(Dataset[Micro]):
         return samples, tuple(indices), tuple(bad)
 
     def _read_one(self, index: int, epoch: int, of_epoch: int) -> Any:
-        self.seeding.seed(mix(index, state=of_epoch))
+        self.seeding.seed(derive_seed(index, state=of_epoch))
         sample = self.data[index]
         return self.task.prepare(sample, epoch, self.training) if self.prepares else sample
 
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
-        seed_all(mix(self.seed, epoch, index))
+        seed_all(derive_seed(self.seed, epoch, index))
         return self.task.prepare(self.data[index], epoch, self.training)
 
-    def _substitute(self, chunk: Chunk) -> tuple[list[Any], tuple[int, ...]]:
+    def _substitute(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...]]:
         """Any readable sample: a micro-batch where all are bad still needs a forward pass, of weight zero."""
         length = len(self.data)  # type: ignore[arg-type]
         for step in range(1, min(length, _SUBSTITUTES) + 1):
@@ -195,11 +202,11 @@ class Loader:
         channels_last: give tensors of four dimensions (images) that memory format.
     """
 
-    def __init__(self, chunks: Chunks, workers: int, device: torch.device, channels_last: bool = False) -> None:
+    def __init__(self, chunks: MicroBatches, workers: int, device: torch.device, channels_last: bool = False) -> None:
         self.chunks, self.device, self.channels_last = chunks, device, channels_last
         self.order = _Order()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.batches: DataLoader[Micro] = DataLoader(
+        self.batches: DataLoader[MicroBatch] = DataLoader(
             _Caught(chunks),
             batch_size=None,
             sampler=self.order,
@@ -211,7 +218,7 @@ class Loader:
             generator=torch.Generator(),  # the loader's own seed must not come out of the training's RNG
         )
 
-    def run(self, plan: Plan) -> Generator[Micro, None, None]:
+    def run(self, plan: Plan) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plan`, one after the other."""
         self.order.plan = plan
         for micro in self.batches:
@@ -221,11 +228,13 @@ class Loader:
 
     def one(self, index: int) -> Any:
         """The batch of one sample, read in this process."""
-        return self._to_device(self.chunks[Chunk((index,), 0, False)]).batch
+        return self._to_device(self.chunks[MicroBatchPlan((index,), 0, False)]).batch
 
-    def _to_device(self, micro: Micro) -> Micro:
+    def _to_device(self, micro: MicroBatch) -> MicroBatch:
         if self.channels_last:
-            micro.batch = map_tensors(micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
+            micro.batch = map_tensors(
+                micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+            )
         if self.copies is None:
             return micro
         # On a stream of its own: the host is ahead of the device, so this copy overlaps the step before.
@@ -237,17 +246,17 @@ class Loader:
         return micro
 
 
-class Feed:
+class StepIterator:
     """This rank's micro-batches of steps `start` to `stop` - 1, step by step, as `plan` cuts them."""
 
     def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
         self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
         self._steps = _steps(loader, plan, rank, start, stop)
 
-    def __iter__(self) -> Iterator[list[Micro]]:
+    def __iter__(self) -> Iterator[list[MicroBatch]]:
         return self
 
-    def __next__(self) -> list[Micro]:
+    def __next__(self) -> list[MicroBatch]:
         return next(self._steps)
 
     def halve(self, step: int) -> None:
@@ -257,19 +266,19 @@ class Feed:
         self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
 
-def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[Micro], None, None]:
+def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:
     """No method: a generator that refers to its owner is freed late, and the loader's workers would be left to the end of the process."""
 
-    def chunks() -> Iterator[Chunk]:
+    def chunks() -> Iterator[MicroBatchPlan]:
         for step in range(start, stop):
-            yield from plan.rank_chunks(step, rank)
+            yield from plan.rank_micro_batches(step, rank)
 
     with contextlib.closing(loader.run(chunks)) as micros:
         for step in range(start, stop):
             yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
 
 
-class _Order(torch.utils.data.Sampler[Chunk]):
+class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
     """What the data loader reads next; one loader (and its workers) serves one plan after the other."""
 
     plan: Plan = staticmethod(tuple)
@@ -277,15 +286,15 @@ class _Order(torch.utils.data.Sampler[Chunk]):
     def __init__(self) -> None:
         pass
 
-    def __iter__(self) -> Iterator[Chunk]:
+    def __iter__(self) -> Iterator[MicroBatchPlan]:
         return iter(self.plan())
 
 
 class _Caught(Dataset[Any]):
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: MicroBatches) -> None:
         self.chunks = chunks
 
-    def __getitem__(self, chunk: Chunk) -> Micro | Failure:
+    def __getitem__(self, chunk: MicroBatchPlan) -> MicroBatch | Failure:
         try:
             with exits_are_failures():
                 return self.chunks[chunk]
@@ -325,7 +334,9 @@ def _as_floats(weights: Any, filler: bool) -> Weights:
         return None
     by_head = weights if isinstance(weights, Mapping) else {"loss": weights}
     if not by_head:
-        raise TrainingError("it returned an empty dict", where="Task.weight", remedy="return None where the unit is the sample")
+        raise TrainingError(
+            "it returned an empty dict", where="Task.weight", remedy="return None where the unit is the sample"
+        )
     named = {head: _number(head, value) for head, value in by_head.items()}
     return {head: 0.0 if filler else named[head] for head in sorted(named)}
 
@@ -333,7 +344,9 @@ def _as_floats(weights: Any, filler: bool) -> Weights:
 def _number(head: Any, value: Any) -> float:
     remedy = "return how many units the loss sums over: a number, a tensor of one number, or a dict of these by head"
     if not isinstance(head, str):
-        raise TrainingError(f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys")
+        raise TrainingError(
+            f"a head is called {head!r}, a {type(head).__name__}", where="Task.weight", remedy="use text as keys"
+        )
     is_number = isinstance(value, torch.Tensor | numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
     try:
         number = float(value.item() if isinstance(value, np.ndarray) else value) if is_number else math.nan
@@ -341,7 +354,9 @@ def _number(head: Any, value: Any) -> float:
         is_number = False
     if not is_number:
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else f" {value!r}"
-        raise TrainingError(f"the weight of head {head!r} is a {type(value).__name__}{shape}", where="Task.weight", remedy=remedy)
+        raise TrainingError(
+            f"the weight of head {head!r} is a {type(value).__name__}{shape}", where="Task.weight", remedy=remedy
+        )
     if not 0 <= number < math.inf:
         raise TrainingError(f"the weight of head {head!r} is {number}", where="Task.weight", remedy=remedy)
     return number
@@ -351,7 +366,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """`value` with every tensor in it changed: dicts, sequences, named tuples, dataclasses, and whatever has `.to`."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if is_dataclass(value) and not isinstance(value, type):  # before mappings: the outputs of Hugging Face models are both
+    if is_dataclass(value) and not isinstance(
+        value, type
+    ):  # before mappings: the outputs of Hugging Face models are both
         return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
     if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}

@@ -24,7 +24,7 @@ _ROUNDS = 8
 _BLOCK = 8192
 
 
-def mix(*words: int, state: int = 0) -> int:
+def derive_seed(*words: int, state: int = 0) -> int:
     """Hash integers to one 64-bit integer; the only source of seeds in the package (SplitMix64, chained).
 
     Args:
@@ -70,7 +70,7 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
         raise ValueError(f"positions from {outside.min()} to {outside.max()} are outside of range({length})")
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
-    keys = [mix(seed, epoch, number) for number in range(_ROUNDS)]
+    keys = [derive_seed(seed, epoch, number) for number in range(_ROUNDS)]
     places = np.atleast_1d(np.asarray(positions, dtype=np.uint64)).copy()
     flat = places.reshape(-1)
     outside = np.arange(flat.size)
@@ -86,7 +86,7 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     return places.astype(np.int64).reshape(np.shape(positions))
 
 
-class Chunk(NamedTuple):
+class MicroBatchPlan(NamedTuple):
     """The samples of one micro-batch.
 
     indices: data-set indices, never empty.
@@ -105,7 +105,9 @@ def micro_batches(samples: int, world: int, micro_batch: int) -> int:
     return max(1, -(-samples // (world * micro_batch)))
 
 
-def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None) -> list[list[Chunk]]:
+def cut(
+    indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None
+) -> list[list[MicroBatchPlan]]:
     """Cut one global batch into equally many micro-batches for every rank.
 
     Sizes differ by at most one over all ranks and micro-batches. With `lengths` (of these samples), similar lengths
@@ -114,10 +116,12 @@ def cut(indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Ind
     Returns:
         chunks[rank][micro]
     """
-    return [cut_rank(indices, epoch, world, micro_batch, rank, lengths) for rank in range(world)]
+    return [split_for_rank(indices, epoch, world, micro_batch, rank, lengths) for rank in range(world)]
 
 
-def cut_rank(indices: Indices, epoch: int, world: int, micro_batch: int, rank: int, lengths: Indices | None = None) -> list[Chunk]:
+def split_for_rank(
+    indices: Indices, epoch: int, world: int, micro_batch: int, rank: int, lengths: Indices | None = None
+) -> list[MicroBatchPlan]:
     """The micro-batches of one rank, as `cut` gives them; costs nothing for the others."""
     count = len(indices)
     per_rank = micro_batches(count, world, micro_batch)
@@ -131,7 +135,7 @@ def cut_rank(indices: Indices, epoch: int, world: int, micro_batch: int, rank: i
         start = number * size + min(number, extra)
         mine = indices[start : start + size + (number < extra)]
         filler = not mine.size
-        chunks.append(Chunk(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
+        chunks.append(MicroBatchPlan(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
     return chunks
 
 
@@ -186,15 +190,15 @@ class StepPlan:
         order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return order[start - first * _BLOCK : stop - first * _BLOCK], epoch
 
-    def chunks(self, step: int) -> list[list[Chunk]]:
+    def chunks(self, step: int) -> list[list[MicroBatchPlan]]:
         """The micro-batches of step `step`: chunks[rank][micro]."""
-        return [self.rank_chunks(step, rank) for rank in range(self.world)]
+        return [self.rank_micro_batches(step, rank) for rank in range(self.world)]
 
-    def rank_chunks(self, step: int, rank: int) -> list[Chunk]:
+    def rank_micro_batches(self, step: int, rank: int) -> list[MicroBatchPlan]:
         """The micro-batches of one rank in step `step`."""
         indices, epoch = self.indices(step)
         lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
-        return cut_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
+        return split_for_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
 
     def _block(self, epoch: int, number: int) -> Indices:
         # A step takes a few dozen positions; computing thousands at once divides NumPy's cost per call by as much.
@@ -221,16 +225,22 @@ class EvaluationPlan:
     micro_batch: int
     lengths: npt.NDArray[np.integer] | None = None
 
-    def chunks(self, world: int) -> list[list[Chunk]]:
+    def chunks(self, world: int) -> list[list[MicroBatchPlan]]:
         """chunks[rank][micro], equally many for every rank: consecutive runs of the micro-batches that one process would take in turn."""
-        order = np.arange(self.length) if self.lengths is None else np.argsort(-np.asarray(self.lengths, dtype=np.int64), kind="stable")
-        micros = [tuple(order[start : start + self.micro_batch].tolist()) for start in range(0, self.length, self.micro_batch)]
+        order = (
+            np.arange(self.length)
+            if self.lengths is None
+            else np.argsort(-np.asarray(self.lengths, dtype=np.int64), kind="stable")
+        )
+        micros = [
+            tuple(order[start : start + self.micro_batch].tolist()) for start in range(0, self.length, self.micro_batch)
+        ]
         if self.lengths is not None and micros:
             micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]
         per_rank = -(-len(micros) // world)
-        ranks: list[list[Chunk]] = []
+        ranks: list[list[MicroBatchPlan]] = []
         for rank in range(world):
             mine: Sequence[tuple[int, ...]] = micros[rank * per_rank : (rank + 1) * per_rank]
-            fillers = [Chunk((0,), 0, True)] * (per_rank - len(mine))
-            ranks.append([Chunk(indices, 0, False) for indices in mine] + fillers)
+            fillers = [MicroBatchPlan((0,), 0, True)] * (per_rank - len(mine))
+            ranks.append([MicroBatchPlan(indices, 0, False) for indices in mine] + fillers)
         return ranks

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.data.order import StepPlan
-from lockstep.dist import sharding
-from lockstep.dist.precision import Precision
+from lockstep.distributed import sharding
+from lockstep.distributed.precision import Precision
 from lockstep.errors import UsageError
 
 
@@ -41,7 +41,9 @@ def without_trace(forward: nn.Module) -> Generator[None, None, None]:
                 buffer.copy_(before)
 
 
-def check_smallest_micro_batch(forward: nn.Module, plan: StepPlan, read: Callable[[int], Any], precision: Precision) -> None:
+def check_smallest_micro_batch(
+    forward: nn.Module, plan: StepPlan, read: Callable[[int], Any], precision: Precision
+) -> None:
     """Find out before the first step whether BatchNorm can take the plan's smallest micro-batch, where that is one sample.
 
     Args:
@@ -61,8 +63,15 @@ def check_smallest_micro_batch(forward: nn.Module, plan: StepPlan, read: Callabl
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        whole, which = plan.samples(step) == plan.global_batch, "each step" if not step else f"step {step + 1} of each epoch"
-        remedy = "choose a larger batch.micro or batch.global" if whole else "set data.drop_last=true, or choose another batch.global"
+        whole, which = (
+            plan.samples(step) == plan.global_batch,
+            "each step" if not step else f"step {step + 1} of each epoch",
+        )
+        remedy = (
+            "choose a larger batch.micro or batch.global"
+            if whole
+            else "set data.drop_last=true, or choose another batch.global"
+        )
         raise UsageError(
             f"in {which} some rank has a micro-batch of one sample ({plan.samples(step)} samples over {plan.world} ranks), of which BatchNorm has no variance",
             where=f"batch.global={plan.global_batch}",

@@ -27,12 +27,20 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     Raises:
         UsageError: a pattern matches no module; names some.
     """
-    named = [(name, module) for name, module in model.named_modules() if name and _is_callable(module) and any(True for _ in module.parameters())]
+    named = [
+        (name, module)
+        for name, module in model.named_modules()
+        if name and _is_callable(module) and any(True for _ in module.parameters())
+    ]
     if patterns is not None:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name, _ in named):
-                remedy = f"use patterns over the model's module names, such as: {', '.join([name for name, _ in named][:8])}"
-                raise UsageError(f"{pattern!r} matches no module with parameters", where="parallel.shard_modules", remedy=remedy)
+                remedy = (
+                    f"use patterns over the model's module names, such as: {', '.join([name for name, _ in named][:8])}"
+                )
+                raise UsageError(
+                    f"{pattern!r} matches no module with parameters", where="parallel.shard_modules", remedy=remedy
+                )
         found = {name: module for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
     else:
         classes = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
@@ -49,7 +57,11 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict
     paths: dict[int, tuple[str, ...]] = {}  # of each module: the same block may stand in several places
     for name, module in model.named_modules(remove_duplicate=False):
         paths[id(module)] = (*paths.get(id(module), ()), f"{name}.")
-    return {name: block for name, block in outer.items() if all(_inside(places[id(p)], paths[id(block)]) for p in block.parameters())}
+    return {
+        name: block
+        for name, block in outer.items()
+        if all(_inside(places[id(p)], paths[id(block)]) for p in block.parameters())
+    }
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -64,7 +76,11 @@ def _inside(places: Sequence[str], paths: tuple[str, ...]) -> bool:
 def _repeated(model: nn.Module) -> set[str]:
     names = set()
     for name, module in model.named_modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1 and len({type(child) for child in module}) == 1:
+        if (
+            isinstance(module, (nn.ModuleList, nn.Sequential))
+            and len(module) > 1
+            and len({type(child) for child in module}) == 1
+        ):
             names |= {f"{name}.{key}".lstrip(".") for key, _ in module.named_children()}
     return names
 
@@ -81,11 +97,15 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
         remedy = "name them in parallel.shard_modules"
         raise UsageError("the model has no repeated blocks", where="compute.activation_checkpointing", remedy=remedy)
     for block in blocks:
-        contexts: dict[str, Any] = {"context_fn": partial(_contexts, block)} if any(True for _ in block.buffers()) else {}
+        contexts: dict[str, Any] = (
+            {"context_fn": partial(_contexts, block)} if any(True for _ in block.buffers()) else {}
+        )
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
 
 
-def _contexts(block: nn.Module) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+def _contexts(
+    block: nn.Module,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     return contextlib.nullcontext(), _buffers_kept(block)
 
 
@@ -109,8 +129,14 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], what: Compile
     """
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise UsageError(f"torch.compile has no backend {backend!r}", where="compute.compile_backend", remedy=f"there are: {known}")
+        raise UsageError(
+            f"torch.compile has no backend {backend!r}", where="compute.compile_backend", remedy=f"there are: {known}"
+        )
     if what == "blocks" and not blocks:
-        raise UsageError("the model has no repeated blocks", where="compute.compile=blocks", remedy="name them in parallel.shard_modules, or use model")
+        raise UsageError(
+            "the model has no repeated blocks",
+            where="compute.compile=blocks",
+            remedy="name them in parallel.shard_modules, or use model",
+        )
     for module in blocks if what == "blocks" else [model]:
         module.compile(backend=backend)

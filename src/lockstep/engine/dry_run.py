@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, Micro
-from lockstep.data.order import Chunk, EvaluationPlan, StepPlan, micro_batches
+from lockstep.data.loader import Loader, MicroBatch
+from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, micro_batches
 from lockstep.data.randomness import seed_forward
-from lockstep.dist import sharding
-from lockstep.dist.precision import Precision
-from lockstep.dist.world import World
-from lockstep.engine import checked
-from lockstep.engine import metrics as metric_states
+from lockstep.distributed import sharding
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.world import World
+from lockstep.engine import metric_sync, task_checks
 from lockstep.engine.evaluate import measure, split
 from lockstep.errors import DataError, UsageError, did_you_mean
 
@@ -141,7 +140,7 @@ def look_at_evaluation(
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro,) = _read(loader, [[number * plan.length // count for number in range(count)]])
-    metrics = checked.metrics(task)
+    metrics = task_checks.metrics(task)
     by_head, output = measure(task, forward, micro, precision, metrics is not None)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
     told = []
@@ -152,7 +151,7 @@ def look_at_evaluation(
             warnings.simplefilter("ignore")  # of classes that a few samples lack
             task.update_metrics(metrics, output, micro.batch)
             try:
-                values, _ = metric_states.compute(metrics, World(0, 1, 0, world.device))
+                values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some need more samples
                 cause = f"{type(error).__name__}: {error}"
                 return [*told, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
@@ -170,18 +169,18 @@ def check_best(best: str | None, names: Sequence[str]) -> None:
         raise UsageError(f"there is no metric {best}", where="checkpoint.keep_best", remedy=remedy)
 
 
-def _read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[Micro]:
+def _read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
     """A micro-batch of each of these samples, prepared for epoch 0."""
-    chunks = [Chunk(tuple(part), 0, False) for part in parts]
+    chunks = [MicroBatchPlan(tuple(part), 0, False) for part in parts]
     with contextlib.closing(loader.run(lambda: chunks)) as micros:
         return list(micros)
 
 
-def _units(micro: Micro, head: str) -> float:
+def _units(micro: MicroBatch, head: str) -> float:
     return micro.weights.get(head, 0.0) if micro.weights is not None else float(micro.samples)
 
 
-def _is_mean(head: str, losses: Sequence[Mapping[str, float]], micros: Sequence[Micro], near: float) -> bool:
+def _is_mean(head: str, losses: Sequence[Mapping[str, float]], micros: Sequence[MicroBatch], near: float) -> bool:
     """Whether the loss of the first is the mean of those of the two others, and not their sum."""
     whole, *halves = (of_part.get(head, math.nan) for of_part in losses)
     units, *parts = (_units(micro, head) for micro in micros)

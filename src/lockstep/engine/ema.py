@@ -48,7 +48,9 @@ class Ema:
             raise RuntimeError("Ema.update inside Ema.applied: the parameters hold the averages")
         for names in self._groups:
             averages = [self.tensors[name] for name in names]
-            current = [self._parameters[name].detach().to(average.dtype) for name, average in zip(names, averages, strict=True)]
+            current = [
+                self._parameters[name].detach().to(average.dtype) for name, average in zip(names, averages, strict=True)
+            ]
             self._average(averages, current, 0)  # the count is for other averages than this one
 
     @contextlib.contextmanager

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, Micro, is_default, map_tensors
-from lockstep.data.order import EvaluationPlan, mix
+from lockstep.data.loader import Loader, MicroBatch, is_default, map_tensors
+from lockstep.data.order import EvaluationPlan, derive_seed
 from lockstep.data.randomness import seed_forward
-from lockstep.dist import sharding, strategy
-from lockstep.dist.precision import Precision
-from lockstep.dist.world import World
-from lockstep.engine import checked
-from lockstep.engine import metrics as metric_states
+from lockstep.distributed import sharding, strategy
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.world import World
+from lockstep.engine import metric_sync, task_checks
 from lockstep.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def evaluate(
         `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
         (unreadable, left out). An empty data set has no loss and no metric: only `samples` and `bad`.
     """
-    metrics = checked.metrics(task)
+    metrics = task_checks.metrics(task)
     if metrics is not None:
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
@@ -79,7 +78,7 @@ def evaluate(
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
     results: dict[str, float] = world.broadcast(_means(world.gather(parts), task.coefficients()))
     if metrics is not None:
-        flat, values = metric_states.compute(metrics, world)
+        flat, values = metric_sync.compute(metrics, world)
         results |= flat
         if values:
             show(values, shown)
@@ -87,7 +86,9 @@ def evaluate(
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
-def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, precision: Precision) -> list[Any] | None:
+def predict(
+    task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, precision: Precision
+) -> list[Any] | None:
     """The task's output for each sample of `plan`, in their order, on the CPU: on rank 0; None elsewhere.
 
     A sample that could not be read (with `on_error="skip"`) has the output None.
@@ -98,7 +99,7 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
             output = forward(micro.batch, task.predict)
         if not micro.filler:
             split(output, len(micro.indices))  # a wrong shape is an error before the other batches are computed
-            outputs.append((micro.indices, map_tensors(output, metric_states.compact)))
+            outputs.append((micro.indices, map_tensors(output, metric_sync.compact)))
     gathered = world.gather(outputs)  # batches: of a tensor for each sample, most would be pickle's own bytes
     if gathered is None:
         return None
@@ -112,7 +113,7 @@ def predict(task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan
 def measure(
     task: Task,
     forward: nn.Module,
-    micro: Micro,
+    micro: MicroBatch,
     precision: Precision,
     wants_output: bool,
 ) -> tuple[dict[str, Tensor], Any]:
@@ -178,7 +179,9 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
 
 
-def _forwards(forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing) -> Generator[Micro, None, None]:
+def _forwards(
+    forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing
+) -> Generator[MicroBatch, None, None]:
     """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
     chunks = plan.chunks(world.size)[world.rank]
     was_training = forward.training
@@ -186,16 +189,18 @@ def _forwards(forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: W
     try:
         with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
             for micro in micros:
-                seed_forward(mix(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)
+                seed_forward(derive_seed(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)
                 yield micro
-                world.heart.beats += 1
+                world.heartbeat.beats += 1
                 tick()
     finally:
         forward.train(was_training)
         sharding.reshard(forward)
 
 
-def _means(ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]) -> dict[str, float]:
+def _means(
+    ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]
+) -> dict[str, float]:
     """Loss over all ranks' micro-batches, in their order."""
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
@@ -206,7 +211,9 @@ def _means(ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, 
     return combine(sums, units, coefficients)
 
 
-def combine(sums: Mapping[str, float], units: Mapping[str, float], coefficients: Mapping[str, float]) -> dict[str, float]:
+def combine(
+    sums: Mapping[str, float], units: Mapping[str, float], coefficients: Mapping[str, float]
+) -> dict[str, float]:
     """`loss` = sum_k c[k] * sums[k] / units[k], and its parts where there are several; empty without any unit."""
     means = {head: sums[head] / units[head] for head in sums if units[head]}
     if not means:

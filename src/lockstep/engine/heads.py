@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lockstep.dist.strategy import Losses
-from lockstep.dist.world import World
+from lockstep.distributed.strategy import Losses
+from lockstep.distributed.world import World
 from lockstep.errors import TrainingError, did_you_mean
 
 Names = tuple[str, ...]

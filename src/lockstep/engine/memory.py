@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.dist import sharding
-from lockstep.engine.gauge import MB, Gauge, mib
-from lockstep.engine.meter import RANKS_SHOWN
-from lockstep.engine.step import Training
+from lockstep.distributed import sharding
+from lockstep.engine.log_window import RANKS_SHOWN
+from lockstep.engine.memory_gauge import MB, MemoryGauge, mib
+from lockstep.engine.step import TrainState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,14 +33,14 @@ class Memory:
     activations: most held in training, less all of these. With temporary and gathered tensors; on the CPU also what the
         allocator keeps and what libraries take in their first step. Not less than 0.
     evaluation: what it took at most on top of what was held when it began.
-    peak, reserved: as `Gauge.most` and `Gauge.reserved`; with everything, also saving.
+    peak, reserved: as `MemoryGauge.most` and `MemoryGauge.reserved`; with everything, also saving.
 
     Args:
         stop: the last step. evaluates: whether an evaluation follows it.
     """
 
-    def __init__(self, run: Training, stop: int, evaluates: bool) -> None:
-        self.run, self.stop, self.evaluates, self.gauge = run, stop, evaluates, Gauge(run.world.device)
+    def __init__(self, state: TrainState, stop: int, evaluates: bool) -> None:
+        self.state, self.stop, self.evaluates, self.gauge = state, stop, evaluates, MemoryGauge(state.world.device)
         self.begun = self.gauge.restart()
         before = self.gauge.held()
         self.other = max(0, before - sum(self._count().values()))
@@ -75,21 +75,23 @@ class Memory:
 
     def ask(self) -> None:
         """Before a step that logs, or its repetition: count in it, where that was not done yet or it is the last."""
-        if self.hook is None and (not self.counted or self.run.step + 1 == self.stop):
-            self.hook = self.run.optimizer.register_step_post_hook(lambda *_: self._measure())
+        if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
+            self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._measure())
 
     def _measure(self) -> None:
         self.counted = self._count()
-        if self.gauge.device.type == "cuda":  # exact, while a process keeps what it was given: there the beginning must do
+        if (
+            self.gauge.device.type == "cuda"
+        ):  # exact, while a process keeps what it was given: there the beginning must do
             self.other = max(0, self.gauge.held() - sum(self.counted.values()))
 
     def _count(self) -> dict[str, int]:
-        forward, seen = self.run.forward, set[int]()
+        forward, seen = self.state.forward, set[int]()
         parameters = list(forward.parameters())
         found = {
             "parameters": [*parameters, *forward.buffers()],
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "optimizer": list(self.run.optimizer.state.values()),
+            "optimizer": list(self.state.optimizer.state.values()),
         }
         return {name: _size(tensors, self.gauge.device.type, seen) for name, tensors in found.items()}
 
@@ -102,7 +104,7 @@ class Memory:
         if self.hook is not None:
             self.hook.remove()  # an update that was skipped has not called it
             self.hook = None
-        last = self.run.step == self.stop
+        last = self.state.step == self.stop
         if (self.shown and not last) or (last and self.evaluates and not evaluated):
             return {}, []
         rows = self._gather()
@@ -112,14 +114,18 @@ class Memory:
         entries = {f"memory/{name}_mb": mib(max(row[name] for row in rows)) for name in rows[0]}
         if 1 < len(rows) <= RANKS_SHOWN:
             entries |= {f"memory/{name}_mb/rank{rank}": mib(row[name]) for rank, row in enumerate(rows) for name in row}
-        return entries, table(rows, self.run.step, self.gauge.device.type)
+        return entries, table(rows, self.state.step, self.gauge.device.type)
 
     def _gather(self) -> list[Row]:
         """The row of each rank, on every rank; none where some rank has not counted."""
         self._note_training()
-        world = self.run.world
+        world = self.state.world
         counted = self.counted or self._count()
-        mine: Row = {**counted, "activations": max(0, self.tops["training"] - sum(counted.values()) - self.other), "other": self.other}
+        mine: Row = {
+            **counted,
+            "activations": max(0, self.tops["training"] - sum(counted.values()) - self.other),
+            "other": self.other,
+        }
         if "evaluation" in self.tops:
             mine["evaluation"] = self.tops["evaluation"]
         mine["peak"] = self.gauge.most()
@@ -128,7 +134,10 @@ class Memory:
         packed = [0.0] * (world.size * len(mine))
         packed[world.rank * len(mine) : (world.rank + 1) * len(mine)] = mine.values()
         ready, *values = world.all_sum([float(bool(self.counted)), *packed])
-        rows = [dict(zip(mine, values[start : start + len(mine)], strict=True)) for start in range(0, len(values), len(mine))]
+        rows = [
+            dict(zip(mine, values[start : start + len(mine)], strict=True))
+            for start in range(0, len(values), len(mine))
+        ]
         return rows if ready == world.size else []
 
 
@@ -166,24 +175,37 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _differ(old: Sequence[Row], new: Sequence[Row]) -> bool:
     if not old or old[0].keys() != new[0].keys():
         return True
-    return any(abs(after[name] - before[name]) > max(_CHANGE * before[name], MB) for before, after in zip(old, new, strict=True) for name in after)
+    return any(
+        abs(after[name] - before[name]) > max(_CHANGE * before[name], MB)
+        for before, after in zip(old, new, strict=True)
+        for name in after
+    )
 
 
 def table(rows: Sequence[Row], step: int, device: str) -> list[str]:
     """Lines for people, in MiB: a rank each, or with many ranks the extremes; and what stands out."""
     order = sorted(range(len(rows)), key=lambda rank: rows[rank]["peak"])
-    shown: dict[str, Row] = {str(rank): rows[rank] for rank in (range(len(rows)) if len(rows) <= RANKS_SHOWN else (order[0], order[-1]))}
+    shown: dict[str, Row] = {
+        str(rank): rows[rank] for rank in (range(len(rows)) if len(rows) <= RANKS_SHOWN else (order[0], order[-1]))
+    }
     if len(rows) > RANKS_SHOWN:
         for name, choose in (("min", min), ("median", statistics.median), ("max", max)):
             shown[name] = {column: choose(row[column] for row in rows) for column in rows[0]}
     width = max(len(name) for name in [*shown, "rank"])
     lines = [f"memory at step {step} in MiB, {'allocated on the device' if device == 'cuda' else 'resident'}:"]
     lines.append("  ".join(["rank".rjust(width), *(name.rjust(10) for name in rows[0])]))
-    lines += ["  ".join([name.rjust(width), *(f"{row[column] / MB:,.1f}".rjust(max(10, len(column))) for column in row)]) for name, row in shown.items()]
+    lines += [
+        "  ".join([name.rjust(width), *(f"{row[column] / MB:,.1f}".rjust(max(10, len(column))) for column in row)])
+        for name, row in shown.items()
+    ]
     low, high = rows[order[0]], rows[order[-1]]
     apart = high["peak"] - low["peak"]
     if high["peak"] > _IMBALANCE * low["peak"]:
         most = max((name for name in high if name not in ("peak", "reserved")), key=lambda name: high[name] - low[name])
-        where = f"mostly in {most}" if high[most] - low[most] > apart / 2 else "before training, in saving, or in several columns"
+        where = (
+            f"mostly in {most}"
+            if high[most] - low[most] > apart / 2
+            else "before training, in saving, or in several columns"
+        )
         lines.append(f"rank {order[-1]} held {apart / MB:,.1f} MiB more than rank {order[0]} at its peak, {where}")
     return lines

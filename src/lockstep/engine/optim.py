@@ -63,9 +63,13 @@ def build_optimizer(
         if not named and group_name in settings:
             names = ", ".join(n for n, _ in list(model.named_parameters())[:8])
             remedy = f"use patterns over the model's parameter names, such as: {names}"
-            raise UsageError(f"no parameter matches {list(own.match)}", where=f"optim.groups, group {group_name!r}", remedy=remedy)
+            raise UsageError(
+                f"no parameter matches {list(own.match)}", where=f"optim.groups, group {group_name!r}", remedy=remedy
+            )
         decay = (
-            {} if own.weight_decay is None and weight_decay is None else {"weight_decay": own.weight_decay if own.weight_decay is not None else weight_decay}
+            {}
+            if own.weight_decay is None and weight_decay is None
+            else {"weight_decay": own.weight_decay if own.weight_decay is not None else weight_decay}
         )
         levels: dict[int | None, list[nn.Parameter]] = {}
         for parameter_name, parameter in named:
@@ -78,11 +82,15 @@ def build_optimizer(
     _check_arguments(kind, args or {}, decays=any("weight_decay" in options for options in param_groups))
     if fused and "fused" not in inspect.signature(kind).parameters:
         able = ", ".join(sorted(n for n, k in _optimizers().items() if "fused" in inspect.signature(k).parameters))
-        raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=f"leave it out, or use one of {able}")
+        raise UsageError(
+            f"{name} has no fused kernel", where="optim.fused", remedy=f"leave it out, or use one of {able}"
+        )
     try:
         return kind(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
     except Exception as error:
-        raise UsageError(str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class") from error
+        raise UsageError(
+            str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class"
+        ) from error
 
 
 def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
@@ -93,7 +101,9 @@ def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
     """
     if not blocks:
         remedy = "set parallel.shard_modules to patterns of its blocks, or optim.layer_decay=null"
-        raise UsageError("the model has no repeated blocks, whose depth it could count", where="optim.layer_decay", remedy=remedy)
+        raise UsageError(
+            "the model has no repeated blocks, whose depth it could count", where="optim.layer_decay", remedy=remedy
+        )
     depths: dict[str, int] = {}
     begun = False
     for name, _ in model.named_parameters():
@@ -127,4 +137,8 @@ def _check_arguments(kind: type, given: Mapping[str, Any], decays: bool) -> None
             remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
             raise UsageError(f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=remedy)
     if decays and "weight_decay" not in inspect.signature(kind).parameters:
-        raise UsageError(f"{kind.__name__} takes no argument 'weight_decay'", where="optim.weight_decay", remedy="leave it out, also in optim.groups")
+        raise UsageError(
+            f"{kind.__name__} takes no argument 'weight_decay'",
+            where="optim.weight_decay",
+            remedy="leave it out, also in optim.groups",
+        )

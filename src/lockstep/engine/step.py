@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Micro
-from lockstep.data.order import mix
+from lockstep.data.loader import MicroBatch
+from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
-from lockstep.dist import sharding, strategy
-from lockstep.dist.precision import Precision
-from lockstep.dist.strategy import Buckets, Losses
-from lockstep.dist.world import World
+from lockstep.distributed import sharding, strategy
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import Buckets, Losses
+from lockstep.distributed.world import World
 from lockstep.engine import batch_norm, heads
 from lockstep.engine.ema import Ema
-from lockstep.engine.oom import Guard
+from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
@@ -36,7 +36,7 @@ SAMPLES = ""  # the key of W where the unit of every head is the sample
 
 
 @dataclass
-class Training:
+class TrainState:
     """All that changes during training, and what changes it.
 
     forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
@@ -68,7 +68,7 @@ class Training:
         self.check_unused = not self.buckets.find_unused_parameters
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
         self.all_train = all(p.requires_grad for p in self.forward.parameters())
-        self.unsettled = strategy.needs_settling(self.forward, self.world)
+        self.must_warm_up_buckets = strategy.needs_bucket_warm_up(self.forward, self.world)
 
     def unfreeze(self) -> None:
         """Make trainable what is so from this step on."""
@@ -80,7 +80,7 @@ class Training:
     def rewrap(self) -> None:
         """Arrange gradients for what is trainable now."""
         if strategy.is_replicated(self.forward):
-            self.forward = strategy.bare(self.forward)
+            self.forward = strategy.unwrap_ddp(self.forward)
             gc.collect()  # the old wrapper's hooks go with it, and it is part of cycles
             self.forward = strategy.wrap(self.forward, "ddp", self.world, self.buckets)
         self.guard.trials = 2
@@ -88,7 +88,7 @@ class Training:
 
 
 @dataclass
-class Outcome:
+class StepResult:
     """What one step did on this rank. Tensors stay on the device: reading them is left to logging steps.
 
     totals: W by head over all ranks, or under `SAMPLES` for all heads.
@@ -108,7 +108,7 @@ class Outcome:
     applied: bool = False
 
 
-def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: bool = False) -> Outcome:
+def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, want_norm: bool = False) -> StepResult:
     """Consume one global batch and apply one update.
 
     Args:
@@ -120,79 +120,85 @@ def train_step(run: Training, micros: Sequence[Micro], samples: int, want_norm: 
         TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
         StepTooLarge: see `Guard`; nothing was changed.
     """
-    world, optimizer, scaler = run.world, run.optimizer, run.precision.scaler
-    run.unfreeze()
-    totals = _count(run, micros, samples)  # W: by head, or one for all heads where the unit is the sample
+    world, optimizer, scaler = state.world, state.optimizer, state.precision.scaler
+    state.unfreeze()
+    totals = _count(state, micros, samples)  # W: by head, or one for all heads where the unit is the sample
     bad = [message for micro in micros for _, message in micro.bad]
-    outcome = Outcome(run.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad)
-    run.step += 1
+    outcome = StepResult(
+        state.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad
+    )
+    state.step += 1
     if not any(totals.values()):  # nothing to learn from anywhere: every rank knows, so every rank skips
-        run.skipped += 1
+        state.skipped += 1
         return outcome
 
     rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
-    with run.guard.step(run, micros[0].batch) if run.guard.enabled else contextlib.nullcontext():
-        if run.unsettled:
-            looked_at = [head for head, coefficient in run.coefficients.items() if not coefficient]
-            strategy.settle(run.forward, micros[0].batch, world, run.precision, run.check_unused, looked_at)
-            run.unsettled = run.check_unused = False
+    with state.guard.step(state, micros[0].batch) if state.guard.enabled else contextlib.nullcontext():
+        if state.must_warm_up_buckets:
+            looked_at = [head for head, coefficient in state.coefficients.items() if not coefficient]
+            strategy.warm_up_buckets(
+                state.forward, micros[0].batch, world, state.precision, state.check_unused, looked_at
+            )
+            state.must_warm_up_buckets = state.check_unused = False
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
-            seed_forward(mix(run.seed, outcome.step, world.rank, number), world.device)
-            without_trace = batch_norm.without_trace(run.forward) if micro.filler else contextlib.nullcontext()
-            with strategy.sync(run.forward, last, world), without_trace:
-                with run.precision.autocast():
-                    losses: Losses = run.forward(micro.batch)
+            seed_forward(derive_seed(state.seed, outcome.step, world.rank, number), world.device)
+            without_trace = batch_norm.without_trace(state.forward) if micro.filler else contextlib.nullcontext()
+            with strategy.sync(state.forward, last, world), without_trace:
+                with state.precision.autocast():
+                    losses: Losses = state.forward(micro.batch)
                 losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
-                factors, rest = _factors(run, losses, totals, micro, 0 if micro.filler else world.size)
-                if last and run.guard.open:
-                    run.guard.last_backward(run)
-                check_unused = last and run.check_unused
+                factors, rest = _factors(state, losses, totals, micro, 0 if micro.filler else world.size)
+                if last and state.guard.open:
+                    state.guard.last_backward(state)
+                check_unused = last and state.check_unused
                 if check_unused:
-                    strategy.check_all_used(run.forward, {head: losses[head] for head in factors}, world)
-                    run.check_unused = False
+                    strategy.check_all_used(state.forward, {head: losses[head] for head in factors}, world)
+                    state.check_unused = False
                 scaled = {head: scaler.scale(factor) for head, factor in factors.items()}
-                tensors, gradients = strategy.roots(run.forward, losses, scaled, last)
+                tensors, gradients = strategy.backward_roots(state.forward, losses, scaled, last)
                 if tensors:
                     torch.autograd.backward(tensors, gradients)
                 if last and not check_unused:
-                    strategy.check_reduced(run.forward)
+                    strategy.check_reduced(state.forward)
             outcome.losses.append({head: value.detach() for head, value in losses.items()})
     if rest != 1.0:
-        sharding.scale_grads(run.parameters, rest)
+        sharding.scale_grads(state.parameters, rest)
 
     scaler.unscale_(optimizer)
-    if want_norm or run.clip_norm is not None:
-        outcome.grad_norm = sharding.grad_norm(run.parameters)
-        if run.clip_norm is not None:
-            sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)
-    set_lr(optimizer, run.schedule(outcome.step - run.skipped))
+    if want_norm or state.clip_norm is not None:
+        outcome.grad_norm = sharding.grad_norm(state.parameters)
+        if state.clip_norm is not None:
+            sharding.clip_grads(state.parameters, state.clip_norm, outcome.grad_norm)
+    set_lr(optimizer, state.schedule(outcome.step - state.skipped))
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     outcome.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
-    run.skipped += not outcome.applied
-    if run.averages is not None and outcome.applied:
-        run.averages.update()
+    state.skipped += not outcome.applied
+    if state.averages is not None and outcome.applied:
+        state.averages.update()
     return outcome
 
 
-def _count(run: Training, micros: Sequence[Micro], samples: int) -> dict[str, float]:
+def _count(state: TrainState, micros: Sequence[MicroBatch], samples: int) -> dict[str, float]:
     """W by head. Where units are samples and none can be lost, the plan knows W and no rank needs to ask another."""
     for micro in micros:
         names = tuple(micro.weights or ())
-        if names != run.weight_heads:
-            run.weight_heads = heads.agree(run.weight_heads, names, "Task.weight", run.world)
-    if not run.weight_heads:
-        if not run.must_agree_on_weights:
+        if names != state.weight_heads:
+            state.weight_heads = heads.agree(state.weight_heads, names, "Task.weight", state.world)
+    if not state.weight_heads:
+        if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
-        return {SAMPLES: run.world.all_sum([sum(micro.samples for micro in micros)])[0]}
-    mine = [sum(micro.weights[head] for micro in micros if micro.weights) for head in run.weight_heads]
-    return dict(zip(run.weight_heads, run.world.all_sum(mine), strict=True))
+        return {SAMPLES: state.world.all_sum([sum(micro.samples for micro in micros)])[0]}
+    mine = [sum(micro.weights[head] for micro in micros if micro.weights) for head in state.weight_heads]
+    return dict(zip(state.weight_heads, state.world.all_sum(mine), strict=True))
 
 
-def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: Micro, world: float) -> tuple[dict[str, Tensor], float]:
+def _factors(
+    state: TrainState, losses: Losses, totals: Mapping[str, float], micro: MicroBatch, world: float
+) -> tuple[dict[str, Tensor], float]:
     """c[k] * world / W[k] by head, without constants of coefficient 0. Zero for a head without any unit in the global batch,
     and where `world` is zero (a filler).
 
@@ -207,24 +213,26 @@ def _factors(run: Training, losses: Losses, totals: Mapping[str, float], micro: 
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
     units = set(losses) if micro.weights is None else {head for head, weight in micro.weights.items() if weight}
-    if run.agreed is None:
-        heads.check_coefficients(run.coefficients, losses)
-        run.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not run.all_train, run.world)
-    if tuple(losses) != run.agreed.names:
-        heads.agree(run.agreed.names, tuple(losses), "Task.loss", run.world)
+    if state.agreed is None:
+        heads.check_coefficients(state.coefficients, losses)
+        state.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not state.all_train, state.world)
+    if tuple(losses) != state.agreed.names:
+        heads.agree(state.agreed.names, tuple(losses), "Task.loss", state.world)
     whole = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
-    coefficients = {head: run.coefficients.get(head, 1.0) for head in losses}
+    coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0
-    if run.agreed.is_narrow:
+    if state.agreed.is_narrow:
         first = next((head for head in losses if whole[head] and coefficients[head]), None)
-        rest = 2 * math.frexp(coefficients[first] * run.world.size / whole[first])[0] if first is not None else 1.0
+        rest = 2 * math.frexp(coefficients[first] * state.world.size / whole[first])[0] if first is not None else 1.0
     factors = {}
     for head, value in losses.items():
-        if not value.requires_grad and (not coefficients[head] or head in run.agreed.frozen):
+        if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
             continue  # only looked at, or nothing of it trains
-        if not value.requires_grad and not micro.filler and head in units and run.all_train:
+        if not value.requires_grad and not micro.filler and head in units and state.all_train:
             remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad(); or give it the coefficient 0"
-            raise TrainingError(f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy)
+            raise TrainingError(
+                f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy
+            )
         factor = coefficients[head] * world / whole[head] if whole[head] else 0.0
         factors[head] = torch.full_like(value, factor / rest)
     return factors, rest

@@ -7,9 +7,17 @@ import os
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
-from lockstep.observe.textlog import line
+from lockstep.observe.text_log import line
 
 
 class _Console(Console):
@@ -21,7 +29,7 @@ class _Console(Console):
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-class ConsoleWatcher:
+class ConsoleWriter:
     """Prints entries as lines; on a terminal under them a bar with the time left."""
 
     def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
@@ -29,7 +37,14 @@ class ConsoleWatcher:
         self.console = console or _Console(highlight=False)
         self.bar: Progress | None = None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self.task = self.bar.add_task("training", total=total, completed=start)
             self.bar.start()

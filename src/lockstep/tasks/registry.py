@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks.task import Task
 
-_SHIPPED = {"toy": "toy:Toy", "classification": "classification:Classification", "text": "text:Text"}
+_SHIPPED = {"toy": "toy.task:Toy", "classification": "classification.task:Classification", "text": "text.task:Text"}
 
 
 def build_task(section: dict[str, Any], train: str | None, evaluation: str | None) -> Task:
@@ -28,7 +28,11 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
             take; names what it takes.
     """
     if "kind" not in section:
-        raise UsageError("the config names no task", where="task", remedy="set task.kind, or give a Task object to fit, evaluate or predict")
+        raise UsageError(
+            "the config names no task",
+            where="task",
+            remedy="set task.kind, or give a Task object to fit, evaluate or predict",
+        )
     arguments = {key: value for key, value in section.items() if key != "kind"}
     kind = section["kind"]
     task_class = _shipped(_SHIPPED[kind]) if kind in _SHIPPED else _from_file(kind)
@@ -36,7 +40,11 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     takes = signature.parameters
     data = {name: value for name, value in (("train", train), ("eval", evaluation)) if value is not None}
     any_key = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    known = [name for name, parameter in takes.items() if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)]
+    known = [
+        name
+        for name, parameter in takes.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ]
     listed = f"{task_class.__name__} takes: {', '.join(known) or 'no keys'}"
     for key in arguments:
         if key not in known and not any_key:
@@ -49,7 +57,9 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     missing = [name for name in known if takes[name].default is inspect.Parameter.empty and name not in arguments]
     if missing:
         keys = ", ".join(f"data.{name}" if name in ("train", "eval") else f"task.{name}" for name in missing)
-        raise UsageError(f"{task_class.__name__} needs {keys}", where="config", remedy=f"give {keys}, in the file or as key=value")
+        raise UsageError(
+            f"{task_class.__name__} needs {keys}", where="config", remedy=f"give {keys}, in the file or as key=value"
+        )
     return task_class(**arguments)
 
 
@@ -62,14 +72,22 @@ def _shipped(home: str) -> type[Task]:
 def _from_file(kind: str) -> type[Task]:
     path, _, name = kind.rpartition(":")
     if not Path(path).is_file():
-        raise UsageError("no such file", where=path, remedy="the task's Python file must be where it was when the run began")
+        raise UsageError(
+            "no such file", where=path, remedy="the task's Python file must be where it was when the run began"
+        )
     module = _import(Path(path).resolve())
     found = getattr(module, name, None)
     if not (inspect.isclass(found) and issubclass(found, Task)):
-        tasks = [n for n, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Task) and value is not Task]
+        tasks = [
+            n
+            for n, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, Task) and value is not Task
+        ]
         raise UsageError(f"no Task class {name!r}", where=path, remedy=f"the file has: {', '.join(tasks) or 'none'}")
     if inspect.isabstract(found):
-        raise UsageError(f"{name} lacks {', '.join(sorted(found.__abstractmethods__))}", where=path, remedy="write these methods")
+        raise UsageError(
+            f"{name} lacks {', '.join(sorted(found.__abstractmethods__))}", where=path, remedy="write these methods"
+        )
     return found
 
 

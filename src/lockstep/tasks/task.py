@@ -79,7 +79,11 @@ class Task(abc.ABC):
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
         """Outputs for metrics and users: tensors whose first dimension is the batch, or a dict, tuple or list of them."""
-        raise UsageError(f"{type(self).__name__} has no predict", where="Task.predict", remedy="write it: predictions and metrics need outputs")
+        raise UsageError(
+            f"{type(self).__name__} has no predict",
+            where="Task.predict",
+            remedy="write it: predictions and metrics need outputs",
+        )
 
     def metrics(self) -> MetricCollection | None:
         """torchmetrics, on the CPU; they are moved to the device, and see every evaluation sample once."""
@@ -97,7 +101,11 @@ class Task(abc.ABC):
 
     def input_data(self, inputs: Sequence[str]) -> Dataset[Any]:
         """Samples from the command line's INPUT arguments, prepared like evaluation samples."""
-        raise UsageError(f"{type(self).__name__} reads no files", where="Task.input_data", remedy="write it, or predict without INPUT")
+        raise UsageError(
+            f"{type(self).__name__} reads no files",
+            where="Task.input_data",
+            remedy="write it, or predict without INPUT",
+        )
 
     def describe(self, output: Any) -> dict[str, Any]:
         """One sample's output as plain values for a person to read."""

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.loader import Chunks, is_default, map_tensors
+from lockstep.data.loader import MicroBatches, is_default, map_tensors
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.verify.generators import disturb
@@ -81,7 +81,7 @@ class Adjusted(Task):
     def _settle(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
         """Give BatchNorm the statistics of some samples: with those of a new model, activations of deep networks explode."""
         data = self.train_data()
-        batch = self.collate(readable(Chunks(data, self, 0, True, "skip"), range(min(8, len(data))), 0))  # type: ignore[arg-type]
+        batch = self.collate(readable(MicroBatches(data, self, 0, True, "skip"), range(min(8, len(data))), 0))  # type: ignore[arg-type]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment] # the mean over what is seen
@@ -130,7 +130,7 @@ class Adjusted(Task):
         return Silenced() if self.how.exact else contextlib.nullcontext()
 
 
-def readable(chunks: Chunks, indices: Iterable[int], epoch: int) -> list[Any]:
+def readable(chunks: MicroBatches, indices: Iterable[int], epoch: int) -> list[Any]:
     """Samples, without those that cannot be read where the config skips them."""
     samples = []
     for index in indices:
@@ -163,7 +163,11 @@ def silence(model: nn.Module) -> int:
     found = 0
     for module in model.modules():
         for name, value in list(vars(module).items()):
-            if ("drop" in name or (name == "p" and "Drop" in type(module).__name__)) and type(value) is float and value > 0:
+            if (
+                ("drop" in name or (name == "p" and "Drop" in type(module).__name__))
+                and type(value) is float
+                and value > 0
+            ):
                 setattr(module, name, 0.0)
                 found += 1
     return found
@@ -172,7 +176,9 @@ def silence(model: nn.Module) -> int:
 class Silenced(TorchFunctionMode):
     """Turns dropout off where a model calls it as a function."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         options = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name in _DROPOUTS and func in (getattr(functional, name, None), getattr(torch, name, None)):
@@ -236,6 +242,8 @@ def units_of(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]
     units: dict[str, float] = {}
     for batch, size in batches:
         weight = task.weight(batch)
-        for head, value in (weight if isinstance(weight, Mapping) else {SAMPLES: size if weight is None else weight}).items():
+        for head, value in (
+            weight if isinstance(weight, Mapping) else {SAMPLES: size if weight is None else weight}
+        ).items():
             units[head] = units.get(head, 0.0) + float(value)
     return units

@@ -84,7 +84,12 @@ class Bench:
         short = {"train__epochs": None, "train__min_steps": None, "train__steps": steps}
         short |= {"train__eval_every_epochs": None, "train__eval_every_steps": 0}
         short |= {"schedule__warmup_steps": warmup, "log__every_steps": 1, "log__tensorboard": False}
-        short |= {"checkpoint__every_steps": 0, "checkpoint__keep_best": None, "checkpoint__keep_every_steps": None, "checkpoint__keep_last": 1}
+        short |= {
+            "checkpoint__every_steps": 0,
+            "checkpoint__keep_best": None,
+            "checkpoint__keep_every_steps": None,
+            "checkpoint__keep_last": 1,
+        }
         for path, value in (short | changes).items():
             *sections, key = path.split("__")
             place = config
@@ -99,7 +104,9 @@ class Bench:
 
     def exact(self, **changes: Any) -> dict[str, Any]:
         """For comparisons: no autocast and no compiled code, which round in their own way."""
-        return self.natural(precision="fp32", parallel__param_dtype=None, parallel__reduce_dtype=None, compute__compile=None, **changes)
+        return self.natural(
+            precision="fp32", parallel__param_dtype=None, parallel__reduce_dtype=None, compute__compile=None, **changes
+        )
 
     # ---- trials
 
@@ -136,8 +143,13 @@ class Bench:
         if name not in self._answers:
             self._answers[name] = self.ranks.run(world, self.wrap, function, *arguments)
         answers = self._answers[name]
-        ended = sorted((one for one in answers if isinstance(one, Ended)), key=lambda one: one.why)  # by themselves first
-        failed = sorted((one for one in answers if isinstance(one, Answer) and one.error), key=lambda one: (not one.refused, one.known))
+        ended = sorted(
+            (one for one in answers if isinstance(one, Ended)), key=lambda one: one.why
+        )  # by themselves first
+        failed = sorted(
+            (one for one in answers if isinstance(one, Answer) and one.error),
+            key=lambda one: (not one.refused, one.known),
+        )
         gone = [one for one in ended if not one.why]
         if failed and not (gone and failed[0].known and not failed[0].refused):  # that another rank is gone is no news
             raise TrialFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
@@ -180,7 +192,13 @@ class Bench:
         """All ranks, several uneven micro-batches each; some updates, that of an epoch's partial last batch
         among them, are compared with plain torch's."""
         config = self.exact(batch__micro=self.small_micro)
-        return self.train("accumulated", self.nproc, config, self.adjustment(), Watch(updates=(0, min(4, self.steps - 1), self.steps - 2)))
+        return self.train(
+            "accumulated",
+            self.nproc,
+            config,
+            self.adjustment(),
+            Watch(updates=(0, min(4, self.steps - 1), self.steps - 2)),
+        )
 
     def undisturbed(self) -> list[Seen]:
         """All ranks, the training as it is, with checkpoints on the way."""
@@ -194,7 +212,14 @@ class Bench:
     def overheard(self) -> list[Seen]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""
         config = self.natural(batch__micro=self.small_micro, log__every_steps=self.steps, train__unfreeze=[])
-        return self.train("overheard", self.nproc, config, Adjustment(part=4 * self.global_batch), Watch(talk=tuple(range(2, self.steps - 1))), keep=False)
+        return self.train(
+            "overheard",
+            self.nproc,
+            config,
+            Adjustment(part=4 * self.global_batch),
+            Watch(talk=tuple(range(2, self.steps - 1))),
+            keep=False,
+        )
 
     @property
     def small_micro(self) -> int:
@@ -204,7 +229,9 @@ class Bench:
     def learned(self, factor: int = 1) -> list[Seen]:
         """All ranks, the training as it is, on all its data, for long enough to learn something."""
         steps = self.learning_steps * factor
-        return self.train(f"learned-{factor}", self.nproc, self.natural(train__steps=steps), Adjustment(), Watch(used=True))
+        return self.train(
+            f"learned-{factor}", self.nproc, self.natural(train__steps=steps), Adjustment(), Watch(used=True)
+        )
 
     def limit(self) -> float:
         """What rounding explains between `alone` and a run that is cut in another way."""
@@ -215,7 +242,10 @@ class Bench:
     def apart(self, name: str, seen: list[Seen]) -> Difference:
         """How far a trial's model and losses are from those of `alone`."""
         one = self.alone()
-        mine, reference = compare.last_checkpoint(self.folder / name), compare.last_checkpoint(self.folder / "one-process")
+        mine, reference = (
+            compare.last_checkpoint(self.folder / name),
+            compare.last_checkpoint(self.folder / "one-process"),
+        )
         if mine is None or reference is None:
             raise TrialFailed(name, "it left no checkpoint")
         return compare.difference(reference, mine, one[0].parameters, one[0].moved, one[0].losses, seen[0].losses)

@@ -53,7 +53,9 @@ def verify(
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
         hint = did_you_mean(unknown[0], CHECKS)
-        raise UsageError(f"there is no check {unknown[0]!r}", where="--checks", remedy=f"{hint}There are: {', '.join(CHECKS)}")
+        raise UsageError(
+            f"there is no check {unknown[0]!r}", where="--checks", remedy=f"{hint}There are: {', '.join(CHECKS)}"
+        )
     if steps is not None and steps < 4:
         raise UsageError(f"{steps} steps are too few", where="--steps", remedy="give 4 or more")
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -63,7 +65,11 @@ def verify(
         run_dir.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="verify-", dir=run_dir))
     except OSError as error:
-        raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or run_dir), remedy="choose another place with --run-dir") from error
+        raise UsageError(
+            f"cannot write: {error.strerror}",
+            where=str(error.filename or run_dir),
+            remedy="choose another place with --run-dir",
+        ) from error
     own = Ranks(run_dir / _LOG) if ranks is None else ranks
     try:
         bench = Bench(config, nproc, folder, own, steps or (8 if quick else 12), 40 if quick else 60, wrap=wrap)
@@ -87,7 +93,11 @@ def _write(result: Result, run_dir: Path) -> None:
         (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
         (run_dir / "verify.html").write_text(report.to_html(result))
     except OSError as error:
-        raise LockstepError(f"cannot write: {error.strerror}", where=str(error.filename or run_dir), remedy="free disk space, or give --run-dir") from error
+        raise LockstepError(
+            f"cannot write: {error.strerror}",
+            where=str(error.filename or run_dir),
+            remedy="free disk space, or give --run-dir",
+        ) from error
 
 
 def _look(bench: Bench, run_dir: Path) -> None:
@@ -99,7 +109,11 @@ def _look(bench: Bench, run_dir: Path) -> None:
             raise UsageError(failed.error) from None
         if failed.known:
             raise LockstepError(failed.error) from None
-        raise LockstepError(f"the task does not run: {failed.error}", where=str(run_dir / _LOG), remedy="repair it; that file has its traceback") from None
+        raise LockstepError(
+            f"the task does not run: {failed.error}",
+            where=str(run_dir / _LOG),
+            remedy="repair it; that file has its traceback",
+        ) from None
 
 
 def _judge(name: str, bench: Bench) -> Verdict:

@@ -40,7 +40,12 @@ def last_checkpoint(folder: str | Path) -> Checkpoint | None:
 
 
 def difference(
-    one: Checkpoint, other: Checkpoint, parameters: Sequence[str], moved: float, losses: Sequence[float], other_losses: Sequence[float]
+    one: Checkpoint,
+    other: Checkpoint,
+    parameters: Sequence[str],
+    moved: float,
+    losses: Sequence[float],
+    other_losses: Sequence[float],
 ) -> Difference:
     """Between the parameters of two checkpoints, tensor by tensor. Buffers may count forward passes, which differ by nature."""
     names = {f"model.{name}" for name in parameters}
@@ -51,7 +56,12 @@ def difference(
         ((_, twin),) = files.read(other.path, other.index, {name: None})
         apart[name] = _apart(tensor, twin)
     worst = max(apart, key=lambda name: apart[name], default="")
-    return Difference(apart.get(worst, 0.0) / (moved or 1.0), worst.removeprefix("model."), curve_difference(losses, other_losses), missing)
+    return Difference(
+        apart.get(worst, 0.0) / (moved or 1.0),
+        worst.removeprefix("model."),
+        curve_difference(losses, other_losses),
+        missing,
+    )
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
@@ -71,7 +81,9 @@ def curve_difference(one: Sequence[float], other: Sequence[float]) -> float:
 def first_apart(one: Sequence[float], other: Sequence[float], bound: float) -> int | None:
     """The first place at which two curves differ by more than `bound`, relative to their largest value."""
     scale = max((abs(value) for value in (*one, *other) if math.isfinite(value)), default=1.0) or 1.0
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if not abs(a - b) <= bound * scale), None)
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if not abs(a - b) <= bound * scale), None
+    )
 
 
 def differing(one: Checkpoint, other: Checkpoint) -> list[str]:
@@ -82,8 +94,13 @@ def differing(one: Checkpoint, other: Checkpoint) -> list[str]:
         ((_, twin),) = files.read(other.path, other.index, {name: None})
         if tensor.dtype != twin.dtype or tensor.shape != twin.shape or not torch.equal(_bits(tensor), _bits(twin)):
             found.append(name)
-    facts = [{key: one_of.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(one_of.values) for one_of in (one, other)]
-    return sorted(found) + sorted(key for key in facts[0].keys() | facts[1].keys() if facts[0].get(key) != facts[1].get(key))
+    facts = [
+        {key: one_of.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(one_of.values)
+        for one_of in (one, other)
+    ]
+    return sorted(found) + sorted(
+        key for key in facts[0].keys() | facts[1].keys() if facts[0].get(key) != facts[1].get(key)
+    )
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -12,7 +12,11 @@ def states() -> dict[str, str]:
     """The state of every source of random numbers that can be looked at."""
     on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
     torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
-    return {"torch": torch_state, "Python's random": repr(random.getstate()), "numpy.random": repr(np.random.get_state())}
+    return {
+        "torch": torch_state,
+        "Python's random": repr(random.getstate()),
+        "numpy.random": repr(np.random.get_state()),
+    }
 
 
 def disturb(number: int) -> None:

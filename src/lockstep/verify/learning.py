@@ -40,10 +40,16 @@ def loss(bench: Bench) -> Verdict:
     if not slope < _SIGNIFICANT:
         known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
         if not known.obstacle and max(curve) < 0.5 * known.values["loss"]:
-            return not_shown(f"the loss neither falls nor is there much to fall: {path}, where a constant output has {known.values['loss']:.4g}", **more)
+            return not_shown(
+                f"the loss neither falls nor is there much to fall: {path}, where a constant output has {known.values['loss']:.4g}",
+                **more,
+            )
         return fault(f"the loss does not fall: {path}; look at the gradients, the labels and optim.lr", **more)
     if highest - first > abs(first):
-        return fault(f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; lower optim.lr or set optim.clip_norm", **more)
+        return fault(
+            f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; lower optim.lr or set optim.clip_norm",
+            **more,
+        )
     return passed(f"falls from {path}", **more)
 
 
@@ -69,24 +75,44 @@ def metric(bench: Bench) -> Verdict:
     for factor in (1, bench.patience):
         bench.learned(factor)
         folder = str(bench.folder / f"learned-{factor}")
-        after = bench.ask(f"evaluated-{factor}", bench.nproc, trial.evaluate, bench.natural(), folder, Adjustment(eval_part=2000))
+        after = bench.ask(
+            f"evaluated-{factor}", bench.nproc, trial.evaluate, bench.natural(), folder, Adjustment(eval_part=2000)
+        )
         better = [one for one in known.directed if known.is_better(one, after[one], values[one])]
         if after["loss"] < values["loss"] and (better or not known.directed):
             break
     what = known.directed[0] if known.directed else "loss"
-    rows = [{"metric": one, "before": known.before.get(one), "after": after.get(one), "best constant output": values.get(one)} for one in values]
+    rows = [
+        {
+            "metric": one,
+            "before": known.before.get(one),
+            "after": after.get(one),
+            "best constant output": values.get(one),
+        }
+        for one in values
+    ]
     more = {"value": after[what], "bound": values[what], "what": what, "rows": rows}
     losses = f"loss {after['loss']:.4g} against {values['loss']:.4g} after {bench.learning_steps * factor} steps"
     fell = t_of_slope(bench.learned(factor)[0].losses) < _SIGNIFICANT
     if fell and all(math.isclose(after[one], known.before[one], rel_tol=1e-5) for one in values):
-        return fault(f"the evaluation after training gives what the untrained model gave, though the loss fell: {what} {after[what]:.4g}", **more)
+        return fault(
+            f"the evaluation after training gives what the untrained model gave, though the loss fell: {what} {after[what]:.4g}",
+            **more,
+        )
     if not after["loss"] < values["loss"]:
         return fault(f"no better than a constant output: {losses}", **more)
     if known.directed and not better:
         same = all(math.isclose(after[one], values[one], rel_tol=1e-3, abs_tol=1e-6) for one in known.directed)
         text = f"better than a constant output in {losses}, but {what} is {after[what]:.4g} against {values[what]:.4g}"
-        return not_shown(text, **more) if same else fault(f"{text}: look at Task.predict, update_metrics and metrics", **more)
-    return passed(f"{what} {after[what]:.4g}, best constant output {values[what]:.4g}, before training {known.before[what]:.4g}", **more)
+        return (
+            not_shown(text, **more)
+            if same
+            else fault(f"{text}: look at Task.predict, update_metrics and metrics", **more)
+        )
+    return passed(
+        f"{what} {after[what]:.4g}, best constant output {values[what]:.4g}, before training {known.before[what]:.4g}",
+        **more,
+    )
 
 
 def overfit(bench: Bench) -> Verdict:
@@ -94,12 +120,19 @@ def overfit(bench: Bench) -> Verdict:
     how = Adjustment(exact=True, part=_TINY, plain=True)
     least = bench.ask("least-loss", 1, least_loss, bench.natural(), how)
     for factor in (1.0, 10.0, 0.1):
-        config = bench.natural(train__steps=bench.learning_steps * bench.patience, batch__global=_TINY, batch__micro=None, train__unfreeze=[])
+        config = bench.natural(
+            train__steps=bench.learning_steps * bench.patience,
+            batch__global=_TINY,
+            batch__micro=None,
+            train__unfreeze=[],
+        )
         decay = config["optim"]["weight_decay"]
         config["schedule"] = {"name": "constant"}
         config["optim"] |= {"lr": config["optim"]["lr"] * factor, "lr_scaling": "none", "weight_decay": decay and 0.0}
         try:
-            curve = bench.train(f"overfit-{factor:g}", bench.nproc, config, how, until=(_NEAR_ZERO, least), keep=False)[0].losses
+            curve = bench.train(f"overfit-{factor:g}", bench.nproc, config, how, until=(_NEAR_ZERO, least), keep=False)[
+                0
+            ].losses
         except TrialFailed as failed:  # such as a loss that explodes with ten times the learning rate
             if factor == 1.0 or failed.refused:
                 raise
@@ -107,9 +140,16 @@ def overfit(bench: Bench) -> Verdict:
         left = (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
         if left <= _NEAR_ZERO:
             break
-    more = {"value": left, "bound": _NEAR_ZERO, "what": "loss left of that of the first step", "curves": {f"loss, optim.lr x {factor:g}": curve}}
+    more = {
+        "value": left,
+        "bound": _NEAR_ZERO,
+        "what": "loss left of that of the first step",
+        "curves": {f"loss, optim.lr x {factor:g}": curve},
+    }
     if least > 0.01 * curve[0]:
-        more["notes"] = [f"no output whatever has a loss below {least:.4g} on these samples; the loss is counted from there"]
+        more["notes"] = [
+            f"no output whatever has a loss below {least:.4g} on these samples; the loss is counted from there"
+        ]
     if left <= _NEAR_ZERO:
         return passed(f"{_TINY} samples learned by heart in {len(curve)} steps, with optim.lr x {factor:g}", **more)
     text = f"{_TINY} samples cannot be learned by heart in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1"
@@ -129,13 +169,22 @@ def gradients(bench: Bench) -> Verdict:
         wrong.append(f"when training began, modules were not in the mode that model.train() gives them: {named}")
     dead = [one for one in learned[0].unused if all(one in seen.unused for seen in learned)]
     if dead:
-        wrong.append(f"{len(dead)} trainable parameters got no gradient other than zero in {len(learned[0].losses)} steps: {', '.join(dead[:5])}")
+        wrong.append(
+            f"{len(dead)} trainable parameters got no gradient other than zero in {len(learned[0].losses)} steps: {', '.join(dead[:5])}"
+        )
     updates = exact[0].updates
-    far = max(updates.values(), key=lambda one: math.inf if math.isnan(one.difference) else one.difference, default=None)
+    far = max(
+        updates.values(), key=lambda one: math.inf if math.isnan(one.difference) else one.difference, default=None
+    )
     if far is None:
         return fault("; ".join([*wrong, "no update was made"]))
     bound = _ROUNDINGS * far.epsilon * max(1.0, far.condition)
-    more = {"value": far.difference, "bound": bound, "what": "difference from plain torch's gradient", "notes": bench.nature.notes()}
+    more = {
+        "value": far.difference,
+        "bound": bound,
+        "what": "difference from plain torch's gradient",
+        "notes": bench.nature.notes(),
+    }
     if bench.nature.obstacle() is None and not far.difference <= bound:
         text = f"the gradient is not plain torch's: {far.difference:.2g} off, {far.ratio:.6g} times as long, most in {far.worst}"
         wrong.append(f"{text}. {bench.nature.diagnosis()}".rstrip(". "))
@@ -158,7 +207,9 @@ def _wrong_norms(seen: Seen, bench: Bench) -> list[str]:
             return [f"the gradient's norm is {norm:g} at step {step + 1}"]
         expected = min(logged.get(step, norm), clip if clip is not None else math.inf)
         if abs(norm - expected) > 1e-3 * expected:
-            return [f"at step {step + 1} the optimizer got a gradient of norm {norm:.6g}, after {expected:.6g} was logged (clipped to {clip})"]
+            return [
+                f"at step {step + 1} the optimizer got a gradient of norm {norm:.6g}, after {expected:.6g} was logged (clipped to {clip})"
+            ]
     return []
 
 
@@ -170,10 +221,14 @@ def _wrong_rates(seen: Seen, bench: Bench) -> list[str]:
     base = scaled_lr(optim["lr"], optim["lr_scaling"], bench.global_batch, optim["reference_batch"])
     own = any(group.get("lr") for group in optim["groups"])  # the last group may be one of these
     if not own and not math.isclose(seen.base_lr, base, rel_tol=1e-9):
-        return [f"the base learning rate is {seen.base_lr:.6g}; lr {optim['lr']:g} scaled to a global batch of {bench.global_batch} is {base:.6g}"]
+        return [
+            f"the base learning rate is {seen.base_lr:.6g}; lr {optim['lr']:g} scaled to a global batch of {bench.global_batch} is {base:.6g}"
+        ]
     for place, (updates, rate, base_lr) in enumerate(seen.rates):
         if updates != place or not math.isclose(rate, base_lr * schedule(updates), rel_tol=1e-9, abs_tol=1e-15):
-            return [f"update {place + 1} was made with a learning rate of {rate:.6g}; the schedule says {base_lr * schedule(place):.6g}"]
+            return [
+                f"update {place + 1} was made with a learning rate of {rate:.6g}; the schedule says {base_lr * schedule(place):.6g}"
+            ]
     skipped = int(seen.entries[-1].get("train/skipped", 0)) if seen.entries else 0
     if len(seen.rates) != len(seen.losses) - skipped:
         return [f"{len(seen.losses)} steps, of which {skipped} were skipped, made {len(seen.rates)} updates"]
@@ -186,7 +241,10 @@ def _wrong_updates(bench: Bench) -> list[str]:
     allowed = _ROUNDINGS * (_EPSILON_64 if bench.nature.double else _EPSILON_32) * max(seen.moved, 1e-30)
     name = bench.config["optim"]["name"]
     off = {kind: apart for kind, apart in seen.followed.items() if not apart <= allowed}
-    words = [f"{kind} are not those of a new torch.optim.{name}: {apart / max(seen.moved, 1e-30):.2g} of what training moved" for kind, apart in off.items()]
+    words = [
+        f"{kind} are not those of a new torch.optim.{name}: {apart / max(seen.moved, 1e-30):.2g} of what training moved"
+        for kind, apart in off.items()
+    ]
     return words + seen.wrongly[:1]
 
 
@@ -197,29 +255,51 @@ def predictions(bench: Bench) -> Verdict:
     if known.no_data or known.no_predict:
         return not_shown("there is no evaluation data" if known.no_data else "the task has no predict")
     if bench.nature.predicting:
-        return not_shown(f"Task.predict draws random numbers ({', '.join(bench.nature.predicting[:3])}), others for each micro-batch")
+        return not_shown(
+            f"Task.predict draws random numbers ({', '.join(bench.nature.predicting[:3])}), others for each micro-batch"
+        )
     how, folder = Adjustment(eval_part=_SHOWN), str(bench.folder / f"learned-{bench.last_factor}")
     rows = bench.ask("predicted-by-hand", 1, predict_by_hand, bench.natural(), folder, how)
     engine = bench.ask("predicted", bench.nproc, trial.predict, bench.natural(), folder, how)
     truths = {repr(row["truth"]) for row in rows}
     answers = [{key: value for key, value in row.items() if key not in ("truth", "probability")} for row in rows]
     different = {repr(one) for one in answers}
-    more = {"value": float(len(different)), "what": f"different predictions of {len(rows)}", "rows": [{"sample": n} | row for n, row in enumerate(rows[:12])]}
+    more = {
+        "value": float(len(different)),
+        "what": f"different predictions of {len(rows)}",
+        "rows": [{"sample": n} | row for n, row in enumerate(rows[:12])],
+    }
     tolerance = 1e-3 if bench.config["precision"] == "fp32" else 5e-2
-    off = [number for number, row in enumerate(rows) if len(engine) <= number or not _alike(row, engine[number], tolerance)]
+    off = [
+        number for number, row in enumerate(rows) if len(engine) <= number or not _alike(row, engine[number], tolerance)
+    ]
     if len(off) > len(rows) // 20 or len(engine) != len(rows):  # a few may be on the edge between two classes
         first = off[0] if off else len(rows)
-        text = f"sample {first} alone is {rows[first]}, and {engine[first]} on {bench.nproc} ranks" if first < min(len(rows), len(engine)) else ""
-        return fault(f"{len(off)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {text}".rstrip(". "), **more)
+        text = (
+            f"sample {first} alone is {rows[first]}, and {engine[first]} on {bench.nproc} ranks"
+            if first < min(len(rows), len(engine))
+            else ""
+        )
+        return fault(
+            f"{len(off)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {text}".rstrip(
+                ". "
+            ),
+            **more,
+        )
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples are predicted alike, though there are {len(truths)} truths", **more)
-    return passed(f"{len(different)} different predictions for {len(rows)} samples with {len(truths)} different truths, as by a plain loop", **more)
+    return passed(
+        f"{len(different)} different predictions for {len(rows)} samples with {len(truths)} different truths, as by a plain loop",
+        **more,
+    )
 
 
 def _alike(plain: Any, other: Any, tolerance: float) -> bool:
     """Whether two descriptions of an output are the same, numbers to rounding; `truth` is in the first one alone."""
     if isinstance(plain, float) and isinstance(other, float):
-        return math.isclose(plain, other, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(plain) and math.isnan(other))
+        return math.isclose(plain, other, rel_tol=tolerance, abs_tol=tolerance) or (
+            math.isnan(plain) and math.isnan(other)
+        )
     if isinstance(plain, Mapping) and isinstance(other, Mapping):
         keys = plain.keys() - {"truth"}
         return keys == other.keys() and all(_alike(plain[key], other[key], tolerance) for key in keys)

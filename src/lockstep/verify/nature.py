@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.assembly import assemble, optimizer, seed
-from lockstep.data.loader import Chunks, OnError, map_tensors
-from lockstep.dist.strategy import by_head
-from lockstep.dist.world import join_world
+from lockstep.build import assemble, optimizer, seed
+from lockstep.data.loader import MicroBatches, OnError, map_tensors
+from lockstep.distributed.strategy import by_head
+from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
-from lockstep.run import Trainer
 from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
 from lockstep.verify import generators
 from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, readable, silence, total, units_of
 from lockstep.verify.operations import Drawing
@@ -54,7 +54,9 @@ class Nature:
         if self.random and not self.still_random:
             found.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
         if self.norms:
-            found.append(f"{self.norms} BatchNorm modules keep fixed statistics for this comparison: batch statistics depend on how the batch is cut")
+            found.append(
+                f"{self.norms} BatchNorm modules keep fixed statistics for this comparison: batch statistics depend on how the batch is cut"
+            )
         if not self.double:
             found.append(f"compared in the model's own number format, since float64 fails: {self.not_double}")
         return found
@@ -90,14 +92,16 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
     task = trainer.task()
     task.eval_data()
     with join_world(trainer.config.device) as world:
-        made, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
-        optimizer(trainer.config, made.model, made.blocks)
+        built, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
+        optimizer(trainer.config, built.model, built.blocks)
         seed(trainer.config)
         nature = Nature()
         model = task.model().to(world.device).train()
         nature.norms = len(batch_norms(model))
         nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
-        (whole, _), *_ = _halves(task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed)
+        (whole, _), *_ = _halves(
+            task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed
+        )
         nature.random = _drawn(task.loss, model, whole)
         nature.evaluating = _drawn(task.loss, model.eval(), whole)
         with contextlib.suppress(Exception):  # whether it can predict is for other checks to say
@@ -116,18 +120,23 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
             except Exception as error:
                 if not double:
                     raise
-                nature.double, nature.not_double = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                nature.double, nature.not_double = (
+                    False,
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                )
     return nature
 
 
 Batch = tuple[Any, int]  # with its number of samples
 
 
-def _halves(task: Task, device: torch.device, part: int, seed: int, on_error: OnError, mixed: list[str] | None = None) -> list[Batch]:
+def _halves(
+    task: Task, device: torch.device, part: int, seed: int, on_error: OnError, mixed: list[str] | None = None
+) -> list[Batch]:
     """A batch of up to eight samples, and its two halves. `mixed` gets the generators that `collate` drew from."""
     data = task.train_data()
     count = min(8, part, len(data))  # type: ignore[arg-type]
-    samples = readable(Chunks(data, task, seed, True, on_error), range(count), 0)
+    samples = readable(MicroBatches(data, task, seed, True, on_error), range(count), 0)
     count = len(samples)
     before = generators.states()
     cuts = [(task.collate(cut), len(cut)) for cut in (samples, samples[: count // 2], samples[count // 2 :]) if cut]
@@ -144,7 +153,9 @@ def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) 
     after = generators.states()
     moved = [name for name in after if after[name] != before[name]]
     # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
-    return [name for name in moved if name != "torch"] + (list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else [])
+    return [name for name in moved if name != "torch"] + (
+        list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else []
+    )
 
 
 def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:

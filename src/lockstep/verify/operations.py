@@ -22,7 +22,12 @@ _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-_REDUCTIONS = {"c10d::allreduce_": 0, "c10d::_reduce_scatter_base_": 1, "c10d::allreduce_coalesced_": 0, "c10d::reduce_scatter_tensor_coalesced_": 1}
+_REDUCTIONS = {
+    "c10d::allreduce_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::allreduce_coalesced_": 0,
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+}
 
 
 @dataclass
@@ -67,7 +72,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             handle.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if self.digests:
@@ -78,7 +85,9 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _digest(self, name: str, result: Any) -> None:
         results = result if isinstance(result, (list, tuple)) else [result]
-        tensors = [one for one in results if isinstance(one, Tensor) and not one.is_meta and not hasattr(one, "device_mesh")]
+        tensors = [
+            one for one in results if isinstance(one, Tensor) and not one.is_meta and not hasattr(one, "device_mesh")
+        ]
         if tensors and not name.startswith(("c10d", "aten::empty", "aten::new_empty")):  # what has no value yet
             self.seen.append((name, hash(tuple(digest(one) for one in tensors if one.layout == torch.strided))))
 
@@ -103,7 +112,9 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.found.append(func.name().partition(".")[0].removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
@@ -121,4 +132,6 @@ def _place() -> tuple[str, bool]:
     """File and line of who asked; and whether that is the package itself, rather than a task that it called."""
     frame = _frame()
     name = frame.f_code.co_filename
-    return f"{Path(name).name}:{frame.f_lineno}", name.startswith(_PACKAGE) and not name.startswith((f"{_PACKAGE}/tasks", f"{_PACKAGE}/models"))
+    return f"{Path(name).name}:{frame.f_lineno}", name.startswith(_PACKAGE) and not name.startswith(
+        (f"{_PACKAGE}/tasks", f"{_PACKAGE}/models")
+    )

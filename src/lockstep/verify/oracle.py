@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import map_tensors
-from lockstep.data.order import StepPlan, mix
-from lockstep.dist import sharding
+from lockstep.data.order import StepPlan, derive_seed
+from lockstep.distributed import sharding
 from lockstep.engine.step import SAMPLES
-from lockstep.run import Job
 from lockstep.tasks.task import Task
+from lockstep.trainer import PreparedRun
 from lockstep.verify.adjusted import units_of
 
 _AT_ONCE = 64
@@ -46,7 +46,9 @@ class Update:
         differences = {}
         for name in self.gradient.keys() | actual.keys():
             plain = self.gradient[name] * factor if name in self.gradient else torch.zeros(1)
-            differences[name] = float((actual[name].cpu().double() - plain.double()).norm()) if name in actual else float(plain.norm())
+            differences[name] = (
+                float((actual[name].cpu().double() - plain.double()).norm()) if name in actual else float(plain.norm())
+            )
         scale = norm * factor or 1.0
         worst = max(differences, key=lambda name: differences[name], default="")
         total = math.sqrt(sum(one * one for one in differences.values()))
@@ -57,16 +59,16 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(one.double().square().sum()) for one in tensors.values()))
 
 
-def plain_gradient(job: Job, task: Task) -> Update:
+def plain_gradient(prepared: PreparedRun, task: Task) -> Update:
     """The gradient of (sum of losses) / (sum of weights) over the global batch of the step that is about to begin, on rank 0.
 
     From the plan's indices on: samples are read and prepared anew, and pass through a new model with the current weights.
     Memory: a second model and two gradients on rank 0. A collective: all ranks call it.
     """
-    model = _twin(job, task)
+    model = _twin(prepared, task)
     if model is None:
         return Update()
-    batches = _global_batch(job, task)
+    batches = _global_batch(prepared, task)
     units = units_of(task, batches)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
@@ -85,18 +87,27 @@ def plain_gradient(job: Job, task: Task) -> Update:
         for name, part in added.items():
             gradient[name] += part
     norm = _norm(gradient)
-    return Update({name: one.cpu() for name, one in gradient.items()}, condition=norms / norm if norm else 1.0, epsilon=epsilon)
+    return Update(
+        {name: one.cpu() for name, one in gradient.items()}, condition=norms / norm if norm else 1.0, epsilon=epsilon
+    )
 
 
-def _twin(job: Job, task: Task) -> nn.Module | None:
+def _twin(prepared: PreparedRun, task: Task) -> nn.Module | None:
     """A new model with the current weights, whole, on rank 0; None elsewhere."""
-    model, world = job.made.model, job.run.world
-    weights = {name: sharding.gather_on_first(tensor, world) for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    model, world = prepared.built.model, prepared.state.world
+    weights = {
+        name: sharding.gather_on_rank0(tensor, world)
+        for name, tensor in model.state_dict().items()
+        if isinstance(tensor, Tensor)
+    }
     if world.rank:
         return None
     twin = task.model().to(world.device)
     twin.load_state_dict(weights, strict=False)
-    buffers, trains = dict(model.named_buffers()), {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    buffers, trains = (
+        dict(model.named_buffers()),
+        {name: parameter.requires_grad for name, parameter in model.named_parameters()},
+    )
     with torch.no_grad():
         for name, buffer in twin.named_buffers():
             buffer.copy_(buffers[name])  # also those that no state holds
@@ -105,22 +116,25 @@ def _twin(job: Job, task: Task) -> nn.Module | None:
     return twin.train()
 
 
-def _global_batch(job: Job, task: Task) -> list[tuple[Any, int]]:
+def _global_batch(prepared: PreparedRun, task: Task) -> list[tuple[Any, int]]:
     """The next step's samples, in batches, each with its size."""
-    plan = job.plan
+    plan = prepared.plan
     whole = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
-    indices, epoch = whole.indices(job.run.step)
+    indices, epoch = whole.indices(prepared.state.step)
     data: Any = task.train_data()
     samples = []
     for index in map(int, indices):
-        seed = mix(plan.seed, epoch, index)
+        seed = derive_seed(plan.seed, epoch, index)
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed & 0xFFFFFFFF)
         try:
             samples.append(task.prepare(data[index], epoch, True))
         except Exception:
-            if not job.run.must_agree_on_weights:  # samples may not be skipped
+            if not prepared.state.must_agree_on_weights:  # samples may not be skipped
                 raise
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
-    return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(job.run.world.device)), len(cut)) for cut in cuts]
+    return [
+        (map_tensors(task.collate(cut), lambda tensor: tensor.to(prepared.state.world.device)), len(cut))
+        for cut in cuts
+    ]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.assembly import seed
-from lockstep.data.loader import Chunks, map_tensors
-from lockstep.dist.world import join_world
+from lockstep.build import seed
+from lockstep.data.loader import MicroBatches, map_tensors
+from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
-from lockstep.run import Trainer
 from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment, readable, units_of
 
 _AT_ONCE = 64
@@ -84,7 +84,11 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
         return total
 
     value, parameters = objective(), list(outputs.outputs)
-    if not parameters or not value.requires_grad or not any(one is not None for one in torch.autograd.grad(value, parameters, allow_unused=True)):
+    if (
+        not parameters
+        or not value.requires_grad
+        or not any(one is not None for one in torch.autograd.grad(value, parameters, allow_unused=True))
+    ):
         raise UsageError("the loss does not come from tensors that the model returns")
     optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
 
@@ -101,7 +105,7 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
     """Training data in batches, each with its number of samples."""
     data = task.train_data()
-    samples = readable(Chunks(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
+    samples = readable(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(device)), len(cut)) for cut in cuts]
 

@@ -9,28 +9,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.assembly import load, seed
-from lockstep.data.loader import Chunks, OnError, map_tensors
+from lockstep.build import load, seed
+from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.data.order import EvaluationPlan
-from lockstep.dist.precision import Precision
-from lockstep.dist.world import join_world
-from lockstep.engine import checked
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.world import join_world
+from lockstep.engine import task_checks
 from lockstep.engine.evaluate import split
-from lockstep.engine.metrics import flatten
-from lockstep.run import Trainer
+from lockstep.engine.metric_sync import flatten
 from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment, readable
 from lockstep.verify.compare import last_checkpoint
 
 
-def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: OnError = "raise") -> dict[str, float]:
+def evaluate_plainly(
+    task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: OnError = "raise"
+) -> dict[str, float]:
     """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
     device = precision.device
     data = task.eval_data()
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
-    chunks = Chunks(data, task, 0, False, on_error)
-    metrics = checked.metrics(task)
+    chunks = MicroBatches(data, task, 0, False, on_error)
+    metrics = task_checks.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
@@ -58,7 +60,9 @@ def evaluate_plainly(task: Task, model: nn.Module, precision: Precision, micro_b
     return found | {"samples": length - bad, "bad": bad}
 
 
-def evaluate_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustment, micro_batch: int) -> dict[str, float]:
+def evaluate_by_hand(
+    config: Mapping[str, Any], folder: str, adjustment: Adjustment, micro_batch: int
+) -> dict[str, float]:
     """A trial's newest checkpoint, evaluated without the engine."""
     with _loaded(config, folder, adjustment) as (task, model, precision, on_error):
         return evaluate_plainly(task, model, precision, micro_batch, on_error)
@@ -68,7 +72,7 @@ def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustme
     """Predictions of a trial's newest checkpoint without the engine, one sample at a time, each with its truth under `truth`."""
     with _loaded(config, folder, adjustment) as (task, model, precision, _), torch.no_grad(), precision.autocast():
         data: Any = task.eval_data()
-        chunks = Chunks(data, task, 0, training=False)
+        chunks = MicroBatches(data, task, 0, training=False)
         found = []
         for index in range(len(data)):
             batch = map_tensors(task.collate([chunks.sample(index, 0)]), lambda tensor: tensor.to(precision.device))
@@ -78,7 +82,9 @@ def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustme
 
 
 @contextlib.contextmanager
-def _loaded(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> Iterator[tuple[Adjusted, nn.Module, Precision, OnError]]:
+def _loaded(
+    config: Mapping[str, Any], folder: str, adjustment: Adjustment
+) -> Iterator[tuple[Adjusted, nn.Module, Precision, OnError]]:
     """The task, its model with the weights of a trial's newest checkpoint, the precision, and what an unreadable sample does."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = Adjusted(trainer.task(), adjustment)

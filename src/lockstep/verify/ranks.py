@@ -23,7 +23,9 @@ from typing import Any
 
 _context = multiprocessing.get_context("spawn")
 _LONGEST_S = 1800.0  # of one run, whatever it does
-_ALONE_S = 30.0  # how long ranks may go on without one that failed: those that wait for it in a collective hear of it sooner
+_ALONE_S = (
+    30.0  # how long ranks may go on without one that failed: those that wait for it in a collective hear of it sooner
+)
 
 
 class Ranks:
@@ -39,7 +41,9 @@ class Ranks:
         self._folder: Path | None = None
         self._runs = itertools.count()
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _LONGEST_S) -> list[Any]:
+    def run(
+        self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _LONGEST_S
+    ) -> list[Any]:
         """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size. Ends within `timeout_s`, and soon after a rank has failed.
 
         Returns:
@@ -51,9 +55,17 @@ class Ranks:
         # A new file for each world: no port that another program may take, and nothing that ranks wrote before.
         meeting = self._folder / f"world-{next(self._runs)}"
         for rank in range(world):
-            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "LOCKSTEP_STORE": meeting}
+            variables = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "LOCKSTEP_STORE": meeting,
+            }
             with contextlib.suppress(OSError):  # its process is gone: no answer will say so
-                self._workers[rank][1].send(({name: str(value) for name, value in variables.items()}, function, arguments))
+                self._workers[rank][1].send(
+                    ({name: str(value) for name, value in variables.items()}, function, arguments)
+                )
         answers: dict[int, Any] = {}
         deadline, why = time.monotonic() + timeout_s, f"gave no answer within {timeout_s:g} s"
         while len(answers) < world:
@@ -64,8 +76,13 @@ class Ranks:
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
                 answers[rank] = answer = self._answer(rank)
-                if (isinstance(answer, Ended) or getattr(answer, "error", None)) and time.monotonic() + _ALONE_S < deadline:
-                    deadline, why = time.monotonic() + _ALONE_S, f"still ran {_ALONE_S:g} s after rank {rank} had failed"
+                if (
+                    isinstance(answer, Ended) or getattr(answer, "error", None)
+                ) and time.monotonic() + _ALONE_S < deadline:
+                    deadline, why = (
+                        time.monotonic() + _ALONE_S,
+                        f"still ran {_ALONE_S:g} s after rank {rank} had failed",
+                    )
         return [answers[rank] for rank in range(world)]
 
     def _answer(self, rank: int) -> Any:
@@ -117,7 +134,11 @@ class Ended:
         self.rank, self.exit_code, self.why = rank, exit_code, why
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.why}" if self.why else f"the process of rank {self.rank} ended with exit code {self.exit_code}"
+        return (
+            f"rank {self.rank} {self.why}"
+            if self.why
+            else f"the process of rank {self.rank} ended with exit code {self.exit_code}"
+        )
 
 
 def _serve(connection: Connection, log: str, start_method: str) -> None:
@@ -131,7 +152,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # under PYTHONUNBUFFERED lines of two ranks would mix
     import torch
 
-    from lockstep.dist import rendezvous
+    from lockstep.distributed import rendezvous
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # ranks that each take all cores slow each other down
@@ -148,4 +169,6 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
             traceback.print_exc()
             os._exit(1)
         with contextlib.suppress(BrokenPipeError):
-            connection.send_bytes(pickle.dumps(answer))  # plain pickle: multiprocessing's own would share tensors by file handle
+            connection.send_bytes(
+                pickle.dumps(answer)
+            )  # plain pickle: multiprocessing's own would share tensors by file handle

@@ -48,9 +48,21 @@ def to_json(result: Result) -> dict[str, Any]:
     name; status: a key of counts; reason: in words. value, bound: the number that decided, and its limit, or null. what: of what value is. notes: strings.
     curves: lists of losses by name, the first of step 1. rows: objects, for people. seconds: how long it took.
     """
-    fields = {"name": result.name, "passed": not result.faults, "nproc": result.nproc, "device": result.device, "quick": result.quick}
+    fields = {
+        "name": result.name,
+        "passed": not result.faults,
+        "nproc": result.nproc,
+        "device": result.device,
+        "quick": result.quick,
+    }
     checks = [{name: getattr(verdict, name) for name in _CHECK_KEYS} for verdict in result.verdicts]
-    more = {"seconds": result.seconds, "versions": result.versions, "counts": _counts(result), "checks": checks, "config": result.config}
+    more = {
+        "seconds": result.seconds,
+        "versions": result.versions,
+        "counts": _counts(result),
+        "checks": checks,
+        "config": result.config,
+    }
     return {name: _plain(value) for name, value in ({"schema": 1} | fields | more).items()}
 
 
@@ -77,7 +89,12 @@ def _plain(value: Any) -> Any:
 
 def line(verdict: Verdict) -> str:
     """A check in one line: name, status, value against bound, reason, seconds."""
-    columns = (f"{_one_line(verdict.name):<14}", f"{_SHOWN[verdict.status]:<10}", f"{_decision(verdict):<20}", _one_line(verdict.reason))
+    columns = (
+        f"{_one_line(verdict.name):<14}",
+        f"{_SHOWN[verdict.status]:<10}",
+        f"{_decision(verdict):<20}",
+        _one_line(verdict.reason),
+    )
     return " ".join(columns) + f"  ({verdict.seconds:.1f} s)"
 
 
@@ -85,13 +102,19 @@ def summary(result: Result) -> str:
     """How many checks ended how, and after it a line for each fault."""
     counts = _counts(result)
     faults = [f"FAULT {_one_line(verdict.name)}: {_one_line(verdict.reason)}" for verdict in result.faults]
-    return "\n".join([_joined(f"{counts['passed']} passed", counts, "not shown") + f" in {result.seconds:.0f} s", *faults])
+    return "\n".join(
+        [_joined(f"{counts['passed']} passed", counts, "not shown") + f" in {result.seconds:.0f} s", *faults]
+    )
 
 
 def _joined(passed: str, counts: Mapping[str, int], not_shown: str) -> str:
     """`14 passed, 1 fault, 1 not shown`, without what there is none of."""
     faults = "1 fault" if counts["fault"] == 1 else f"{counts['fault']} faults"
-    return passed + (f", {faults}" if counts["fault"] else "") + (f", {counts['not shown']} {not_shown}" if counts["not shown"] else "")
+    return (
+        passed
+        + (f", {faults}" if counts["fault"] else "")
+        + (f", {counts['not shown']} {not_shown}" if counts["not shown"] else "")
+    )
 
 
 def _one_line(text: str) -> str:
@@ -105,14 +128,18 @@ def _decision(verdict: Verdict) -> str:
     if value is None or bound is None:
         return "" if value is None else _number(value)
     sign = "<=" if value <= bound else ">" if value > bound else "against"
-    digits = next((digits for digits in (2, 4, 8, 17) if value == bound or _number(value, digits) != _number(bound, digits)), 17)
+    digits = next(
+        (digits for digits in (2, 4, 8, 17) if value == bound or _number(value, digits) != _number(bound, digits)), 17
+    )
     return f"{_number(value, digits)} {sign} {_number(bound, digits)}"
 
 
 def _number(value: float, digits: int = 2) -> str:
     if value == 0 or (abs(value) < 1e6 and value == int(value)):
         return f"{value:.0f}"
-    return f"{value:.{digits + 2}g}" if 0.01 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.{digits - 1}e}"
+    return (
+        f"{value:.{digits + 2}g}" if 0.01 <= abs(value) < 1e4 or not math.isfinite(value) else f"{value:.{digits - 1}e}"
+    )
 
 
 class _Markup(str):
@@ -123,9 +150,13 @@ def to_html(result: Result) -> str:
     """One page that needs nothing else: the verdict, a table of the checks, and below it curves, notes and rows."""
     rows = [_check_row(number, verdict) for number, verdict in enumerate(result.verdicts)]
     checks = _table(("check", "status", "value against bound", "reason", "seconds"), rows, "checks")
-    body = _element("body", _header(result), checks, [_details(number, verdict) for number, verdict in enumerate(result.verdicts)])
+    body = _element(
+        "body", _header(result), checks, [_details(number, verdict) for number, verdict in enumerate(result.verdicts)]
+    )
     metas = _Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
-    head = _element("head", metas, _element("title", f"{result.name}: lockstep verify"), _element("style", _Markup(_STYLE)))
+    head = _element(
+        "head", metas, _element("title", f"{result.name}: lockstep verify"), _element("style", _Markup(_STYLE))
+    )
     return "<!doctype html>\n" + _element("html", head, body, lang="en") + "\n"
 
 
@@ -133,7 +164,9 @@ def _element(name: str, *inside: str | Iterable[str], **attributes: object) -> _
     """An element with its content, which is escaped where it is not HTML; `class_` and `stroke_width` name attributes."""
     pieces = [piece for one in inside for piece in ([one] if isinstance(one, str) else one)]
     content = "".join(piece if isinstance(piece, _Markup) else _escaped(piece) for piece in pieces)
-    names = "".join(f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"' for key, value in attributes.items())
+    names = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"' for key, value in attributes.items()
+    )
     return _Markup(f"<{name}{names}>{content}</{name}>")
 
 
@@ -148,12 +181,18 @@ def _header(result: Result) -> list[_Markup]:
     facts = [f"{result.nproc} rank{'s' * (result.nproc != 1)}", result.device] + ["quick"] * result.quick
     facts += [*(f"{name} {version}" for name, version in result.versions.items()), f"{result.seconds:.0f} s"]
     sentence = _joined(f"{counts['passed']} of {len(result.verdicts)} checks passed", counts, "could not be shown")
-    return [_element("h1", result.name), _element("p", sentence, class_=f"verdict {state}"), _element("p", " · ".join(facts), class_="soft")]
+    return [
+        _element("h1", result.name),
+        _element("p", sentence, class_=f"verdict {state}"),
+        _element("p", " · ".join(facts), class_="soft"),
+    ]
 
 
 def _table(titles: Iterable[str], rows: Iterable[_Markup], look: str) -> _Markup:
     head = _element("tr", [_element("th", title) for title in titles])
-    return _element("div", _element("table", _element("thead", head), _element("tbody", rows), class_=look), class_="wide")
+    return _element(
+        "div", _element("table", _element("thead", head), _element("tbody", rows), class_=look), class_="wide"
+    )
 
 
 def _check_row(number: int, verdict: Verdict) -> _Markup:
@@ -161,8 +200,16 @@ def _check_row(number: int, verdict: Verdict) -> _Markup:
     name = _element("a", verdict.name, href=f"#check-{number}") if linked else verdict.name
     decision = _element("span", _decision(verdict).replace("<=", "≤"), class_="fixed")
     what = [_element("div", verdict.what, class_="soft")] if verdict.what and verdict.value is not None else []
-    cells: list[list[str]] = [[name], [_status(verdict)], [decision, *what], [verdict.reason], [f"{verdict.seconds:.1f}"]]
-    return _element("tr", [_element("td", cell) for cell in cells], class_="broken" if verdict.status == "fault" else "sound")
+    cells: list[list[str]] = [
+        [name],
+        [_status(verdict)],
+        [decision, *what],
+        [verdict.reason],
+        [f"{verdict.seconds:.1f}"],
+    ]
+    return _element(
+        "tr", [_element("td", cell) for cell in cells], class_="broken" if verdict.status == "fault" else "sound"
+    )
 
 
 def _status(verdict: Verdict) -> _Markup:
@@ -171,7 +218,11 @@ def _status(verdict: Verdict) -> _Markup:
 
 def _details(number: int, verdict: Verdict) -> _Markup:
     """What the table has no room for, if there is any."""
-    parts = _charts({name: [float(value) for value in curve] for name, curve in verdict.curves.items()}) if verdict.curves else []
+    parts = (
+        _charts({name: [float(value) for value in curve] for name, curve in verdict.curves.items()})
+        if verdict.curves
+        else []
+    )
     parts += [_element("ul", [_element("li", note) for note in verdict.notes])] if verdict.notes else []
     parts += [_rows(verdict.rows)] if verdict.rows else []
     head = _element("h2", f"{verdict.name} ", _status(verdict)), _element("p", verdict.reason)
@@ -180,7 +231,11 @@ def _details(number: int, verdict: Verdict) -> _Markup:
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> _Markup:
     names = list(dict.fromkeys(name for row in rows for name in row))
-    return _table(map(str, names), [_element("tr", [_element("td", _cell(row.get(name))) for name in names]) for row in rows], "rows")
+    return _table(
+        map(str, names),
+        [_element("tr", [_element("td", _cell(row.get(name))) for name in names]) for row in rows],
+        "rows",
+    )
 
 
 def _cell(value: Any) -> str:
@@ -220,23 +275,40 @@ class _Axis:
 
 def _charts(curves: Mapping[str, list[float]]) -> list[_Markup]:
     """The curves; below them how far each is from the first, where they have as many steps."""
-    charts = [_chart([_Line(name, curve, place, _missing(curve)) for place, (name, curve) in enumerate(curves.items())], "loss", 220, False)]
+    charts = [
+        _chart(
+            [_Line(name, curve, place, _missing(curve)) for place, (name, curve) in enumerate(curves.items())],
+            "loss",
+            220,
+            False,
+        )
+    ]
     (first, wanted), *others = curves.items()
     apart: list[_Line] = []
     for place, (name, curve) in enumerate(others, 1):
         if wanted and len(curve) == len(wanted):
-            off = [0.0 if repr(one) == repr(other) else abs(one - other) for one, other in zip(wanted, curve, strict=True)]  # nan is like nan
+            off = [
+                0.0 if repr(one) == repr(other) else abs(one - other) for one, other in zip(wanted, curve, strict=True)
+            ]  # nan is like nan
             powers = [math.log10(value) if 0 < value < math.inf else math.nan for value in off]
             apart.append(_Line(name, powers, place, "" if any(off) else "identical"))
     if apart and all(one.remark for one in apart):
         return [*charts, _element("p", f"difference from {first}: identical")]
-    return [*charts, _chart(apart, f"difference from {first}; no line where it is zero", 130, True)] if apart else charts
+    return (
+        [*charts, _chart(apart, f"difference from {first}; no line where it is zero", 130, True)] if apart else charts
+    )
 
 
 def _missing(curve: Sequence[float]) -> str:
     """What of a curve is not drawn."""
     missing = [step for step, value in enumerate(curve, 1) if not abs(value) < _HUGE]
-    return f"{len(missing)} of {len(curve)} values not finite, first at step {missing[0]}" if missing else "" if curve else "no steps"
+    return (
+        f"{len(missing)} of {len(curve)} values not finite, first at step {missing[0]}"
+        if missing
+        else ""
+        if curve
+        else "no steps"
+    )
 
 
 def _thin(curve: Sequence[float]) -> list[tuple[int, float]]:
@@ -256,15 +328,30 @@ def _chart(lines: Sequence[_Line], label: str, height: int, log: bool) -> _Marku
     """An SVG with a legend and axes. log: values are powers of ten."""
     finite = [value for one in lines for value in one.values if abs(value) < _HUGE]
     if not finite:
-        return _element("p", f"{label}: nothing to draw, as no value is finite in {', '.join(one.name for one in lines)}")
+        return _element(
+            "p", f"{label}: nothing to draw, as no value is finite in {', '.join(one.name for one in lines)}"
+        )
     top = 17 * len(lines) + 32
     steps = _linear(1, max(2, *(len(one.values) for one in lines)), 9, 1.0)
     values = _decades(min(finite), max(finite)) if log else _linear(min(finite), max(finite), 6)
     left = 14 + _LETTER * max(len(text) for _, text in values[2])
     across, up = _Axis(*steps[:2], left, _WIDTH - 24, steps[2]), _Axis(*values[:2], top + height, top, values[2])
-    parts = [*_legend(lines), _text(0, top - 13, _cut(label, 108)), *_frame(across, up), *(mark for one in lines for mark in _drawn(one, across, up))]
-    look = {"font_family": "ui-monospace, monospace", "font_size": 11, "fill": "currentColor", "role": "img", "aria_label": label}
-    return _element("svg", parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {_WIDTH} {top + height + 40}", **look)
+    parts = [
+        *_legend(lines),
+        _text(0, top - 13, _cut(label, 108)),
+        *_frame(across, up),
+        *(mark for one in lines for mark in _drawn(one, across, up)),
+    ]
+    look = {
+        "font_family": "ui-monospace, monospace",
+        "font_size": 11,
+        "fill": "currentColor",
+        "role": "img",
+        "aria_label": label,
+    }
+    return _element(
+        "svg", parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {_WIDTH} {top + height + 40}", **look
+    )
 
 
 def _linear(low: float, high: float, most: int, least: float = 0.0) -> tuple[float, float, list[tuple[float, str]]]:
@@ -275,12 +362,18 @@ def _linear(low: float, high: float, most: int, least: float = 0.0) -> tuple[flo
         room = largest / 10 if largest > 1 / _HUGE else 1.0
     low, high = low - room, high + room
     power = math.floor(math.log10((high - low) / most))
-    step = max(least, next(factor * 10.0**power for factor in (1, 2, 5, 10, 20) if factor * 10.0**power * most >= high - low))
+    step = max(
+        least, next(factor * 10.0**power for factor in (1, 2, 5, 10, 20) if factor * 10.0**power * most >= high - low)
+    )
     power = math.floor(math.log10(step) + 1e-9)
     fixed = 1e-3 <= largest < 1e6
     digits = max(0, -power) if fixed else max(0, math.floor(math.log10(max(abs(low), abs(high)))) - power)
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
-    return low, high, [(number * step, f"{number * step:.{digits}{'f' if fixed else 'e'}}" if number else "0") for number in numbers]
+    return (
+        low,
+        high,
+        [(number * step, f"{number * step:.{digits}{'f' if fixed else 'e'}}" if number else "0") for number in numbers],
+    )
 
 
 def _decades(low: float, high: float) -> tuple[float, float, list[tuple[float, str]]]:
@@ -300,12 +393,22 @@ def _frame(across: _Axis, up: _Axis) -> Iterable[_Markup]:
     """Grid, tick labels and the name of the axis of steps."""
     rule = {"stroke": "currentColor", "stroke_opacity": 0.18}
     for value, text in up.ticks:
-        yield _element("line", x1=across.start, x2=across.end, y1=f"{up.at(value):.1f}", y2=f"{up.at(value):.1f}", **rule)
+        yield _element(
+            "line", x1=across.start, x2=across.end, y1=f"{up.at(value):.1f}", y2=f"{up.at(value):.1f}", **rule
+        )
         yield _text(across.start - 6, up.at(value) + 4, text, "end")
     for step, text in across.ticks:
-        yield _element("line", x1=f"{across.at(step):.1f}", x2=f"{across.at(step):.1f}", y1=up.start, y2=up.start + 4, **rule)
+        yield _element(
+            "line", x1=f"{across.at(step):.1f}", x2=f"{across.at(step):.1f}", y1=up.start, y2=up.start + 4, **rule
+        )
         yield _text(across.at(step), up.start + 17, text, "middle")
-    yield _element("path", d=f"M{across.start} {up.end}V{up.start}H{across.end}", fill="none", stroke="currentColor", stroke_opacity=0.6)
+    yield _element(
+        "path",
+        d=f"M{across.start} {up.end}V{up.start}H{across.end}",
+        fill="none",
+        stroke="currentColor",
+        stroke_opacity=0.6,
+    )
     yield _text((across.start + across.end) / 2, up.start + 34, "step", "middle")
 
 

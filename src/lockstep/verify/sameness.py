@@ -11,7 +11,12 @@ from lockstep.verify.bench import Bench, TrialFailed
 from lockstep.verify.verdict import Verdict, fault, not_shown, passed
 from lockstep.verify.witness import Seen
 
-_EXPECTED = {"broadcast", "allgather_base", "allgather_coalesced", "allgather_into_tensor_coalesced"}  # buffers, and what is sharded
+_EXPECTED = {
+    "broadcast",
+    "allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+}  # buffers, and what is sharded
 _ONE_RANK = "one rank has none to be compared with; give --nproc 2 or more"
 
 
@@ -28,7 +33,11 @@ def probe(bench: Bench) -> Verdict:
             apart = abs(values[0] - values[1])
             text = f"after step {step} the {head} of one batch is {values[0]:.9g} on rank 0 and {values[1]:.9g} on rank {rank}"
             return fault(text, value=apart, bound=0.0, what="difference of the losses of one batch")
-    return passed(f"one batch has the same loss on {bench.nproc} ranks after steps {', '.join(map(str, sorted(probes)))}", value=0.0, bound=0.0)
+    return passed(
+        f"one batch has the same loss on {bench.nproc} ranks after steps {', '.join(map(str, sorted(probes)))}",
+        value=0.0,
+        bound=0.0,
+    )
 
 
 def replicas(bench: Bench) -> Verdict:
@@ -44,10 +53,17 @@ def replicas(bench: Bench) -> Verdict:
             return fault(text, value=float(len(differing)), bound=0.0, what="tensors that differ")
         lacking = _lacking(seen, step)
         if lacking:
-            return fault(f"the ranks hold no whole copy of {lacking} after step {step}", value=1.0, bound=0.0, what="tensors that are not whole")
+            return fault(
+                f"the ranks hold no whole copy of {lacking} after step {step}",
+                value=1.0,
+                bound=0.0,
+                what="tensors that are not whole",
+            )
     tensors, steps = len(seen[0].shapes), len(seen[0].digests)
     how = "one whole copy between the ranks" if seen[0].sharded else "the same on all ranks"
-    return passed(f"{tensors} tensors are {how} after each of {steps} steps", value=0.0, bound=0.0, what="tensors that differ")
+    return passed(
+        f"{tensors} tensors are {how} after each of {steps} steps", value=0.0, bound=0.0, what="tensors that differ"
+    )
 
 
 def _differing(seen: list[Seen], step: int) -> list[tuple[str, tuple[int, int]]]:
@@ -87,7 +103,12 @@ def ranks(bench: Bench) -> Verdict:
 def accumulation(bench: Bench) -> Verdict:
     """The same, where each rank cuts its share into several uneven micro-batches."""
     count = -(-bench.global_batch // (bench.small_micro * bench.nproc))
-    return _same(bench, "accumulated", bench.accumulated, f"{bench.nproc} ranks, {count} micro-batches of up to {bench.small_micro}")
+    return _same(
+        bench,
+        "accumulated",
+        bench.accumulated,
+        f"{bench.nproc} ranks, {count} micro-batches of up to {bench.small_micro}",
+    )
 
 
 def strategies(bench: Bench) -> Verdict:
@@ -97,7 +118,12 @@ def strategies(bench: Bench) -> Verdict:
     other = "fsdp" if bench.strategy == "ddp" else "ddp"
     config = bench.exact(batch__micro=None)
     config["parallel"]["strategy"] = other
-    return _same(bench, other, lambda: bench.train(other, bench.nproc, config, bench.adjustment()), f"{bench.nproc} ranks with {other}")
+    return _same(
+        bench,
+        other,
+        lambda: bench.train(other, bench.nproc, config, bench.adjustment()),
+        f"{bench.nproc} ranks with {other}",
+    )
 
 
 def elastic(bench: Bench) -> Verdict:
@@ -113,7 +139,10 @@ def elastic(bench: Bench) -> Verdict:
         resumed = bench.train("elastic-resumed", second, config, bench.adjustment(), folder="elastic")
         consumed = [_consumed(begun if step < half else resumed, step) for step in range(bench.steps)]
         if consumed != [_consumed(bench.alone(), step) for step in range(bench.steps)]:
-            raise TrialFailed("elastic", f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process")
+            raise TrialFailed(
+                "elastic",
+                f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
+            )
         return [replace(begun[0], entries=begun[0].entries[:half] + resumed[0].entries)]
 
     return _same(bench, "elastic", run, f"{first} ranks, then {second}")
@@ -137,7 +166,13 @@ def _same(bench: Bench, folder: str, run: Callable[[], list[Seen]], words: str) 
         raise
     apart = bench.apart(folder, seen)
     curves = {"one process": bench.alone()[0].losses, words: seen[0].losses}
-    more = {"value": apart.largest, "bound": limit, "what": f"difference after {bench.steps} steps", "notes": nature.notes(), "curves": curves}
+    more = {
+        "value": apart.largest,
+        "bound": limit,
+        "what": f"difference after {bench.steps} steps",
+        "notes": nature.notes(),
+        "curves": curves,
+    }
     if compare.too_vague(limit):
         text = f"rounding alone moves the weights by {limit / 30:.2g} of what training does, so that a fault could hide in it; try fewer --steps"
         if apart.largest <= limit or not math.isfinite(limit):
@@ -161,15 +196,24 @@ def collectives(bench: Bench) -> Verdict:
     quiet = [min(one.talk.values(), key=lambda talk: len(talk.small) + len(talk.others)) for one in seen]
     elements = sum(math.prod(shape) for shape in seen[0].trainable.values())
     if seen[0].sharded:  # rows are padded to a multiple of the ranks that share them
-        elements = sum(-(-shape[0] // bench.nproc) * bench.nproc * math.prod(shape[1:]) for shape in seen[0].trainable.values())
+        elements = sum(
+            -(-shape[0] // bench.nproc) * bench.nproc * math.prod(shape[1:]) for shape in seen[0].trainable.values()
+        )
     reduced, small = sum(quiet[0].reductions), len(quiet[0].small)
     micros = -(-bench.global_batch // (bench.small_micro * bench.nproc))
     waits = sorted({place for one in seen for talk in one.talk.values() for place, ours in talk.waits if ours})
     theirs = sorted({place for one in seen for talk in one.talk.values() for place, ours in talk.waits if not ours})
     notes = [f"the task itself makes the host wait for the device, at {', '.join(theirs[:3])}"] if theirs else []
     words = f"{len(quiet[0].reductions)} reductions of {reduced:,} elements in a step of {micros} micro-batches, for {elements:,} parameters"
-    more = {"value": reduced / elements if bench.nproc > 1 else 0.0, "bound": 1.0, "what": "times that each gradient travels", "notes": notes}
-    if bench.config["precision"] == "fp16" and waits:  # GradScaler must know whether a step overflowed, and waits for that alone
+    more = {
+        "value": reduced / elements if bench.nproc > 1 else 0.0,
+        "bound": 1.0,
+        "what": "times that each gradient travels",
+        "notes": notes,
+    }
+    if (
+        bench.config["precision"] == "fp16" and waits
+    ):  # GradScaler must know whether a step overflowed, and waits for that alone
         waits = [place for place in waits if place not in [one for one in waits if one.startswith("step.py:")][:3]]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
     if bench.hybrid:
@@ -177,7 +221,10 @@ def collectives(bench: Bench) -> Verdict:
     if bench.nproc > 1 and reduced != elements:
         return fault(words, **more)
     if small > 2:
-        return fault(f"{small} small reductions in a step; counting its units takes one, the norm of sharded gradients one", **more)
+        return fault(
+            f"{small} small reductions in a step; counting its units takes one, the norm of sharded gradients one",
+            **more,
+        )
     strange = sorted({one for talk in quiet for one in talk.others} - _EXPECTED)
     if strange:
         return fault(f"ranks meet in every step for {', '.join(strange)}, which no step needs", **more)

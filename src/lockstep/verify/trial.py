@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LockstepError, Preempted, UsageError
-from lockstep.run import Trainer
+from lockstep.trainer import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment
 from lockstep.verify.compare import last_checkpoint
 from lockstep.verify.witness import Seen, Watch, Witness
@@ -73,7 +73,9 @@ def _fit(trial: Trial) -> Seen:
 def _after(trial: Trial, losses: Sequence[float], step: int) -> None:
     """End, where the trial is to end after this step."""
     if trial.kill is not None and step == trial.kill[1] and os.environ["RANK"] == str(trial.kill[0]):
-        deadline = time.monotonic() + _PATIENCE_S  # steps may be faster than a write: what is resumed from its beginning shows little
+        deadline = (
+            time.monotonic() + _PATIENCE_S
+        )  # steps may be faster than a write: what is resumed from its beginning shows little
         while not last_checkpoint(trial.folder) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)

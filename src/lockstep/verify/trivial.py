@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.assembly import seed
-from lockstep.dist.precision import Precision
-from lockstep.dist.world import join_world
-from lockstep.engine import checked
-from lockstep.run import Trainer
+from lockstep.build import seed
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.world import join_world
+from lockstep.engine import task_checks
 from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment
 from lockstep.verify.outputs import Outputs, fit
 from lockstep.verify.plain import evaluate_plainly
@@ -50,7 +50,10 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return Trivial(obstacle="there is no evaluation data", no_data=True)
-        found, precision = Trivial(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict), Precision(trainer.config.precision, world.device)
+        found, precision = (
+            Trivial(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict),
+            Precision(trainer.config.precision, world.device),
+        )
         found.before = evaluate_plainly(task, model, precision, on_error=trainer.config.data.on_error)
         try:
             constant = Outputs(model, constant=True)
@@ -58,9 +61,12 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
             found.values = evaluate_plainly(task, constant, precision, on_error=trainer.config.data.on_error)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            found.obstacle, found.values = f"no constant output could be fitted in the place of the model's: {reason}", {}
+            found.obstacle, found.values = (
+                f"no constant output could be fitted in the place of the model's: {reason}",
+                {},
+            )
             return found
-        metrics = checked.metrics(task)
+        metrics = task_checks.metrics(task)
         for name, one in metrics.items() if metrics is not None else ():
             if one.higher_is_better is not None:
                 found.higher_is_better[str(name)] = bool(one.higher_is_better)

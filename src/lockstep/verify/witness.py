@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Micro
-from lockstep.dist import sharding, strategy
-from lockstep.run import Job
+from lockstep.data.loader import MicroBatch
+from lockstep.distributed import sharding, strategy
 from lockstep.tasks.task import Task
+from lockstep.trainer import PreparedRun
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk
@@ -92,7 +92,7 @@ class Seen:
 
 
 class Witness:
-    """A `run.Witness`. after: called after each step, with its number (counted from 1)."""
+    """A `trainer.Witness`. after: called after each step, with its number (counted from 1)."""
 
     def __init__(self, task: Task, watch: Watch, after: Callable[[int], None]) -> None:
         self.task, self.what, self.after = task, watch, after
@@ -117,74 +117,85 @@ class Witness:
     def close(self) -> None:
         pass
 
-    def watch(self, job: Job) -> Iterator[list[Micro]]:
+    def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches on, and look at what happens between them."""
-        run, model, seen = job.run, job.made.model, self.seen
-        seen.stop, seen.steps_per_epoch, seen.length = job.stop, job.plan.steps_per_epoch, job.plan.length
-        seen.sharded = strategy.is_sharded(run.forward)
+        state, model, seen = prepared.state, prepared.built.model, self.seen
+        seen.stop, seen.steps_per_epoch, seen.length = (
+            prepared.stop,
+            prepared.plan.steps_per_epoch,
+            prepared.plan.length,
+        )
+        seen.sharded = strategy.is_sharded(state.forward)
         seen.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         seen.parameters = [name for name, _ in model.named_parameters()]
         seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        seen.base_lr = float(run.optimizer.param_groups[-1]["base_lr"])
-        self._updates = run.step - run.skipped
+        seen.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
+        self._updates = state.step - state.skipped
         if self.what.follow is not None:
-            self._shadow = Shadow(job, self.what.follow)
+            self._shadow = Shadow(prepared, self.what.follow)
             seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
         seen.misled = not_in_training(model)
         start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
-        handles = [run.optimizer.register_step_pre_hook(partial(self._before_update, job))]
+        handles = [state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))]
         try:
-            for micros in job.batches:
-                self._before(job, micros)
-                step = run.step
-                with self._listening(job):
+            for micros in prepared.batches:
+                self._before(prepared, micros)
+                step = state.step
+                with self._listening(prepared):
                     yield micros
-                if run.step > step:
-                    self._after(job, micros)
-                    self.after(run.step)
+                if state.step > step:
+                    self._after(prepared, micros)
+                    self.after(state.step)
         finally:
             for handle in handles:
                 handle.remove()
-            seen.moved = math.sqrt(sum(float((sharding.local(p.detach()) - start[name]).double().square().sum()) for name, p in model.named_parameters()))
+            seen.moved = math.sqrt(
+                sum(
+                    float((sharding.local(p.detach()) - start[name]).double().square().sum())
+                    for name, p in model.named_parameters()
+                )
+            )
             seen.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step
 
-    def _before(self, job: Job, micros: list[Micro]) -> None:
-        run, step = job.run, job.run.step
-        self.seen.samples.append((step, micros[0].epoch, tuple(index for micro in micros if not micro.filler for index in micro.indices)))
+    def _before(self, prepared: PreparedRun, micros: list[MicroBatch]) -> None:
+        state, step = prepared.state, prepared.state.step
+        self.seen.samples.append(
+            (step, micros[0].epoch, tuple(index for micro in micros if not micro.filler for index in micro.indices))
+        )
         if self.what.batches:
             self.seen.batches[step] = [digest_of_batch(micro.batch) for micro in micros]
-        if not run.forward.training:
+        if not state.forward.training:
             self.seen.modes.append(step)
         if step in self.what.updates:
-            self._reference = plain_gradient(job, self.task)
+            self._reference = plain_gradient(prepared, self.task)
         if self.what.disturb:
             disturb(2 * step)
 
-    def _after(self, job: Job, micros: list[Micro]) -> None:
-        run = job.run
+    def _after(self, prepared: PreparedRun, micros: list[MicroBatch]) -> None:
+        state = prepared.state
         if self._shadow is not None:
             self._shadow.after_step()
         self._reference = None  # where the update was skipped, nobody has asked for it
-        if self.what.digests and (run.step % self.what.digests == 0 or run.step == job.stop):
-            self.seen.digests[run.step] = self._state(job)
-        if run.step in self.what.probes:
-            self.seen.probes[run.step] = self._probe(job, micros[0].batch)
+        if self.what.digests and (state.step % self.what.digests == 0 or state.step == prepared.stop):
+            self.seen.digests[state.step] = self._state(prepared)
+        if state.step in self.what.probes:
+            self.seen.probes[state.step] = self._probe(prepared, micros[0].batch)
         if self.what.disturb:
-            disturb(2 * run.step - 1)
+            disturb(2 * state.step - 1)
 
-    def _before_update(self, job: Job, optimizer: Any, *_: Any) -> None:
+    def _before_update(self, prepared: PreparedRun, optimizer: Any, *_: Any) -> None:
         """What the optimizer is about to use."""
         if self._operations is not None:  # what it takes to look at it is not the step's
             return
-        run, model = job.run, job.made.model
-        step = run.step - 1
+        state, model = prepared.state, prepared.built.model
+        step = state.step - 1
         if not model.training:
             self.seen.modes.append(step)
         if self._shadow is not None:
             self._shadow.before_update(step)
-        self.seen.norms.append((step, float(sharding.grad_norm(run.parameters))))
+        self.seen.norms.append((step, float(sharding.grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
         self.seen.rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
         self._updates += 1
@@ -195,36 +206,52 @@ class Witness:
                     zero = torch.tensor(grad is None or not bool(grad.any()))
                     self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
         if self._reference is not None:
-            whole = {name: sharding.gather_on_first(p.grad, run.world) for name, p in model.named_parameters() if p.grad is not None}
-            self.seen.updates[step] = self._reference.compare(whole, run.clip_norm) if run.world.rank == 0 else self._reference
+            whole = {
+                name: sharding.gather_on_rank0(p.grad, state.world)
+                for name, p in model.named_parameters()
+                if p.grad is not None
+            }
+            self.seen.updates[step] = (
+                self._reference.compare(whole, state.clip_norm) if state.world.rank == 0 else self._reference
+            )
             self._reference = None
 
     # ---- what is looked at
 
-    def _state(self, job: Job) -> State:
-        run, model = job.run, job.made.model
+    def _state(self, prepared: PreparedRun) -> State:
+        state, model = prepared.state, prepared.built.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         held = {f"model.{name}": value for name, value in model.state_dict().items()}
-        held |= {f"optimizer.{names[id(one)]}.{slot}": value for one, slots in run.optimizer.state.items() for slot, value in slots.items()}
-        held |= {f"ema.{name}": value for name, value in run.averages.tensors.items()} if run.averages is not None else {}
-        held |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in held}  # no checkpoint holds them
+        held |= {
+            f"optimizer.{names[id(one)]}.{slot}": value
+            for one, slots in state.optimizer.state.items()
+            for slot, value in slots.items()
+        }
+        held |= (
+            {f"ema.{name}": value for name, value in state.averages.tensors.items()}
+            if state.averages is not None
+            else {}
+        )
+        held |= {
+            f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in held
+        }  # no checkpoint holds them
         tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        strategy.sync_buffers(run.forward, run.world)  # as the next step, an evaluation and a checkpoint begin
+        strategy.sync_buffers(state.forward, state.world)  # as the next step, an evaluation and a checkpoint begin
         found: State = {}
         for name, tensor in tensors.items():
-            rows = sharding.rows_of(tensor)
+            rows = sharding.local_shard(tensor)
             found[name] = (rows.start, len(rows.local) if rows.local.ndim else 1, digest(rows.local))
             self.seen.shapes[name] = rows.shape
         return found
 
-    def _probe(self, job: Job, batch: Any) -> list[dict[str, str]]:
+    def _probe(self, prepared: PreparedRun, batch: Any) -> list[dict[str, str]]:
         """Losses of rank 0's batch on every rank, as exact numbers; the same list on all ranks."""
-        run, world = job.run, job.run.world
+        state, world = prepared.state, prepared.state.world
         batch = world.broadcast(batch)
-        strategy.sync_buffers(run.forward, world)
-        forward = strategy.bare(run.forward)
+        strategy.sync_buffers(state.forward, world)
+        forward = strategy.unwrap_ddp(state.forward)
         forward.eval()
-        with torch.no_grad(), run.precision.autocast():
+        with torch.no_grad(), state.precision.autocast():
             losses = forward(batch)
         forward.train()
         sharding.reshard(forward)
@@ -233,13 +260,13 @@ class Witness:
         return found
 
     @contextlib.contextmanager
-    def _listening(self, job: Job) -> Iterator[None]:
+    def _listening(self, prepared: PreparedRun) -> Iterator[None]:
         """Look at the operations of the step that follows, where that is wanted."""
-        step = job.run.step
+        step = prepared.state.step
         if step not in self.what.talk and step != self.what.operations:
             yield
             return
-        self._operations = operations = Operations(job.run.optimizer, digests=step == self.what.operations)
+        self._operations = operations = Operations(prepared.state.optimizer, digests=step == self.what.operations)
         try:
             with operations:
                 yield

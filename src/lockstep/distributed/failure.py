@@ -1,0 +1,109 @@
+"""When one rank fails, all end, and all say which and why: the first failure is written where every rank looks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lockstep.distributed import signals
+from lockstep.distributed.launch import report_failure
+from lockstep.errors import LockstepError, RankError, short_traceback
+
+_FAILURE, _SEEN = "failure", "seen"
+_POLL_S = 1.0
+_GRACE_S = 10.0
+
+
+class FailureBoard:
+    """The first failure of any rank, in a store that all ranks reach.
+
+    A thread looks at it every second. A rank that waits in a collective for the failed one usually wakes by itself,
+    because the connection closes; where it does not (NCCL), the thread ends the process after `_GRACE_S`.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.first: dict[str, str | int | bool] | None = None
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="lockstep-failures", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self.closed.set()
+        self.thread.join(5)
+
+    def explain(self, error: Exception) -> RankError | None:
+        """Tell the others that this rank failed with `error`; or, where it failed because another did, say so instead."""
+        lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+        if lost:  # the rank that caused this may be about to write
+            deadline = time.monotonic() + 3 * _POLL_S
+            while (
+                self.first is None
+                and time.monotonic() < deadline
+                and self.thread.is_alive()
+                and signals.current().signal != signal.SIGTERM
+            ):
+                time.sleep(0.05)
+        with contextlib.suppress(dist.DistError):
+            if self.first is None and not lost:
+                text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
+                mine = {
+                    "rank": self.rank,
+                    "text": text,
+                    "may_pass": error.retryable if isinstance(error, LockstepError) else True,
+                }
+                self.first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(mine)))
+                self._linger()
+        if self.first is not None and self.first["rank"] == self.rank:
+            return None
+        return self._because(self.first, error) if self.first is not None or lost else None
+
+    def _because(self, first: dict[str, str | int | bool] | None, error: Exception | None = None) -> RankError:
+        where = f"rank {self.rank} stopped because of it"
+        if first is None:
+            return RankError(
+                f"lost the connection to another rank, which left no word: {str(error).splitlines()[0]}",
+                where=where,
+                remedy="that rank's process was killed, or its machine or the network between them failed: look at that rank's output, "
+                "and at the system's log of its machine, where the out-of-memory killer leaves a line",
+            )
+        other = RankError(
+            f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
+        )
+        other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["may_pass"])
+        return other
+
+    def _linger(self) -> None:
+        """Rank 0 often holds the store: it stays until the others have read from it who failed."""
+        deadline = time.monotonic() + 3 * _POLL_S
+        while self.rank == 0 and self.store.add(_SEEN, 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _watch(self) -> None:
+        while not self.closed.wait(_POLL_S):
+            try:
+                if not self.store.check([_FAILURE]):
+                    continue
+                first = json.loads(self.store.get(_FAILURE))
+                if first["rank"] != self.rank:
+                    self.first = first
+                    self.store.add(_SEEN, 1)
+            except dist.DistError:
+                return  # the store went with rank 0's process
+            break
+        else:
+            return
+        if first["rank"] != self.rank and not self.closed.wait(_GRACE_S):
+            cause = self._because(first)
+            print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
+            report_failure(cause, str(cause))
+            os._exit(1)  # the main thread waits in a collective that will not end, and cannot be interrupted

@@ -1,0 +1,179 @@
+"""No rank gets on for too long: say where each one is, and end.
+
+A thread of every rank counts its rank's signs of life into a store that all ranks reach. A rank that sees neither its
+own nor anybody's for `timeout_s` declares a hang; every rank then leaves its stack in the store and ends. Where not even
+this thread gets on (the interpreter's lock is held, the store's host is frozen), faulthandler's own thread in C dumps the
+stacks into the report's folder and ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from lockstep.distributed.heartbeat import Heartbeat, Phase, is_orphan
+from lockstep.distributed.launch import report_failure
+from lockstep.distributed.signals import LAUNCHED
+from lockstep.errors import RankError
+
+_PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
+_ANSWER_S = 10.0  # how long a report waits for the stacks of all ranks
+_BUSY = 0.2  # share of a core at which the main thread counts as working
+_LENIENCE = 6  # how many timeouts a rank may compute without a beat, while it starts or evaluates
+
+
+class Watchdog:
+    """Watches this rank's heart. `store` is None where there is one rank only.
+
+    Working is getting on in phases in which one piece of work may be long (building and compiling, evaluating, saving):
+    there a main thread that computes is alive for up to 6 timeouts. In training only batches count.
+    """
+
+    def __init__(
+        self, heartbeat: Heartbeat, store: Store | None, rank: int, size: int, timeout_s: float, folder: Path
+    ) -> None:
+        self.heartbeat, self.store, self.rank, self.size, self.timeout_s, self.folder = (
+            heartbeat,
+            store,
+            rank,
+            size,
+            timeout_s,
+            folder,
+        )
+        self.tick_s = min(1.0, timeout_s / 10)
+        self.main = threading.main_thread().ident or 0
+        self.beats, self.own_since = heartbeat.beats, time.monotonic()
+        self.worked_since = self.own_since
+        self.others, self.others_since = -1, self.own_since
+        self.dump = folder / f"hang-rank-{rank}.txt"
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.closed.set()
+        self.thread.join(5)
+
+    def _watch(self) -> None:
+        with contextlib.ExitStack() as stack:
+            last_resort = None
+            cpu = time.pthread_getcpuclockid(self.main)
+            worked = time.clock_gettime(cpu)
+            while not self.closed.wait(self.tick_s):
+                if is_orphan():
+                    os._exit(1)
+                if last_resort is None and self.folder.is_dir():
+                    last_resort = stack.enter_context(self.dump.open("w"))
+                    stack.callback(self.dump.unlink, missing_ok=True)
+                    stack.callback(faulthandler.cancel_dump_traceback_later)
+                if last_resort is not None:
+                    faulthandler.dump_traceback_later(self.timeout_s + 3 * _ANSWER_S, exit=True, file=last_resort)
+                now, before, worked = time.monotonic(), worked, time.clock_gettime(cpu)
+                working = self.heartbeat.phase != Phase.TRAINING and worked - before > _BUSY * self.tick_s
+                if self.heartbeat.beats != self.beats:
+                    self.beats, self.own_since = self.heartbeat.beats, now
+                    self.worked_since = now
+                elif working and now - self.own_since < _LENIENCE * self.timeout_s:
+                    self.worked_since = now
+                try:
+                    if self._is_hanging(now):
+                        self._report()
+                except dist.DistError:
+                    return  # the store went with rank 0's process: its failure ends this one
+
+    def _is_hanging(self, now: float) -> bool:
+        """Publish that this rank lives; or find that none does."""
+        idle = now - self.worked_since
+        if self.store is None:
+            return idle >= self.timeout_s
+        if self.store.check([_HANG]):
+            return True
+        if idle < self.tick_s * 2:
+            self.store.add(_PROGRESS, 1)
+        elif idle > self.timeout_s / 2:
+            total = self.store.add(_PROGRESS, 0)
+            if total != self.others:
+                self.others, self.others_since = total, now
+            return idle >= self.timeout_s and now - self.others_since >= self.timeout_s / 2
+        return False
+
+    def _report(self) -> None:
+        """Bring all ranks' stacks together, write and show them, and end this process."""
+        text = self._stack()
+        if self.store is not None:
+            self.store.set_timeout(datetime.timedelta(seconds=3 * _ANSWER_S))
+            author = int(self.store.compare_set(_HANG, "", str(self.rank)))
+            self.store.set(f"{_STACK}{self.rank}", text)
+            if author != self.rank:
+                self.store.wait([_REPORT])
+                self._end(f"stopped because the run hung; see the report of rank {author}", author)
+            text = self._collect()
+        report = f"no rank got on for {self.timeout_s:g} s\n{text}"
+        path = self.folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}.txt"
+        with contextlib.suppress(OSError):  # shown below all the same
+            path.write_text(report)
+            report += f"\nwritten to {path}"
+        if self.store is not None:
+            self.store.set(_REPORT, "1")
+        self._end(report, self.rank)
+
+    def _collect(self) -> str:
+        assert self.store is not None
+        keys = [f"{_STACK}{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + _ANSWER_S
+        while not self.store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        silent = "rank {}: no answer: its process is gone or frozen"
+        return "\n".join(
+            self.store.get(key).decode() if self.store.check([key]) else silent.format(rank)
+            for rank, key in enumerate(keys)
+        )
+
+    def _stack(self) -> str:
+        """This rank: phase, step, and the stack of its main thread."""
+        frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
+        command = max(
+            (number for number, frame in enumerate(frames) if frame.filename.endswith("lockstep/cli.py")), default=-1
+        )
+        frames = frames[command + 1 :][-15:]
+        libraries = ("site-packages", os.path.dirname(threading.__file__))
+        inner = next(
+            (frame for frame in reversed(frames) if not any(part in frame.filename for part in libraries)), frames[-1]
+        )
+        phase = Phase(self.heartbeat.phase).name.lower().replace("_", " ")
+        idle = time.monotonic() - self.worked_since
+        head = f"rank {self.rank} ({socket.gethostname()}, process {os.getpid()}): {phase}, step {max(0, self.heartbeat.step)}, silent for {idle:.0f} s, "
+        where = f"at {inner.filename}:{inner.lineno} in {inner.name}\n"
+        return head + where + "".join(traceback.format_list(frames))
+
+    def _end(self, text: str, author: int) -> None:
+        error = RankError(text)
+        error.origin = (author, text) if author != self.rank else None
+        report_failure(error, text)
+        if author == self.rank and LAUNCHED not in os.environ:
+            print(f"[rank {self.rank}] error: {text}", file=sys.stderr, flush=True)
+        if self.store is not None:
+            self._linger()
+        self.dump.unlink(missing_ok=True)
+        os._exit(1)
+
+    def _linger(self) -> None:
+        """Rank 0 often holds the store: it stays until the others have read from it."""
+        assert self.store is not None
+        read = self.store.add(_READ, 1)
+        deadline = time.monotonic() + 5
+        while self.rank == 0 and read < self.size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            read = self.store.add(_READ, 0)

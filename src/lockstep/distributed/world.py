@@ -1,0 +1,224 @@
+"""The processes of a run: who am I, how do we agree, and how do we all stop when one of us fails."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from lockstep.distributed import heartbeat
+from lockstep.distributed.failure import FailureBoard
+from lockstep.distributed.heartbeat import Heartbeat
+from lockstep.distributed.rendezvous import store_of_ranks
+from lockstep.distributed.watchdog import Watchdog
+from lockstep.errors import LockstepError, UsageError
+
+T = TypeVar("T")
+_retired: list[dist.ProcessGroup | None] = []
+
+
+@atexit.register
+def _release_groups() -> None:
+    """Let go of groups that were left, once nothing else refers to them.
+
+    gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
+    the Python object waits for them without that lock; DDP's reducer, where it holds the last reference, waits with it
+    and never wakes (seen with torch 2.13). So the Python object must go last.
+    """
+    gc.collect()
+    _retired.clear()
+
+
+def retire(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Keep groups alive until this process has left the world; see `_release_groups`."""
+    _retired.extend(groups)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run. One process is a world of size 1, with the same methods.
+
+    rank: 0 to size - 1 over all nodes. local_rank: on this node. device: where this rank computes.
+    heart: where this rank says how far it is. group: what its collectives run over; None: the default group.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    group: dist.ProcessGroup | None = None
+
+    def all_sum(self, values: Sequence[float]) -> list[float]:
+        """Sum each of `values` over all ranks, in float64 on the host (exact for integers below 2**53)."""
+        if self.size == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed, group=self.group)
+        return packed.tolist()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's `value`, on every rank. Any picklable object."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group)
+        return box[0]
+
+    def on_rank0(self, call: Callable[[], T]) -> T:
+        """What `call` returns on rank 0, on every rank.
+
+        Raises:
+            LockstepError: on every rank, where it raises one on rank 0.
+        """
+        outcome: Any = None
+        if self.rank == 0:
+            try:
+                outcome = call()
+            except LockstepError as error:
+                outcome = error
+        outcome = self.broadcast(outcome)
+        if isinstance(outcome, LockstepError):
+            raise outcome
+        value: T = outcome
+        return value
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite `tensors` with those of rank 0. Those of one dtype and device travel together."""
+        if self.size == 1:
+            return
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for alike in kinds.values():
+            flat = [tensor.detach().reshape(-1) for tensor in alike]
+            packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+            dist.broadcast(packed.view(torch.uint8), 0, group=self.group)  # gloo does not know every dtype
+            if self.rank and (len(alike) > 1 or not alike[0].is_contiguous()):
+                for tensor, values in zip(
+                    alike, torch.split(packed, [tensor.numel() for tensor in alike]), strict=True
+                ):
+                    tensor.copy_(values.view(tensor.shape))
+
+    def in_background(self) -> World:
+        """The same ranks over a gloo group of their own, for a thread beside the training: two threads in one group deadlock."""
+        if self.size == 1:
+            return self
+        self.all_sum(
+            [0.0]
+        )  # who waits for a rank that has failed can be told here; within new_group it holds the interpreter's lock
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+        retire([group])
+        return replace(self, group=group)
+
+
+def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+    """The device of a local rank: `auto` takes CUDA where there is any.
+
+    Raises:
+        UsageError: CUDA is wanted and absent, or a node has fewer GPUs than ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 0:
+        raise UsageError("no CUDA device is visible", where="device=cuda", remedy="use device=cpu or device=auto")
+    if local_size > gpus:
+        raise UsageError(
+            f"{local_size} ranks on a machine with {gpus} GPUs",
+            where="--nproc",
+            remedy=f"use --nproc {gpus}, or device=cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
+    """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
+
+    Where this rank fails, the others end with a `RankError` that names it and shows its traceback; see `FailureBoard`.
+
+    Args:
+        device: auto, cpu or cuda.
+        timeout_s: where no rank gets on for longer, all end with a report; see `Watchdog`.
+        folder: where the report goes; None: nobody watches.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    world = World(rank, size, local_rank, place, heartbeat.own())
+    if size == 1:
+        with _watched(world, None, timeout_s, folder):
+            yield world
+        return
+    timeout = datetime.timedelta(seconds=timeout_s)
+    # One store per process, one name space per stay: the same ranks may join and leave several times.
+    shared, stays = store_of_ranks(rank, size, timeout_s)
+    store = PrefixStore(f"lockstep/{next(stays)}", shared)
+    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    failures = FailureBoard(store, rank, size)
+    try:
+        with _watched(world, PrefixStore("watchdog", store), timeout_s, folder):
+            # Waiting is no fault of the one that waits: where there is a watchdog, it finds who makes it wait.
+            patience = timeout if folder is None else datetime.timedelta(days=7)
+            dist.init_process_group(
+                backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
+            )
+            _release_groups()
+            _retired.append(dist.group.WORLD)
+            yield world
+    except Exception as error:
+        other = failures.explain(error)
+        if other is not None:
+            raise other from error
+        raise
+    finally:
+        failures.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Let torch forget the meshes of the groups that are gone.
+
+    It keeps them in what it knows of operations on sharded tensors, and gives them to the next tensors on an equal mesh; the
+    names of their groups then mean others, or none.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # private; tested by joining again
+
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _watched(world: World, store: Store | None, timeout_s: float, folder: Path | None) -> Iterator[None]:
+    if folder is None:
+        yield
+        return
+    watchdog = Watchdog(world.heartbeat, store, world.rank, world.size, timeout_s, folder)
+    try:
+        yield
+    finally:
+        watchdog.close()

@@ -1,0 +1,448 @@
+"""The run directory: whose it is, what is written into it, and by whom it is watched."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lockstep
+from lockstep import config_file
+from lockstep.build import BuiltModel
+from lockstep.checkpoint import store
+from lockstep.checkpoint.store import Retention
+from lockstep.config import RunConfig, training_keys
+from lockstep.distributed import strategy
+from lockstep.distributed.launch import RESTARTS
+from lockstep.distributed.world import World
+from lockstep.engine.loop import Writer
+from lockstep.engine.step import TrainState
+from lockstep.errors import UsageError, did_you_mean
+from lockstep.observe.json_lines import JsonLines
+from lockstep.observe.tensorboard import TensorBoard
+from lockstep.observe.text_log import TextLog
+from lockstep.observe.writer import Guard, together
+from lockstep.tasks import source
+from lockstep.tasks.task import Task
+
+_LOGS = ("metrics.jsonl", "train.log", "tensorboard", "tables.jsonl")
+_OURS = ("checkpoints", "config.yaml", "environment.json", *_LOGS, "micro.json", "task", "source")
+_MICRO = "micro.json"
+_CURVE = (
+    "train.steps",
+    "train.epochs",
+    "train.min_steps",
+    "schedule.total_steps",
+)  # what may make the schedule's curve another
+_VISIBLE_S = 10.0  # how long a network file system may take to show a file
+_DYING_S = 20.0  # how long the rank before may take to end
+
+_locks: list[Any] = []
+# A forked loader worker would hold the lock on after its rank was killed, until it notices.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
+
+
+@contextlib.contextmanager
+def claim(
+    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()
+) -> Iterator[RunConfig]:
+    """Make `folder` the run directory of `config`, or find that it is, and keep others out; rank 0 decides for all.
+
+    Args:
+        allow_change: keys (or their beginnings, such as `optim`) that may differ from the run's.
+
+    Yields:
+        the config with its global batch as a number: as recorded at the first launch.
+
+    Raises:
+        UsageError: the directory is of a run whose weights another config determined (names the keys), is not
+            writable, or another process trains in it.
+    """
+    with contextlib.ExitStack() as held:
+        resolved = world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
+        _check_shared(folder, world)
+        yield resolved
+
+
+def _check_shared(folder: Path, world: World) -> None:
+    """All ranks must see what rank 0 writes: the others put their shares of checkpoints beside its own."""
+    if world.size == 1:
+        return
+    path = folder / "environment.json"
+    written = world.broadcast(path.read_text() if world.rank == 0 else None)
+    deadline = time.monotonic() + _VISIBLE_S
+    while not (seen := path.is_file() and path.read_text() == written) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = [rank for rank, sees in enumerate(world.broadcast(world.gather(seen))) if not sees]
+    if blind:
+        remedy = "put the run directory on a file system that all nodes share, with --run-dir"
+        raise UsageError(f"ranks {blind} do not see what rank 0 writes there", where=str(folder), remedy=remedy)
+
+
+def _claim(
+    folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
+) -> RunConfig:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _lock(folder, held)
+        if fresh and not _was_restarted(folder):
+            for name in _OURS:
+                path = folder / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        store.clear_leftovers(folder / "checkpoints")
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        if any((folder / "checkpoints").glob("step-*")):
+            resolved = _same_training(folder, config, resolved, allow_change)
+        _replace(folder / "config.yaml", config_file.to_yaml(resolved))
+        about = {"task": _recorded(folder).get("task"), "git": source.commit(_home(config))}
+        _replace(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return resolved
+
+
+def _unwritable(folder: Path, error: OSError) -> UsageError:
+    where = str(error.filename or folder)
+    return UsageError(f"cannot write: {error.strerror}", where=where, remedy="choose another place with --run-dir")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves it in whole, or as it was."""
+    staged = path.with_name(f".{path.name}.new")
+    staged.write_text(text)
+    store.sync(staged)
+    staged.replace(path)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str) -> Iterator[None]:
+    """Keep other processes that ask for the same `name` out of a folder, which is made where it is not there.
+
+    Raises:
+        UsageError: another process is in it, or it cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, held, name)
+        except OSError as error:
+            raise UsageError(
+                f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
+            ) from error
+        yield
+
+
+def _lock(folder: Path, held: contextlib.ExitStack, name: str = ".lock") -> None:
+    """Keep other processes out until `held` is closed or this process is gone."""
+    file = (folder / name).open("a+")
+    held.callback(_close, file)
+    _locks.append(file)
+    held.callback(_locks.remove, file)
+    deadline = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                remedy = "wait for it, stop it, or give another --run-dir"
+                raise UsageError(
+                    f"in use by {file.read().strip() or 'another process'}", where=str(folder), remedy=remedy
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}\n")
+    file.flush()
+
+
+def _close(file: Any) -> None:
+    with contextlib.suppress(OSError):  # on a full disk: who holds the lock could not be written, which was told
+        file.close()
+
+
+def _was_restarted(folder: Path) -> bool:
+    """Whether this launch has begun the run already, and was restarted: then --fresh has been done."""
+    begun = _recorded(folder).get("launch")
+    return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """What environment.json says; nothing where it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        about = json.loads((folder / "environment.json").read_text())
+        return about if isinstance(about, dict) else {}
+    return {}
+
+
+def _restarts() -> int:
+    return int(os.environ.get(RESTARTS, 0)) + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+
+
+def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:
+    if not (folder / "config.yaml").exists():
+        remedy = "bring it back, or give --fresh to delete the checkpoints"
+        raise UsageError(
+            "there are checkpoints, but no config.yaml that says of what", where=str(folder), remedy=remedy
+        )
+    recorded = config_file.read_run(folder)
+    if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
+        resolved = resolved.model_copy(
+            update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})}
+        )
+    old, new = (
+        json.loads(json.dumps(training_keys(one))) for one in (recorded, resolved)
+    )  # a tuple is the list it was written as
+    keys = old.keys() | new.keys()
+    changed = {key for key in keys if old.get(key) != new.get(key)}
+    known = {*keys, *_CURVE, "data", "task"}
+    for allowed in allow_change:
+        if not any(f"{key}.".startswith(f"{allowed}.") for key in known):
+            hint = did_you_mean(allowed, known)
+            remedy = f"{hint}There are: {', '.join(sorted(known))}"
+            raise UsageError(
+                f"no key that determines the training is called {allowed!r}", where="--allow-change", remedy=remedy
+            )
+        changed -= {key for key in changed if f"{key}.".startswith(f"{allowed}.")}
+    if changed:
+        raise UsageError(
+            "the run directory belongs to a run with another config:\n    "
+            + "\n    ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)),
+            where=str(folder),
+            remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
+        )
+    return resolved
+
+
+def _home(config: RunConfig) -> Path:
+    """The folder of the task's file; where there is none, that of this process."""
+    path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
+    return Path(path).parent if is_file else Path()
+
+
+def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """Keep the task's source with the run, or compare it with that which the run began with; rank 0 for all.
+
+    Returns:
+        what is to be told of a change that is allowed.
+
+    Raises:
+        UsageError: the task's code has changed, and `allow_change` does not have `task`.
+    """
+
+    def keep() -> list[str]:
+        begun = any((folder / "checkpoints").glob("step-*"))
+        kept = source.read(folder / "source") if begun else {}
+        found = source.of_task(task, config.task.get("kind"), kept)
+        if kept and not found:
+            return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
+        change = source.difference(kept, found) if kept else None
+        if change and "task" not in allow_change:
+            raise UsageError(
+                f"the task's code is not that which the run began with: {change}",
+                where=str(folder),
+                remedy="undo it, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run",
+            )
+        try:
+            if kept != found:
+                source.write(folder / "source", source.of_task(task, config.task.get("kind")))
+            about = _recorded(folder) | {"task": source.digest(found) if found else None}
+            _replace(folder / "environment.json", json.dumps(about, indent=1))
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        return [f"warning: the task's code has changed: {change}"] if change else []
+
+    return world.on_rank0(keep)
+
+
+def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
+    """A warning, where the task's code is not that which the run was trained with."""
+    kept = source.read(folder / "source")
+    found = source.of_task(task, config.task.get("kind"), kept)
+    change = source.difference(kept, found) if kept and found else None
+    return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
+
+
+def same_curve(
+    config: RunConfig, state: TrainState, manifest: Mapping[str, Any], allow_change: Sequence[str]
+) -> list[str]:
+    """Compare the length of the schedule's curve with that of a checkpoint, before `state` goes on from it.
+
+    Returns:
+        what is to be told of a change that is allowed.
+
+    Raises:
+        UsageError: the updates so far would have had other rates on the curve that the config asks for now.
+    """
+    now = state.schedule
+    then = dataclasses.replace(now, total_steps=manifest.get("schedule_steps", now.length))
+    done = manifest["step"] - manifest["skipped"]
+    if now.same_until(then, done):
+        return []
+    train = config.train
+    key, value = ("train.steps", train.steps) if train.steps else ("train.epochs", train.epochs or 1)
+    if config.schedule.total_steps:
+        key, value = "schedule.total_steps", config.schedule.total_steps
+    group = state.optimizer.param_groups[0]
+    before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
+    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
+    text += f": after {done} updates the learning rate goes from {before} to {after}"
+    if any(f"{one}.".startswith(f"{allowed}.") for one in _CURVE for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        text,
+        where=f"{key}={value}",
+        remedy=f"schedule.total_steps={then.length} keeps the curve, and its last rate from its end on; "
+        f"--allow-change {key} goes on on the new curve; --fresh deletes the run and starts anew",
+    )
+
+
+def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any: bool = False) -> None:
+    """Note that micro-batches of more than `micro` samples do not fit on this number of ranks.
+
+    Args:
+        asked: what the config asks for; where it asks for another size, or on another number of ranks, the note does not count.
+        from_any: whichever rank this is; else rank 0 writes.
+    """
+    if world.rank == 0 or from_any:
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a training
+            _replace(folder / _MICRO, json.dumps({"asked": asked, "world": world.size, "micro": micro}))
+
+
+def remembered_micro(folder: Path, world: World, asked: int) -> int:
+    """The micro-batch to begin with: `asked`, or what an earlier start found to fit; the same on all ranks."""
+    note = None
+    if world.rank == 0:
+        with contextlib.suppress(OSError, ValueError):
+            note = json.loads((folder / _MICRO).read_text())
+    note = world.broadcast(note)
+    fits = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
+    return min(asked, max(1, int(note["micro"]))) if fits else asked
+
+
+def retention(config: RunConfig) -> Retention:
+    """Which checkpoints the config keeps."""
+    keep = config.checkpoint
+    best = keep.keep_best.split() if keep.keep_best else None
+    return Retention(keep.keep_last, (best[0], best[1]) if best else None, keep.keep_every_steps)
+
+
+def _environment(world: World) -> dict[str, Any]:
+    device = (
+        torch.cuda.get_device_name(world.device)
+        if world.device.type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+
+
+def writers(
+    folder: Path, config: RunConfig, state: TrainState, stop: int, built: BuiltModel, notes: Sequence[str], quiet: bool
+) -> list[Writer]:
+    """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
+    writers: dict[str, Callable[[], Any]] = {
+        "train.log": lambda: TextLog(folder / "train.log", stop),
+        "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", state.step),
+    }
+    if config.log.tensorboard:
+        writers["tensorboard"] = lambda: TensorBoard(folder / "tensorboard", state.step)
+    if not quiet:
+        writers["the console"] = lambda: _console(stop, state.step)
+    found = together(writers)
+    log, console = found[0], found[-1]
+    log.message(
+        f"lockstep {lockstep.__version__}, torch {torch.__version__}, {state.world.size} ranks on {state.world.device.type}, from step {state.step}"
+    )
+    if not quiet:
+        batch = config.batch
+        console.message(
+            f"{config.name}: {state.world.size} x {state.world.device.type}, global batch {batch.global_}, steps {state.step} to {stop}, {folder}"
+        )
+    for text in (*notes, *model_summary(built, state), *_endless_warmup(config, state, stop)):
+        for one in found:
+            one.message(text)
+    return [*found]
+
+
+def _console(stop: int, start: int) -> Any:
+    from lockstep.observe.console import ConsoleWriter  # rich takes a while to import
+
+    return ConsoleWriter(stop, start)
+
+
+def _endless_warmup(config: RunConfig, state: TrainState, stop: int) -> list[str]:
+    """A line where the learning rate never leaves its warm-up. No error: a recipe is often tried for a few steps first."""
+    warmup, length = state.schedule.warmup, min(stop, state.schedule.length)
+    if warmup < max(length, 2):
+        return []
+    share, best = config.schedule.warmup_share, state.schedule(length - 1)
+    key = f"warmup_steps={warmup}" if share is None else f"warmup_share={share}"
+    return [
+        f"warning: schedule.{key} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"
+    ]
+
+
+class Tables:
+    """Appends what an evaluation's metrics computed in two and more dimensions to tables.jsonl.
+
+    What a run that died wrote of later steps goes.
+    """
+
+    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
+        self.path, self.tell = folder / "tables.jsonl", tell
+        self.guard = Guard(self.path.name, tell)
+
+    def keep(self, step: int, values: Mapping[str, Any]) -> None:
+        """Those of the evaluation at `step`, by name."""
+        tables = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
+        if tables:
+            self.guard(self._write, {"step": step, **tables})
+
+    def _write(self, entry: Mapping[str, Any]) -> None:
+        lines = JsonLines(self.path, entry["step"] - 1)
+        if lines.note:
+            self.tell(lines.note)
+        try:
+            lines.record(entry)
+        finally:
+            lines.close()
+
+
+def model_summary(built: BuiltModel, state: TrainState) -> list[str]:
+    """Lines on the parameters of each group (how many, how many of them train, learning rate, weight decay), and on what is sharded."""
+    lines = [f"{type(built.model).__name__}: {_count(built.model.parameters()):,} parameters"]
+    for group in state.optimizer.param_groups:
+        total, trainable = _count(group["params"]), _count(p for p in group["params"] if p.requires_grad)
+        frozen = f", {total - trainable:,} frozen" if total > trainable else ""
+        decay = group.get("weight_decay", 0)
+        lines.append(
+            f"  group {group['name']}: {trainable:,} trainable{frozen}, lr {group['base_lr']:.4g}, weight decay {decay:g}"
+        )
+    if strategy.is_sharded(state.forward):
+        shown = ", ".join(built.blocks[:3]) + (f", ..., {built.blocks[-1]}" if len(built.blocks) > 3 else "")
+        blocks = (
+            f"{len(built.blocks)} blocks one by one ({shown})"
+            if built.blocks
+            else "as a whole: no repeated blocks; see parallel.shard_modules"
+        )
+        lines.append(f"  sharded over {state.world.size} ranks, {blocks}")
+    return lines + built.told
+
+
+def _count(parameters: Any) -> int:
+    return sum(parameter.numel() for parameter in parameters)

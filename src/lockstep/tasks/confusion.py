@@ -1,0 +1,76 @@
+"""Confusion matrices as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+_MATRIX = 12  # classes up to which the whole matrix is shown
+_PAIRS = 10
+_WIDE = 24  # characters of a class name
+_CLASSES = 8
+
+
+def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
+    """Precision, recall, F1 and number of samples of each class, and their means.
+
+    Args:
+        confusion: counts by (truth, prediction), or, where a sample has several labels, by (class, truth, prediction).
+    """
+    counts = confusion.double()
+    if counts.ndim == 2:
+        right, true, said = counts.diagonal(), counts.sum(dim=1), counts.sum(dim=0)
+    else:
+        right, true, said = counts[:, 1, 1], counts[:, 1, :].sum(dim=1), counts[:, :, 1].sum(dim=1)
+    precision, recall, f1 = right / said.clamp(min=1), right / true.clamp(min=1), 2 * right / (true + said).clamp(min=1)
+    wide = max(len("class"), *(min(_WIDE, len(label)) for label in labels))
+    lines = [f"  {'class':<{wide}}  precision  recall      F1  samples"]
+    for number, label in enumerate(labels):
+        lines.append(
+            f"  {_short(label):<{wide}}  {float(precision[number]):9.4f}  {float(recall[number]):6.4f}  {float(f1[number]):6.4f}  {int(true[number]):7,}"
+        )
+    seen = ((true + said) > 0) | (
+        counts.ndim > 2
+    )  # as torchmetrics takes the mean: classes that neither occur nor are predicted are left out
+    mean = [float(column[seen].mean()) if seen.any() else 0.0 for column in (precision, recall, f1)]
+    lines.append(f"  {'mean':<{wide}}  {mean[0]:9.4f}  {mean[1]:6.4f}  {mean[2]:6.4f}  {int(true.sum()):7,}")
+    return "\n".join(lines)
+
+
+def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
+    """The matrix, truth by prediction; of many classes the pairs that are confused most."""
+    if len(labels) > _MATRIX:
+        errors = confusion.clone().fill_diagonal_(0)
+        order = errors.flatten().argsort(descending=True, stable=True)[:_PAIRS].tolist()
+        found = [
+            (int(errors.flatten()[place]), labels[place // len(labels)], labels[place % len(labels)]) for place in order
+        ]
+        lines = [f"  {count:6,}  {truth} taken for {said}" for count, truth, said in found if count]
+        return "\n".join(["  confused most:", *lines]) if lines else "  nothing was confused"
+    rows = [
+        [_short(label), *(f"{int(count):,}" for count in row)]
+        for label, row in zip(labels, confusion.tolist(), strict=True)
+    ]
+    head = ["truth \\ prediction", *(_short(label) for label in labels)]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    return "\n".join(
+        "  "
+        + "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in [head, *rows]
+    )
+
+
+def listed(counts: Mapping[str, int]) -> str:
+    """Classes with their numbers; of many the most and the least frequent."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1]) if len(counts) > _CLASSES else list(counts.items())
+    if len(ordered) <= _CLASSES:
+        return ", ".join(f"{name} {count:,}" for name, count in ordered)
+    first, last = (", ".join(f"{name} {count:,}" for name, count in part) for part in (ordered[:3], ordered[-3:]))
+    return f"{len(ordered)}, from {first} to {last}"
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= _WIDE else f"{label[: _WIDE - 3]}..."

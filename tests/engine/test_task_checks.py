@@ -1,0 +1,168 @@
+"""What a task's methods return where its type is wrong: the method, what came, and what is wanted."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from lockstep import LockstepError, Trainer
+from lockstep.engine import task_checks
+from tests import own_tasks, rank_cases, runs
+from tests.ranks import run_ranks
+
+
+def returning(base, method, value):
+    """A task of which one method returns `value`."""
+    return type("Odd", (base,), {method: lambda self: value})()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+class StreamWithLength(Stream):
+    def __len__(self):
+        return 10
+
+
+class NoLength(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+DATA = TensorDataset(torch.zeros(30, 10), torch.zeros(30, 5))
+WRONG_DATA = [
+    (DataLoader(DATA), "returned a DataLoader", "return the data set, not a loader"),
+    (Stream(), "returned a Stream, which is an IterableDataset", "map-style"),
+    (StreamWithLength(), "returned a StreamWithLength, which is an IterableDataset", "map-style"),
+    (NoLength(), "returned a NoLength, which has no length", "map-style"),
+    (TensorDataset, "returned the class TensorDataset, not an object of it", "map-style"),
+    ({"train": DATA, "test": DATA}, "returned a dict with the keys 'train', 'test'", "return one of its data sets"),
+    (iter([1]), "returned a list_iterator", "map-style"),
+    (7, "returned an int", "map-style"),
+]
+
+
+@pytest.mark.parametrize("method", ["train_data", "eval_data"])
+@pytest.mark.parametrize(("value", "came", "wanted"), WRONG_DATA, ids=[came for _, came, _ in WRONG_DATA])
+def test_data_that_cannot_be_read_in_any_order_is_named(tmp_path, method, value, came, wanted):
+    task = returning(own_tasks.Plain, method, value)
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(task, runs.config(train={"eval_every_steps": 5}), tmp_path)
+    assert str(caught.value).startswith(f"Task.{method}: {came}")
+    assert wanted in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert not caught.value.retryable  # a launcher need not try again
+
+
+def test_no_training_data_are_named(tmp_path):
+    with pytest.raises(LockstepError, match=r"Task\.train_data: returned None"):
+        runs.fit(returning(own_tasks.Plain, "train_data", None), runs.config(), tmp_path)
+
+
+def test_data_to_predict_are_checked_like_those_of_the_task(tmp_path):
+    runs.fit(own_tasks.Classes(), runs.config(train={"steps": 1}), tmp_path)
+    with pytest.raises(LockstepError, match=r"the data to predict: returned a DataLoader"):
+        Trainer(runs.config(), run_dir=tmp_path, quiet=True).predict(own_tasks.Classes(), DataLoader(DATA))
+
+
+def test_a_list_is_a_data_set(tmp_path):
+    samples = [
+        (torch.ones(10, dtype=torch.float64) * number, torch.zeros(5, dtype=torch.float64)) for number in range(30)
+    ]
+    task = returning(own_tasks.Plain, "train_data", samples)
+    assert runs.fit(task, runs.config(train={"steps": 2}), tmp_path)[1]["step"] == 2
+
+
+WRONG_MODELS = [
+    (None, "returned None"),
+    (nn.Linear, "returned the class Linear, not an object of it"),
+    ((nn.Linear(2, 2), None), "returned a tuple of Linear, NoneType"),
+    (nn.Linear(2, 2).state_dict(), "returned an OrderedDict"),
+]
+
+
+@pytest.mark.parametrize(("value", "came"), WRONG_MODELS, ids=[came for _, came in WRONG_MODELS])
+def test_model_that_is_no_module_is_named(tmp_path, value, came):
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(returning(own_tasks.Plain, "model", value), runs.config(), tmp_path)
+    assert str(caught.value).startswith(f"Task.model: {came}\n  remedy: return a torch.nn.Module")
+
+
+class NoModel(own_tasks.Plain):
+    def model(self):
+        return None
+
+
+@rank_cases.impatient()
+def fit_no_model():
+    try:
+        runs.fit(NoModel(), runs.config(parallel={"strategy": "fsdp"}))
+    except LockstepError as error:
+        return str(error)
+
+
+def test_model_that_is_none_is_named_on_all_ranks_where_rank_0_alone_makes_it_in_full():
+    for message in run_ranks(2, fit_no_model):
+        assert "Task.model: returned None" in message
+
+
+def wrong_metrics():
+    from torchmetrics import MeanMetric
+
+    return [
+        ((MeanMetric(),), "returned a tuple of MeanMetric"),
+        ([MeanMetric(), MeanMetric()], "returned a list of MeanMetric, MeanMetric"),
+        (MeanMetric, "returned the class MeanMetric, not an object of it"),
+        ({"mean": MeanMetric}, "returned a dict"),
+        ("accuracy", "returned a str"),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_metrics_that_are_none_are_named_before_anything_is_computed(tmp_path, number):
+    value, came = wrong_metrics()[number]
+
+    class Odd(own_tasks.Classes):
+        def metrics(self):
+            return value
+
+        def loss(self, model, batch):
+            assert not model.training, "it trained"
+            return super().loss(model, batch)
+
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(Odd(), runs.config(train={"steps": 2, "eval_every_steps": 2}), tmp_path)
+    assert str(caught.value).startswith(f"Task.metrics: {came}\n  remedy: return a torchmetrics.MetricCollection")
+
+
+def test_one_metric_and_a_dict_of_metrics_are_made_a_collection():
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+    def names(value):
+        found = task_checks.metrics(returning(own_tasks.Plain, "metrics", value))
+        return found if found is None else list(found)
+
+    assert names(None) is None
+    assert names({}) is None
+    assert names(MetricCollection({})) is None
+    assert names(MeanMetric()) == ["MeanMetric"]
+    assert names({"a": MeanMetric(), "b": SumMetric()}) == ["a", "b"]
+    assert names({"a": MeanMetric(), "b": MetricCollection({"c": SumMetric()})}) == ["a", "b_c"]
+    assert names(MetricCollection([MeanMetric()])) == ["MeanMetric"]
+
+
+def test_one_metric_is_evaluated(tmp_path):
+    class One(own_tasks.Classes):
+        def metrics(self):
+            from torchmetrics.classification import MulticlassAccuracy
+
+            return MulticlassAccuracy(3, average="micro")
+
+        def update_metrics(self, metrics, output, batch):
+            metrics.update(output, batch[1])
+
+    settings = runs.config(train={"steps": 2, "eval_every_steps": 2})
+    several = runs.fit(own_tasks.Classes(), settings, tmp_path / "several")[1]
+    assert runs.fit(One(), settings, tmp_path / "one")[1]["eval/MulticlassAccuracy"] == several["eval/accuracy"]

@@ -1,0 +1,81 @@
+"""metrics.jsonl: JSON, one object a line, and no damage that spoils more than its own line."""
+
+import json
+import os
+
+import pytest
+
+from lockstep.observe.json_lines import JsonLines
+
+GOOD = [b'{"step": 5}\n', b'{"step": 10}\n']
+
+
+def resumed(path, content, at=10):
+    path.write_bytes(content)
+    log = JsonLines(path, resumed_at=at)
+    log.record({"step": 11})
+    log.close()
+    return path.read_bytes(), log.note
+
+
+def test_entries_after_the_resumed_step_are_dropped(tmp_path):
+    content, note = resumed(tmp_path / "metrics.jsonl", b"".join([*GOOD, b'{"step": 15}\n']))
+    assert content == b"".join([*GOOD, b'{"step": 11}\n'])
+    assert note == ""
+
+
+NO_ENTRIES = [
+    b"\0\0\n",
+    b'\0\0{"step": 7}\n',
+    b"\xff\xfe\n",
+    b"\n",
+    b"[]\n",
+    b"3\n",
+    b'{"loss": 1}\n',
+    b'{"step": "x"}\n',
+    b'{"step": null}\n',
+    b"[" * 100_000 + b"\n",
+    b'{"step": 7}garbage\n',
+]
+TORN = [b'{"st', b'{"step": 10}', b"\0" * 5000]
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [*((one, place) for one in NO_ENTRIES for place in (0, 1, 2)), *((one, 2) for one in TORN)],
+    ids=lambda value: repr(value)[:14],
+)
+def test_damaged_line_is_dropped_with_one_message(tmp_path, damage, place):
+    content, note = resumed(tmp_path / "metrics.jsonl", b"".join([*GOOD[:place], damage, *GOOD[place:]]))
+    assert content == b"".join([*GOOD, b'{"step": 11}\n'])
+    assert note == "metrics.jsonl: 1 of 3 lines are damaged (by a power cut or a full disk?) and were dropped"
+
+
+def test_whole_file_of_zeros_is_an_empty_one(tmp_path):
+    content, note = resumed(tmp_path / "metrics.jsonl", b"\0" * 4096)
+    assert content == b'{"step": 11}\n'
+    assert "1 of 1 lines" in note
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    log.record({"step": 1, "train/loss": float("nan"), "train/lr": float("inf"), "table": [[1.0, float("-inf")]]})
+    log.close()
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "train/loss": null, "train/lr": null, "table": [[1.0, null]]}\n'
+
+
+def test_line_that_was_torn_by_a_full_disk_spoils_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    log = JsonLines(path)
+    log.record({"step": 1})
+    whole = log.file
+    log.file = type("Full", (), {"write": lambda self, line: whole.write(line[:4])})()
+    with pytest.raises(OSError, match=os.strerror(28)):
+        log.record({"step": 2})
+    log.file = whole
+    log.record({"step": 3})
+    log.close()
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 3}']
+    assert [json.loads(line)["step"] for line in resumed(path, path.read_bytes())[0].splitlines()] == [1, 3, 11]
