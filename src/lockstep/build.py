@@ -10,16 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.checkpoint import files
 from lockstep.checkpoint import state as states
 from lockstep.checkpoint.export import load_weights
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import ParallelConfig, RunConfig
-from lockstep.distributed import sharding, strategy
-from lockstep.distributed.sharding import Sharding
-from lockstep.distributed.strategy import Buckets, Forward
+from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy, make_strategy
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
@@ -29,7 +27,7 @@ from lockstep.engine.unfreeze import Stage, Unfreezing
 from lockstep.errors import TrainingError, UsageError
 from lockstep.tasks.task import Task
 
-# Found by training with every class of torch.optim (tests/dist/test_sharding.py). Muon would train another model without a word.
+# Found by training with every class of torch.optim (tests/distributed/test_sharding.py). Muon would train another model without a word.
 _WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 
@@ -53,8 +51,8 @@ def seed(config: RunConfig) -> None:
 
 def assemble(
     config: RunConfig, task: Task, world: World, steps_per_epoch: int | None = None, step: int = 0, init: bool = False
-) -> tuple[BuiltModel, nn.Module]:
-    """The task's model with the weights that it makes itself, or with those of `train.init_from`; and what `strategy.wrap` made of it.
+) -> tuple[BuiltModel, Strategy]:
+    """The task's model with its initial weights, or with those of `train.init_from`; and the strategy that spreads it over the ranks.
 
     Args:
         steps_per_epoch: to train it; None: only to run it forward.
@@ -67,19 +65,13 @@ def assemble(
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
-    if training:
-        strategy.resolve(parallel.strategy, world)
-    # What only runs forward has no gradients to synchronise, so `single` will do on any number of ranks.
-    sharded = parallel.strategy == "fsdp" and world.size > 1
-    values: dict[str, Tensor] = {}
-    told: list[str] = []
+    strategy = make_strategy(
+        parallel.strategy, world, trains=training, ddp=_ddp_options(parallel), fsdp=_fsdp_options(parallel)
+    )
     seed(config)
-    if sharded:
-        model, values, told = sharding.build(lambda: _check_parameters(task_checks.model(task)), world)
-    else:
-        model = _check_parameters(task_checks.model(task)).to(world.device)
-        if compute.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model, told = strategy.build_model(lambda: _check_parameters(task_checks.model(task)))
+    if compute.channels_last and not strategy.is_sharded:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(
         set_to_none=True
     )  # a task may have trained it before, and left a gradient that the first step would add to
@@ -94,16 +86,10 @@ def assemble(
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), compute.compile, compute.compile_backend)
-    forward: nn.Module = Forward(model, task.loss)
-    if sharded or training:
-        forward = strategy.wrap(
-            forward, parallel.strategy, world, buckets(parallel), list(blocks.values()), _sharding(parallel)
-        )
-    if sharded:
-        sharding.materialise(model, values, world, torch.device("cpu") if parallel.cpu_offload else world.device)
+    strategy.wrap(Forward(model, task.loss), list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return BuiltModel(model, list(blocks), unfreezing, told), forward
+    return BuiltModel(model, list(blocks), unfreezing, told), strategy
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
@@ -143,22 +129,24 @@ def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step:
     return unfreezing
 
 
-def buckets(parallel: ParallelConfig) -> Buckets:
-    """What the config says for DDP."""
-    return Buckets(
-        parallel.find_unused_parameters, parallel.static_graph, parallel.bucket_mb, parallel.gradient_as_bucket_view
+def _ddp_options(parallel: ParallelConfig) -> DDPOptions:
+    return DDPOptions(
+        find_unused_parameters=parallel.find_unused_parameters,
+        static_graph=parallel.static_graph,
+        bucket_mb=parallel.bucket_mb,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
 
 
-def _sharding(parallel: ParallelConfig) -> Sharding:
-    return Sharding(
-        parallel.reshard_after_forward,
-        parallel.shard_ranks,
-        parallel.cpu_offload,
-        parallel.forward_prefetch,
-        parallel.backward_prefetch,
-        parallel.param_dtype,
-        parallel.reduce_dtype,
+def _fsdp_options(parallel: ParallelConfig) -> FSDPOptions:
+    return FSDPOptions(
+        reshard_after_forward=parallel.reshard_after_forward,
+        shard_ranks=parallel.shard_ranks,
+        cpu_offload=parallel.cpu_offload,
+        forward_prefetch=parallel.forward_prefetch,
+        backward_prefetch=parallel.backward_prefetch,
+        param_dtype=parallel.param_dtype,
+        reduce_dtype=parallel.reduce_dtype,
     )
 
 

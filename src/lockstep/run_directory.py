@@ -23,7 +23,6 @@ from lockstep.build import BuiltModel
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
-from lockstep.distributed import strategy
 from lockstep.distributed.launch import RESTARTS
 from lockstep.distributed.world import World
 from lockstep.engine.loop import Writer
@@ -101,7 +100,7 @@ def _claim(
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         store.clear_leftovers(folder / "checkpoints")
-        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))
@@ -433,7 +432,7 @@ def model_summary(built: BuiltModel, state: TrainState) -> list[str]:
         lines.append(
             f"  group {group['name']}: {trainable:,} trainable{frozen}, lr {group['base_lr']:.4g}, weight decay {decay:g}"
         )
-    if strategy.is_sharded(state.forward):
+    if state.strategy.is_sharded:
         shown = ", ".join(built.blocks[:3]) + (f", ..., {built.blocks[-1]}" if len(built.blocks) > 3 else "")
         blocks = (
             f"{len(built.blocks)} blocks one by one ({shown})"

@@ -29,10 +29,12 @@ from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import EvaluationPlan, StepPlan
-from lockstep.distributed import sharding, signals, strategy
+from lockstep.distributed import signals
 from lockstep.distributed.heartbeat import Phase
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.signals import StopConsensus
+from lockstep.distributed.strategy import Strategy
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
@@ -133,16 +135,15 @@ class Trainer:
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
         cadence = self._cadence(prepared.plan)
         reading = self._evaluation_data(task, world) if cadence.evaluate else None
-        notes = loop.set_training_mode(state.forward)
-        batch_norm.check_smallest_micro_batch(
-            strategy.unwrap_ddp(state.forward), prepared.plan, prepared.batches.loader.one, state.precision
-        )
+        notes = loop.set_training_mode(state.strategy)
+        with state.strategy.inference() as forward:
+            batch_norm.check_smallest_micro_batch(forward, prepared.plan, prepared.batches.loader.one, state.precision)
         for text in [*notes, *self._look_ahead(task, prepared, reading), *prepared.warnings]:
             tell(text)
         asked = StopConsensus(world, flag)
         evaluate: Callable[[], dict[str, float]] = dict
         if reading is not None:
-            evaluate = self._evaluator(task, reading, lambda: state.forward, state.precision, world, tell, state, asked)
+            evaluate = self._evaluator(task, reading, state.strategy, state.precision, tell, state, asked)
         background = self.config.checkpoint.mode == "async"
         saver = Saver(
             self._checkpoints, world, run_directory.retention(self.config), tell, background, prepared.allowed
@@ -228,8 +229,8 @@ class Trainer:
             known = sorted({name for one in saved for name in one.metrics})
             dry_run.check_best(best if known else None, known)
             return []
-        forward = strategy.unwrap_ddp(state.forward)
-        with dry_run.without_trace(forward, world, self.config.compute.compile is not None):
+        compiled = self.config.compute.compile is not None
+        with state.strategy.inference() as forward, dry_run.without_trace(forward, world, compiled):
             loader, evaluates = prepared.batches.loader, reading is not None
             prepared.warnings += dry_run.look_at_losses(
                 forward, loader, prepared.plan, state.precision, must_run=evaluates
@@ -242,19 +243,20 @@ class Trainer:
         """Loss and metrics of the newest checkpoint on the task's evaluation data, as in `engine.evaluate.evaluate`."""
         with self._join() as world:
             task = task or self.task()
-            _, forward = self._trained(task, world)
+            _, strategy = self._trained(task, world)
             tell: Callable[[str], None] = _silently if self.quiet else partial(print, file=sys.stderr)
             reading, precision = self._evaluation_data(task, world), Precision(self.config.precision, world.device)
-            return self._evaluator(task, reading, lambda: forward, precision, world, tell)()
+            return self._evaluator(task, reading, strategy, precision, tell)()
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in order; on rank 0, None elsewhere."""
         with self._join() as world:
             task = task or self.task()
-            _, forward = self._trained(task, world)
+            _, strategy = self._trained(task, world)
             reading = self._evaluation_data(task, world, data)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, forward, reading.loader, reading.plan, world, precision)
+            with strategy.inference() as forward:
+                return evaluation.predict(task, forward, reading.loader, reading.plan, world, precision)
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
@@ -284,7 +286,7 @@ class Trainer:
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
             tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-            whole = {name: sharding.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+            whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
             return world.on_rank0(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
 
     # ---- the objects
@@ -312,24 +314,23 @@ class Trainer:
         length = config.train
         stop = length.steps or max((length.epochs or 1) * plan.steps_per_epoch, length.min_steps or 0)
         print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
-        built, forward = build.assemble(
+        built, strategy = build.assemble(
             config, task, world, plan.steps_per_epoch, found.step if found else 0, init=found is None
         )
         model = built.model
+        precision = Precision(config.precision, world.device, world.data_size)
         state = TrainState(
-            forward=forward,
-            optimizer=build.optimizer(config, model, built.blocks, strategy.is_sharded(forward)),
-            precision=Precision(config.precision, world.device, world.size),
+            strategy=strategy,
+            optimizer=build.optimizer(config, model, built.blocks, strategy.is_sharded),
+            precision=precision,
             schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
-            world=world,
             seed=config.seed,
             clip_norm=config.optim.clip_norm,
             coefficients=task_checks.coefficients(task),
             must_agree_on_weights=config.data.on_error == "skip",
             averages=Ema(model, config.train.ema_decay) if config.train.ema_decay else None,
-            buckets=build.buckets(config.parallel),
             unfreezing=built.unfreezing,
-            guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
+            guard=Guard(strategy, precision, config.compute.halve_on_oom and world.device.type == "cuda"),
         )
         states.capture(model, state.optimizer)  # what cannot be saved is better known now than after the last step
         loader = self._loader(data, task, world, training=True)
@@ -338,7 +339,7 @@ class Trainer:
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {state.step}"]))
         tensors, _ = states.capture(model, state.optimizer, state.averages.tensors if state.averages else None)
-        feed = StepIterator(loader, plan, world.rank, state.step, stop)
+        feed = StepIterator(loader, plan, world.data_rank, state.step, stop)
         allowed = finite.at_start(model, tensors, world)
         warnings = list(found.manifest.get("warnings", ())) if found else []
         return PreparedRun(built, state, feed, stop, print_of_data, found.metrics if found else {}, allowed, warnings)
@@ -355,12 +356,14 @@ class Trainer:
                 f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
             )
         micro = run_directory.remembered_micro(self.run_dir, world, self._micro(world))
-        return StepPlan(length, global_batch, micro, world.size, config.seed, config.data.drop_last, _lengths(data))
+        return StepPlan(
+            length, global_batch, micro, world.data_size, config.seed, config.data.drop_last, _lengths(data)
+        )
 
     def _micro(self, world: World) -> int:
         """The micro-batch that the config asks for."""
         batch = self.config.batch
-        return min(batch.micro or batch.global_ or 1, -(-(batch.global_ or 1) // world.size))
+        return min(batch.micro or batch.global_ or 1, -(-(batch.global_ or 1) // world.data_size))
 
     def _resume(self, found: Checkpoint, state: TrainState, model: nn.Module, data: dict[str, Any]) -> list[str]:
         """Load a checkpoint; what is to be told about it."""
@@ -399,20 +402,20 @@ class Trainer:
         """What its state looks like."""
         return [self.config.optim.name, json.loads(json.dumps(self.config.optim.args, sort_keys=True))]
 
-    def _trained(self, task: Task, world: World) -> tuple[nn.Module, nn.Module]:
-        """The model with the newest checkpoint's weights (their average, where the run kept one), and what runs it."""
+    def _trained(self, task: Task, world: World) -> tuple[nn.Module, Strategy]:
+        """The model with the newest checkpoint's weights (their average, where the run kept one), and its strategy."""
         found, complaints = store.newest(self._checkpoints, world)
         if found is None:
             raise CheckpointError(
                 "no checkpoint", where=str(self._checkpoints), remedy="train first, or give the run's own directory"
             )
         self._attach(task, world, trained=True)
-        built, forward = build.assemble(self.config, task, world)
+        built, strategy = build.assemble(self.config, task, world)
         if world.rank == 0 and not self.quiet:
             for text in (*complaints, *built.told, *run_directory.changed_source(self.run_dir, task, self.config)):
                 print(text, file=sys.stderr)
         build.load(found, built.model)
-        return built.model, forward
+        return built.model, strategy
 
     def _save_function(self, prepared: PreparedRun, saver: Saver) -> Callable[[dict[str, float]], None]:
         state = prepared.state
@@ -420,7 +423,7 @@ class Trainer:
         def save(evaluated: dict[str, float]) -> None:
             before = state.world.heartbeat.phase
             state.world.heartbeat.enter(Phase.SAVING)
-            strategy.sync_buffers(state.forward, state.world)
+            state.strategy.sync_buffers()
             tensors, values = states.capture(
                 prepared.built.model, state.optimizer, state.averages.tensors if state.averages else None
             )
@@ -452,14 +455,13 @@ class Trainer:
         self,
         task: Task,
         reading: EvaluationData,
-        forward: Callable[[], nn.Module],
+        strategy: Strategy,
         precision: Precision,
-        world: World,
         tell: Callable[[str], None],
         state: TrainState | None = None,
         asked: StopConsensus | None = None,
     ) -> Callable[[], dict[str, float]]:
-        """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
+        """A function that evaluates the model of `strategy`, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data, loader, plan = reading.data, reading.loader, reading.plan
         tables = run_directory.Tables(self.run_dir, tell)
 
@@ -479,12 +481,11 @@ class Trainer:
                     asked.restart()
                     stack.callback(asked.restart)
                 if state is not None:
-                    strategy.sync_buffers(state.forward, world)
-                    if state.averages is not None:
-                        sharding.reshard(state.forward)
-                        stack.enter_context(state.averages.applied())
-                bare = strategy.unwrap_ddp(forward())
-                return evaluation.evaluate(task, bare, loader, plan, world, precision, tick, show)
+                    strategy.sync_buffers()
+                forward = stack.enter_context(strategy.inference())
+                if state is not None and state.averages is not None:
+                    stack.enter_context(state.averages.applied())
+                return evaluation.evaluate(task, forward, loader, plan, strategy.world, precision, tick, show)
 
         return evaluate
 

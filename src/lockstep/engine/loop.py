@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import StepPlan
-from lockstep.distributed import strategy
+from lockstep.distributed.strategy import Strategy
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
 from lockstep.engine.log_window import LogWindow
@@ -261,10 +261,10 @@ def check_any_update(state: TrainState) -> None:
     )
 
 
-def set_training_mode(forward: nn.Module) -> list[str]:
+def set_training_mode(strategy: Strategy) -> list[str]:
     """Put a model into training mode. A note of the parts for which that is a change, though the whole was in it."""
-    idle = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
-    forward.train()
+    idle = {name: module for name, module in strategy.model.named_modules() if not module.training}
+    strategy.forward.train()
     changed = [name for name, module in idle.items() if module.training]
     if not changed or "" in idle:
         return []
