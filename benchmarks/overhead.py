@@ -130,7 +130,7 @@ class Ours:
         self.trainer = Trainer(config, run_dir=folder / "ours")
 
     def run(self, _):
-        from lockstep import run_directory
+        from lockstep import build
         from lockstep.distributed.signals import StopConsensus, StopFlag
         from lockstep.engine import loop
 
@@ -140,13 +140,13 @@ class Ours:
         writers = (
             []
             if self.world.rank
-            else run_directory.writers(
-                self.trainer.run_dir,
+            else build.open_writers(
                 self.trainer.config,
+                self.trainer.run_dir,
                 prepared.state,
-                prepared.stop,
-                prepared.built,
-                (),
+                stop=prepared.stop,
+                built=prepared.built,
+                log_header=(),
                 quiet=False,
             )
         )

@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, build, run_directory
+from lockstep import Trainer, build
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.distributed.world import join_world
 from lockstep.engine import loop as engine
@@ -239,8 +239,14 @@ def steps_rank(folder, options):
         writers = (
             []
             if world.rank
-            else run_directory.writers(
-                lockstep.run_dir, lockstep.config, prepared.state, prepared.stop, prepared.built, (), quiet=False
+            else build.open_writers(
+                lockstep.config,
+                lockstep.run_dir,
+                prepared.state,
+                stop=prepared.stop,
+                built=prepared.built,
+                log_header=(),
+                quiet=False,
             )
         )
         asked = StopConsensus(world, StopFlag())

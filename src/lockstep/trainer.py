@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +49,9 @@ from lockstep.errors import (
     UsageError,
     exits_are_failures,
 )
+from lockstep.observe import metric_arrays
+from lockstep.observe.metric_arrays import MetricArrays
+from lockstep.observe.writer import WriteGuard, Writer
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -105,11 +108,17 @@ class Trainer:
             changed = run_directory.keep_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._training(task, world)
             prepared.built.told += changed
-            writers = (
+            writers: list[Writer] = (
                 []
                 if world.rank
-                else run_directory.writers(
-                    self.run_dir, config, prepared.state, prepared.stop, prepared.built, task.notes(), self.quiet
+                else build.open_writers(
+                    config,
+                    self.run_dir,
+                    prepared.state,
+                    stop=prepared.stop,
+                    built=prepared.built,
+                    log_header=task.notes(),
+                    quiet=self.quiet,
                 )
             )
             batches: Iterator[list[MicroBatch]] = prepared.batches
@@ -128,7 +137,7 @@ class Trainer:
         prepared: PreparedRun,
         batches: Iterator[list[MicroBatch]],
         flag: signals.StopFlag,
-        writers: Sequence[loop.Writer],
+        writers: Sequence[Writer],
     ) -> dict[str, float]:
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
         cadence = self._cadence(prepared.plan)
@@ -461,11 +470,11 @@ class Trainer:
     ) -> Callable[[], dict[str, float]]:
         """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data, loader, plan = reading.data, reading.loader, reading.plan
-        tables = run_directory.Tables(self.run_dir, tell)
+        arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             if state is not None:
-                tables.keep(state.step, values)
+                arrays.record({"step": state.step, **values})
             if text := task.report(values, [(data[index], output) for index, output in outputs]):
                 tell(text)
 
@@ -569,19 +578,19 @@ class PreparedRun:
         return self.batches.plan
 
 
-class Witness(loop.Writer, Protocol):
+class Witness(Writer):
     """Sees a training on every rank, between its steps, and leaves no trace in it."""
 
     def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """The batches of `prepared`, passed on: when one is asked for, the step before it is done."""
-        ...
+        raise NotImplementedError
 
 
 def _silently(_: str) -> None:
     pass
 
 
-def _tell_all(writers: Sequence[loop.Writer], text: str) -> None:
+def _tell_all(writers: Sequence[Writer], text: str) -> None:
     for watcher in writers:
         watcher.message(text)
 
