@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import trainer
+from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk
@@ -92,7 +93,7 @@ class Seen:
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
 
 
-class Witness:
+class Witness(trainer.Witness):
     """A `trainer.Witness`. after: called after each step, with its number (counted from 1)."""
 
     def __init__(self, task: Task, watch: Watch, after: Callable[[int], None]) -> None:
@@ -106,17 +107,8 @@ class Witness:
 
     # ---- what the trainer calls
 
-    def record(self, entry: dict[str, float]) -> None:
-        self.seen.entries.append(entry)
-
-    def progress(self, step: int) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.seen.entries.append(dict(entry))
 
     def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches on, and look at what happens between them."""
