@@ -81,12 +81,12 @@ class Trainer:
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
 
-    def fit(self, task: Task | None = None, witness: Witness | None = None) -> dict[str, float]:
+    def fit(self, task: Task | None = None, recorder: Recorder | None = None) -> dict[str, float]:
         """Train to the end, resuming what the run directory holds.
 
         Args:
             task: instead of the config's.
-            witness: what is to see the training, on every rank.
+            recorder: what is to see the training, on every rank.
 
         Returns:
             the last value of everything logged, such as `train/loss` and `eval/accuracy`.
@@ -113,9 +113,9 @@ class Trainer:
                 )
             )
             batches: Iterator[list[MicroBatch]] = prepared.batches
-            if witness is not None:
-                writers.append(witness)
-                batches = witness.watch(prepared)
+            if recorder is not None:
+                writers.append(recorder)
+                batches = recorder.record_steps(prepared)
             try:
                 return self._fit(task, prepared, batches, flag, writers)
             finally:
@@ -569,10 +569,10 @@ class PreparedRun:
         return self.batches.plan
 
 
-class Witness(loop.Writer, Protocol):
+class Recorder(loop.Writer, Protocol):
     """Sees a training on every rank, between its steps, and leaves no trace in it."""
 
-    def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """The batches of `prepared`, passed on: when one is asked for, the step before it is done."""
         ...
 

@@ -3,15 +3,15 @@
 from pathlib import Path
 
 from lockstep import config_file
-from lockstep.verify.bench import Bench
-from lockstep.verify.nature import Nature
-from lockstep.verify.trial import Answer
-from lockstep.verify.witness import Seen
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.recorder import Recording
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
 from tests import runs
 
 
-class NoRanks:
-    """Ranks that nobody may ask."""
+class NoWorkers:
+    """Workers that nobody may ask."""
 
     def run(self, world, function, *arguments):
         raise AssertionError(f"{function} with {arguments} was asked for")
@@ -20,7 +20,7 @@ class NoRanks:
 def bench(answers=None, nproc=2, steps=12, folder=Path("nowhere"), ranks=None, **sections):
     """answers: by the name of the trial what its ranks answer, as a list; or what rank 0 does."""
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
-    given = {"nature": Nature(epsilon=1e-16)} | (answers or {})
+    given = {"nature": TaskProbe(epsilon=1e-16)} | (answers or {})
     made = {
         name: [
             one if isinstance(one, Answer) else Answer(one)
@@ -28,11 +28,11 @@ def bench(answers=None, nproc=2, steps=12, folder=Path("nowhere"), ranks=None, *
         ]
         for name, answer in given.items()
     }
-    return Bench(config, nproc, folder, ranks or NoRanks(), steps=steps, _answers=made)
+    return Experiments(config, nproc, folder, ranks or NoWorkers(), steps=steps, _answers=made)
 
 
 def seen(losses=(), **more):
     """What a rank saw of a training with these losses."""
-    return Seen(
+    return Recording(
         entries=[{"step": step + 1, "train/loss": loss, "train/skipped": 0} for step, loss in enumerate(losses)], **more
     )

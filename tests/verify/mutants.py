@@ -1,7 +1,7 @@
 """Engines and tasks with one fault each, for `lockstep verify` to find.
 
 Most are edits of the package's own source: the fault is the text that stands in the place of another, and goes into the running
-function's code object, so that whoever imported the function calls the broken one. Ranks are warm and shared: all is put back.
+function's code object, so that whoever imported the function calls the broken one. Workers are warm and shared: all is put back.
 """
 
 from __future__ import annotations
@@ -1242,10 +1242,10 @@ SURVIVORS: dict[str, str] = {
 
 def mutated(name: str, function: Any, *arguments: Any) -> Any:
     """For `command.verify(wrap=...)`: a trial's function in this rank, under a mutant."""
-    from lockstep.verify import trial
+    from lockstep.verify import worker_functions
 
     with broken(MUTANTS[name]):
-        return trial.answering(function, *arguments)
+        return worker_functions.answering(function, *arguments)
 
 
 @contextlib.contextmanager
@@ -1309,24 +1309,24 @@ def _last_of(overrides: Sequence[str]) -> list[str]:
 
 @dataclass
 class Found:
-    """What verify said. verdicts: by check."""
+    """What verify said. checks: by check."""
 
-    verdicts: dict[str, Any]
+    checks: dict[str, Any]
     seconds: float
     error: str = ""
 
     @property
     def faults(self) -> list[str]:
-        return [name for name, one in self.verdicts.items() if one.status == "fault"]
+        return [name for name, one in self.checks.items() if one.status == "fault"]
 
 
 def judge_clean(
     base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
 ) -> Found:
     """What verify says of a base as it is."""
-    from lockstep.verify import trial
+    from lockstep.verify import worker_functions
 
-    return _judge(config_of(base, nproc=nproc), trial.answering, ranks, folder, checks, nproc, steps)
+    return _judge(config_of(base, nproc=nproc), worker_functions.answering, ranks, folder, checks, nproc, steps)
 
 
 def judge(name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
@@ -1347,7 +1347,7 @@ def _judge(
         result = command.verify(
             config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks
         )
-        return Found({one.name: one for one in result.verdicts}, time.perf_counter() - begun)
+        return Found({one.name: one for one in result.checks}, time.perf_counter() - begun)
     except LockstepError as error:
         return Found({}, time.perf_counter() - begun, str(error))
     finally:

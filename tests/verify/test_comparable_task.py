@@ -14,11 +14,21 @@ from lockstep import Task
 from lockstep.data.loader import MicroBatches
 from lockstep.data.order import MicroBatchPlan
 from lockstep.verify import generators
-from lockstep.verify.adjusted import Adjusted, Adjustment, Silenced, _part, batch_norms, fix, in_double, silence, total
+from lockstep.verify.comparable_task import (
+    ComparableTask,
+    DropoutDisabled,
+    TaskChanges,
+    _part,
+    batch_norm_modules,
+    fix,
+    silence,
+    to_float64,
+    total,
+)
 from tests import own_tasks
 from tests.verify import clean_tasks
 
-EXACT = Adjustment(exact=True)
+EXACT = TaskChanges(exact=True)
 
 
 class Around(clean_tasks.Base):
@@ -183,7 +193,7 @@ def test_a_pass_with_dropout_is_the_same_twice_in_train_mode(name):
     plain = Around(RANDOM[name])
     assert not same(*twice(plain, plain.model().train())), "the case itself draws nothing"
     torch.manual_seed(0)
-    exact = Adjusted(plain, EXACT)
+    exact = ComparableTask(plain, EXACT)
     model = exact.model().train()
     assert same(*twice(exact, model))
     assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
@@ -194,7 +204,7 @@ def test_a_pass_with_dropout_is_the_same_twice_in_train_mode(name):
 )
 def test_without_dropout_a_module_is_what_it_is_in_evaluation(name):
     torch.manual_seed(0)
-    exact = Adjusted(Around(MODULES[name]), EXACT)
+    exact = ComparableTask(Around(MODULES[name]), EXACT)
     model, batch = exact.model(), batch_of(exact)
     trained = exact.loss(model.train(), batch).detach()
     torch.testing.assert_close(trained, exact.loss(model.eval(), batch).detach())
@@ -205,10 +215,10 @@ def test_attention_keeps_its_mask_and_its_causality():
     queries = torch.randn(2, 2, 5, 4)
     mask = torch.rand(5, 5) > 0.3
     for options in ({"attn_mask": mask}, {"is_causal": True}, {"scale": 0.1}):
-        with Silenced():
+        with DropoutDisabled():
             found = functional.scaled_dot_product_attention(queries, queries, queries, dropout_p=0.9, **options)
         torch.testing.assert_close(found, functional.scaled_dot_product_attention(queries, queries, queries, **options))
-    with Silenced():
+    with DropoutDisabled():
         found = functional.scaled_dot_product_attention(queries, queries, queries, mask, 0.9)
     torch.testing.assert_close(found, functional.scaled_dot_product_attention(queries, queries, queries, mask))
 
@@ -217,7 +227,7 @@ def test_a_function_of_the_user_that_is_named_dropout_is_left_alone():
     def dropout(tensor):
         return torch.add(tensor, 1)
 
-    with Silenced():
+    with DropoutDisabled():
         assert torch.equal(dropout(torch.zeros(2)), torch.ones(2))
         assert torch.equal(functional.relu(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))
 
@@ -239,7 +249,7 @@ def test_how_many_probabilities_were_there_is_counted():
 def test_a_model_without_dropout_gives_bitwise_the_same_loss_and_gradient():
     for plain in (clean_tasks.Base(), clean_tasks.Horizons(), own_tasks.Deep(60)):
         found = []
-        for task in (plain, Adjusted(plain, Adjustment()), Adjusted(plain, EXACT)):
+        for task in (plain, ComparableTask(plain, TaskChanges()), ComparableTask(plain, EXACT)):
             torch.manual_seed(3)
             model = task.model().train()
             loss = total(task.loss(model, batch_of(task)))
@@ -251,59 +261,64 @@ def test_a_model_without_dropout_gives_bitwise_the_same_loss_and_gradient():
 
 def test_everything_else_is_the_tasks_own():
     plain = clean_tasks.Horizons()
-    task = Adjusted(plain, EXACT)
+    task = ComparableTask(plain, EXACT)
     batch = batch_of(plain)
     assert task.weight(batch) == plain.weight(batch)
     assert task.coefficients() == {"far": 0.5}
     model = plain.model()
     assert torch.equal(task.predict(model, batch), plain.predict(model, batch))
     assert task.metrics() is None
-    assert set(clean_tasks.Base().metrics()) == set(Adjusted(clean_tasks.Base(), EXACT).metrics())
+    assert set(clean_tasks.Base().metrics()) == set(ComparableTask(clean_tasks.Base(), EXACT).metrics())
     assert task.describe(torch.zeros(2)) == {"risk": [0.0, 0.0]}
     assert task.truth(plain.eval_data()[0]) == plain.truth(plain.eval_data()[0])
-    assert Adjusted(clean_tasks.NoEvaluation(), EXACT).eval_data() is None
+    assert ComparableTask(clean_tasks.NoEvaluation(), EXACT).eval_data() is None
 
 
 def test_every_method_of_a_task_that_training_and_evaluation_call_is_passed_on():
     methods = {name for name, value in inspect.getmembers(Task, inspect.isfunction) if not name.startswith("_")}
-    for how in (Adjustment(), EXACT, Adjustment(double=True, reverse=True, plain=True, part=3)):
-        made = Adjusted(clean_tasks.Augmented(), how)
-        assert methods - vars(Adjusted).keys() - vars(made).keys() == {"input_data", "export"}  # which no trial calls
+    for how in (TaskChanges(), EXACT, TaskChanges(double=True, reverse=True, plain=True, part=3)):
+        made = ComparableTask(clean_tasks.Augmented(), how)
+        assert methods - vars(ComparableTask).keys() - vars(made).keys() == {
+            "input_data",
+            "export",
+        }  # which no trial calls
 
 
 def test_what_is_not_adjusted_is_the_tasks_own_method():
     """So that the engine finds out the same about it as in training, also where it was set on the object."""
     task = clean_tasks.Base()
     task.collate = lambda samples: task.__class__.collate(task, samples[::-1])
-    for how in (Adjustment(part=20), Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)):
-        made = Adjusted(task, how)
+    for how in (TaskChanges(part=20), TaskChanges(exact=True, double=True, part=20), TaskChanges(plain=True)):
+        made = ComparableTask(task, how)
         assert made.collate is task.collate
         assert made.prepare == task.prepare
         assert made.report == task.report
-    assert Adjusted(task, Adjustment(reverse=True)).collate is not task.collate
+    assert ComparableTask(task, TaskChanges(reverse=True)).collate is not task.collate
     task.prepare = lambda sample, epoch, training: sample
-    assert Adjusted(task, Adjustment(plain=True)).prepare is not task.prepare
-    assert Adjusted(task, EXACT).prepare is task.prepare
+    assert ComparableTask(task, TaskChanges(plain=True)).prepare is not task.prepare
+    assert ComparableTask(task, EXACT).prepare is task.prepare
 
 
 @pytest.mark.parametrize(
-    "how", [Adjustment(part=20), EXACT, Adjustment(exact=True, double=True, part=20), Adjustment(plain=True)]
+    "how", [TaskChanges(part=20), EXACT, TaskChanges(exact=True, double=True, part=20), TaskChanges(plain=True)]
 )
 @pytest.mark.parametrize("kind", [clean_tasks.Base, clean_tasks.Augmented, clean_tasks.Tokens])
 def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
-    training, verifying = (MicroBatches(task.train_data(), task, 0, True) for task in (kind(), Adjusted(kind(), how)))
+    training, verifying = (
+        MicroBatches(task.train_data(), task, 0, True) for task in (kind(), ComparableTask(kind(), how))
+    )
     assert (verifying.at_once, verifying.collates) == (training.at_once, training.collates)
     assert verifying.prepares == training.prepares
     assert (verifying.read_many is None) == (training.read_many is None)
     assert kind is not clean_tasks.Base or verifying.at_once
 
 
-@pytest.mark.parametrize("how", [Adjustment(), EXACT, Adjustment(exact=True, double=True, reverse=True)])
+@pytest.mark.parametrize("how", [TaskChanges(), EXACT, TaskChanges(exact=True, double=True, reverse=True)])
 def test_methods_on_the_object_are_used_with_a_data_set_of_tensors(how):
     task = clean_tasks.Base()
     task.prepare = lambda sample, epoch, training: (sample[0] + 1, sample[1])
     task.collate = lambda samples: default_collate(samples)[::-1]
-    made = Adjusted(task, how)
+    made = ComparableTask(task, how)
     labels, inputs = MicroBatches(made.train_data(), made, 0, True)[MicroBatchPlan((3, 1), 0, False)].batch
     rows = [1, 3] if how.reverse else [3, 1]
     expected = task.train_data().tensors
@@ -318,10 +333,10 @@ class Normed(clean_tasks.Base):
 
 def test_batch_norm_is_fixed_and_stays_so():
     torch.manual_seed(0)
-    exact = Adjusted(Normed(), EXACT)
+    exact = ComparableTask(Normed(), EXACT)
     model = exact.model()
     norm = model[1]
-    assert batch_norms(model) == [norm]
+    assert batch_norm_modules(model) == [norm]
     assert not norm.training
     model.train()
     assert model.training
@@ -340,7 +355,7 @@ def test_batch_norm_is_fixed_and_stays_so():
 
 def test_fixed_batch_norm_has_the_statistics_of_some_samples():
     torch.manual_seed(0)
-    exact = Adjusted(Normed(), EXACT)
+    exact = ComparableTask(Normed(), EXACT)
     model = exact.model()
     hidden = model[0](batch_of(exact)[0]).detach()
     torch.testing.assert_close(model[1].running_mean, hidden.mean(0))
@@ -353,7 +368,7 @@ def test_fixed_batch_norm_has_the_statistics_of_some_samples():
 
 def test_batch_norm_of_a_model_without_values_is_only_fixed():
     with torch.device("meta"):
-        model = Adjusted(Normed(), EXACT).model()
+        model = ComparableTask(Normed(), EXACT).model()
     assert model[1].train() is model[1]
     assert not model[1].training
 
@@ -367,7 +382,7 @@ def test_fixing_is_of_one_module_alone():
 
 def test_double_converts_the_model_and_the_batch():
     plain = Dtypes()
-    exact = Adjusted(plain, Adjustment(exact=True, double=True))
+    exact = ComparableTask(plain, TaskChanges(exact=True, double=True))
     model, batch = exact.model(), batch_of(exact)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
     assert [tensor.dtype for tensor in batch] == [
@@ -383,9 +398,9 @@ def test_double_converts_the_model_and_the_batch():
         name: [torch.float64, torch.int64] for name in ("weight", "loss", "predict", "update_metrics")
     }
     plain.seen.clear()
-    Adjusted(plain, EXACT).loss(plain.model(), batch)
+    ComparableTask(plain, EXACT).loss(plain.model(), batch)
     assert plain.seen == {"loss": [torch.float32, torch.int64]}
-    nested = in_double({"a": [torch.ones(1), (torch.ones(1, dtype=torch.int32), "b")], "c": None})
+    nested = to_float64({"a": [torch.ones(1), (torch.ones(1, dtype=torch.int32), "b")], "c": None})
     assert nested["a"][0].dtype == torch.float64
     assert nested["a"][1][0].dtype == torch.int32
     assert nested["c"] is None
@@ -470,15 +485,18 @@ def test_no_part_and_a_part_of_everything_are_the_data_set_itself():
 
 
 def test_training_and_evaluation_have_parts_of_their_own():
-    task = Adjusted(clean_tasks.Base(), Adjustment(part=10, eval_part=3))
+    task = ComparableTask(clean_tasks.Base(), TaskChanges(part=10, eval_part=3))
     assert (len(task.train_data()), len(task.eval_data())) == (10, 3)
-    task = Adjusted(clean_tasks.Base(), Adjustment(part=10))
+    task = ComparableTask(clean_tasks.Base(), TaskChanges(part=10))
     assert len(task.eval_data()) == 130
 
 
 def test_reverse_keeps_the_sum_and_turns_the_order():
     plain = clean_tasks.Base()
-    forth, back = Adjusted(plain, Adjustment(double=True)), Adjusted(plain, Adjustment(double=True, reverse=True))
+    forth, back = (
+        ComparableTask(plain, TaskChanges(double=True)),
+        ComparableTask(plain, TaskChanges(double=True, reverse=True)),
+    )
     torch.manual_seed(0)
     model = forth.model()
     one, other = batch_of(forth), batch_of(back)
@@ -490,7 +508,7 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
 
 def test_disturbing_changes_generators_and_nothing_else():
     plain = clean_tasks.Horizons()
-    task, batch = Adjusted(plain, Adjustment(disturb=True)), batch_of(plain)
+    task, batch = ComparableTask(plain, TaskChanges(disturb=True)), batch_of(plain)
     torch.manual_seed(0)
     before = generators.states()
     assert task.weight(batch) == plain.weight(batch)
@@ -501,8 +519,10 @@ def test_disturbing_changes_generators_and_nothing_else():
 
 def test_plain_samples_are_prepared_as_for_evaluation():
     sample = (torch.zeros(12), 1)
-    assert torch.equal(Adjusted(clean_tasks.Augmented(), Adjustment(plain=True)).prepare(sample, 0, True)[0], sample[0])
-    assert not torch.equal(Adjusted(clean_tasks.Augmented(), EXACT).prepare(sample, 0, True)[0], sample[0])
+    assert torch.equal(
+        ComparableTask(clean_tasks.Augmented(), TaskChanges(plain=True)).prepare(sample, 0, True)[0], sample[0]
+    )
+    assert not torch.equal(ComparableTask(clean_tasks.Augmented(), EXACT).prepare(sample, 0, True)[0], sample[0])
 
 
 def test_a_total_is_the_sum_over_heads_in_their_own_format():

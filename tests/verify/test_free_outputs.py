@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.verify.adjusted import Adjusted, Adjustment
-from lockstep.verify.outputs import Outputs, fit, least_loss
-from lockstep.verify.trivial import trivial
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep.verify.constant_baseline import trivial
+from lockstep.verify.free_outputs import FreeOutputs, fit, least_loss
 from tests import own_tasks, runs
 from tests.verify import odd_tasks
 
@@ -24,7 +24,7 @@ def settings(name, file=HERE / "odd_tasks.py", **options):
 
 def fitted(task, constant=True):
     torch.manual_seed(0)
-    outputs = Outputs(task.model().eval(), constant=constant)
+    outputs = FreeOutputs(task.model().eval(), constant=constant)
     _, loss = fit(task, outputs, CPU)
     return loss, [parameter.detach() for parameter in outputs.outputs]
 
@@ -67,28 +67,28 @@ def test_a_constant_is_fitted_to_labels_and_not_to_inputs():
     task = odd_tasks.Classes()
     model = task.model()
     before = [parameter.clone() for parameter in model.parameters()]
-    outputs = Outputs(model, constant=True)
+    outputs = FreeOutputs(model, constant=True)
     fit(task, outputs, CPU)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_outputs_of_their_own_for_each_sample_leave_no_loss():
-    loss, (outputs,) = fitted(Adjusted(odd_tasks.Small(), Adjustment(part=8)), constant=False)
+    loss, (outputs,) = fitted(ComparableTask(odd_tasks.Small(), TaskChanges(part=8)), constant=False)
     assert outputs.shape == (8, 2)
     assert loss < 1e-8
 
 
 def test_the_least_loss_under_label_smoothing_is_its_entropy():
-    found = least_loss(settings("Smoothed"), Adjustment(part=8))
+    found = least_loss(settings("Smoothed"), TaskChanges(part=8))
     right, wrong = 0.9 + 0.1 / 3, 0.1 / 3
     assert found == pytest.approx(-(right * math.log(right) + 2 * wrong * math.log(wrong)), rel=1e-3)
-    assert least_loss(settings("Classes"), Adjustment(part=8)) < 0.01
+    assert least_loss(settings("Classes"), TaskChanges(part=8)) < 0.01
 
 
 def test_the_least_loss_is_zero_where_it_cannot_be_found():
     for name in ("AroundTheOutput", "OutputIgnored", "Raises"):
-        assert least_loss(settings(name), Adjustment(part=8)) == 0.0
+        assert least_loss(settings(name), TaskChanges(part=8)) == 0.0
 
 
 def test_an_output_of_changing_shape_has_no_constant():
@@ -106,7 +106,7 @@ def test_a_loss_that_does_not_come_from_the_output_has_no_constant():
 
 def test_what_a_loss_asks_of_the_model_is_the_models():
     model = own_tasks.DeepModel(1, 0.0)
-    outputs = Outputs(model, constant=True)
+    outputs = FreeOutputs(model, constant=True)
     assert outputs.factors is model.factors
     assert list(outputs.parameters()) == list(model.parameters())
     assert outputs.scaled(torch.ones(5)).shape == (5,)
@@ -119,7 +119,7 @@ def test_outputs_in_dicts_and_integers_beside_them_keep_their_form():
         def forward(self, inputs):
             return {"a": inputs.double(), "b": (inputs[:, :1], inputs.argmax(1), inputs.sum())}
 
-    outputs = Outputs(Several(), constant=True)
+    outputs = FreeOutputs(Several(), constant=True)
     found = outputs(torch.randn(4, 3))
     assert found["a"].shape == (4, 3)
     assert found["a"].dtype == torch.float64

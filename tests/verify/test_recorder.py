@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify import trial
-from lockstep.verify.adjusted import Adjustment
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.generators import disturb
-from lockstep.verify.trial import Trial
-from lockstep.verify.witness import Watch, not_in_training
+from lockstep.verify.recorder import RecorderOptions, not_in_training
+from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.verify import broken_tasks, mutants
 
@@ -24,8 +24,10 @@ def fitted(name, folder, disturbed=False, workers=0, **options):
     settings = runs.config(
         task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers}
     )
-    return trial.fit(
-        Trial("one", 1, settings, str(folder), Adjustment(), Watch(batches=True, digests=1, disturb=disturbed))
+    return worker_functions.fit(
+        TrainingRun(
+            "one", 1, settings, str(folder), TaskChanges(), RecorderOptions(batches=True, digests=1, disturb=disturbed)
+        )
     )
 
 

@@ -10,11 +10,11 @@ from lockstep.data.loader import MicroBatches
 from lockstep.distributed import sharding
 from lockstep.engine import step
 from lockstep.errors import TrainingError, UsageError
-from lockstep.verify import trial
-from lockstep.verify.adjusted import Adjustment
-from lockstep.verify.oracle import Update
-from lockstep.verify.trial import Trial
-from lockstep.verify.witness import Watch
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.recorder import RecorderOptions
+from lockstep.verify.reference.gradient import GradientComparison
+from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
 
 HERE = Path(__file__).resolve().parent
@@ -23,7 +23,7 @@ ROUNDING = 1e-13
 
 
 def update(condition=3.0, epsilon=1e-7, **gradient):
-    return Update(
+    return GradientComparison(
         {name: torch.tensor(values) for name, values in gradient.items()}, condition=condition, epsilon=epsilon
     )
 
@@ -71,13 +71,13 @@ def test_no_gradient_at_all_and_nan_are_no_success():
     assert math.isnan(update(a=[1.0]).compare(actual(a=[math.nan]), None).difference)
 
 
-EXACT, TWO = Adjustment(exact=True), Watch(updates=(0, 2))
+EXACT, TWO = TaskChanges(exact=True), RecorderOptions(updates=(0, 2))
 
 
 def train(tmp_path, name, file=OWN, adjustment=EXACT, watch=TWO, **sections):
     """What one process saw of three steps."""
     settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 3}, log={"every_steps": 1}, **sections)
-    return trial.fit(Trial("alone", 1, settings, str(tmp_path), adjustment, watch))
+    return worker_functions.fit(TrainingRun("alone", 1, settings, str(tmp_path), adjustment, watch))
 
 
 CASES = {
@@ -115,7 +115,7 @@ def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
 
 def test_frozen_parameters_and_batch_norm_are_as_in_training(tmp_path):
     for name in ("Blocks", "BatchNorm"):
-        found = train(tmp_path / name, name, HERE / "clean_tasks.py", Adjustment(exact=True, double=True)).updates
+        found = train(tmp_path / name, name, HERE / "clean_tasks.py", TaskChanges(exact=True, double=True)).updates
         assert all(one.difference < ROUNDING for one in found.values())
 
 
@@ -128,8 +128,10 @@ def test_a_gradient_of_many_parts_says_how_far_rounding_is_amplified(tmp_path):
 
 def test_a_skipped_update_is_not_compared(tmp_path):
     settings = {"task": {"kind": f"{OWN}:Masked", "mask_all": True}, "train": {"steps": 3}, "log": {"every_steps": 1}}
-    watch = Watch(updates=(0, 2))  # stopped, because a run that ends without any update is an error
-    found = trial.fit(Trial("alone", 1, runs.config(**settings), str(tmp_path), Adjustment(), watch, stop_at=3))
+    watch = RecorderOptions(updates=(0, 2))  # stopped, because a run that ends without any update is an error
+    found = worker_functions.fit(
+        TrainingRun("alone", 1, runs.config(**settings), str(tmp_path), TaskChanges(), watch, stop_at=3)
+    )
     assert found.updates == {}
     assert found.norms == []
 
@@ -193,16 +195,16 @@ def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path, na
 
 
 def test_the_same_unreadable_samples_are_left_out(tmp_path):
-    found = train(tmp_path, "Unreadable", ODD, Adjustment(), batch={"global": 40}, data={"on_error": "skip"}).updates
+    found = train(tmp_path, "Unreadable", ODD, TaskChanges(), batch={"global": 40}, data={"on_error": "skip"}).updates
     assert all(one.difference < 1e-5 for one in found.values())
 
 
 def test_looking_leaves_no_trace_in_the_training(tmp_path):
-    watch = Watch(digests=1, batches=True, probes=(1, 3), updates=(0, 1, 2), used=True, talk=(1,))
+    watch = RecorderOptions(digests=1, batches=True, probes=(1, 3), updates=(0, 1, 2), used=True, talk=(1,))
     for task in ("Masked", "Dropout"):
         unwrap_ddp, watched = (
-            train(tmp_path / f"{task}-{number}", task, adjustment=Adjustment(), watch=one)
-            for number, one in enumerate((Watch(), watch))
+            train(tmp_path / f"{task}-{number}", task, adjustment=TaskChanges(), watch=one)
+            for number, one in enumerate((RecorderOptions(), watch))
         )
         assert watched.losses == unwrap_ddp.losses
         assert watched.moved == unwrap_ddp.moved
@@ -214,8 +216,8 @@ def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
     found = train(
         tmp_path,
         "Unused",
-        adjustment=Adjustment(),
-        watch=Watch(used=True),
+        adjustment=TaskChanges(),
+        watch=RecorderOptions(used=True),
         parallel={"find_unused_parameters": True},
         optim={"clip_norm": 0.5},
     )
@@ -234,13 +236,13 @@ def test_a_trial_ends_where_it_is_to_end(tmp_path):
     settings = runs.config(
         task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0}
     )
-    stopped = trial.fit(Trial("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
+    stopped = worker_functions.fit(TrainingRun("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
     assert len(stopped.losses) == 3
-    resumed = trial.fit(Trial("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))
+    resumed = worker_functions.fit(TrainingRun("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))
     assert [at for at, _, _ in resumed.samples][:2] == [3, 4]
-    whole = trial.fit(Trial("whole", 1, settings, str(tmp_path / "b")))
+    whole = worker_functions.fit(TrainingRun("whole", 1, settings, str(tmp_path / "b")))
     share = (whole.losses[6] - 0.1) / (whole.losses[0] - 0.1)
-    until = trial.fit(Trial("until", 1, settings, str(tmp_path / "c"), until=(share, 0.1)))
+    until = worker_functions.fit(TrainingRun("until", 1, settings, str(tmp_path / "c"), until=(share, 0.1)))
     assert until.losses[-1] <= whole.losses[6]
     assert all(loss > whole.losses[6] for loss in until.losses[:-1])
 
@@ -249,12 +251,12 @@ def test_answers_tell_a_wrong_config_from_a_failure(capfd):
     def fail(error):
         raise error
 
-    assert trial.answering(lambda value: value + 1, 1).value == 2
-    refused = trial.answering(fail, UsageError("no", where="there"))
+    assert worker_functions.answering(lambda value: value + 1, 1).value == 2
+    refused = worker_functions.answering(fail, UsageError("no", where="there"))
     assert (refused.error, refused.refused) == ("there: no", True)
-    failed = trial.answering(fail, TrainingError("the loss is nan"))
+    failed = worker_functions.answering(fail, TrainingError("the loss is nan"))
     assert (failed.error, failed.known, failed.refused) == ("the loss is nan", True, False)
-    crashed = trial.answering(fail, ValueError("the sheep are asleep"))
+    crashed = worker_functions.answering(fail, ValueError("the sheep are asleep"))
     assert (crashed.known, crashed.refused) == (False, False)
-    assert crashed.error.startswith("ValueError: the sheep are asleep (test_oracle.py:")
+    assert crashed.error.startswith("ValueError: the sheep are asleep (test_reference.py:")
     assert "in fail" in capfd.readouterr().err

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from lockstep.verify.report import line, summary, to_html, to_json
-from lockstep.verify.verdict import Result, Verdict
+from lockstep.verify.result import CheckResult, VerifyResult
 
 NASTY = "<script>alert('&\"')</script>"
 
 
 def verdict(name="ranks", status="passed", reason="the same model", **more):
-    return Verdict(name=name, status=status, reason=reason, **more)
+    return CheckResult(name=name, status=status, reason=reason, **more)
 
 
-def result(*verdicts, **more):
+def result(*checks, **more):
     fields = {
         "name": "digits",
         "nproc": 2,
@@ -29,7 +29,7 @@ def result(*verdicts, **more):
         "versions": {"torch": "2.11"},
         "seconds": 61.2,
     }
-    return Result(**fields | more, verdicts=list(verdicts))
+    return VerifyResult(**fields | more, checks=list(checks))
 
 
 class Page(HTMLParser):
@@ -59,8 +59,8 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def page(*verdicts, **more):
-    read = Page(to_html(result(*verdicts, **more)))
+def page(*checks, **more):
+    read = Page(to_html(result(*checks, **more)))
     assert not read.open
     assert not read.wrong
     return read
@@ -163,8 +163,8 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
 
 
 def test_the_header_says_it_in_one_sentence():
-    verdicts = [*[verdict(seconds=2.0)] * 14, verdict(status="fault"), verdict(status="not shown")]
-    text = page(*verdicts).text
+    checks = [*[verdict(seconds=2.0)] * 14, verdict(status="fault"), verdict(status="not shown")]
+    text = page(*checks).text
     assert "14 of 16 checks passed, 1 fault, 1 could not be shown" in text
     for fact in ("digits", "2 ranks", "cpu", "quick", "torch 2.11", "61 s"):
         assert fact in text

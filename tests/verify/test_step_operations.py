@@ -11,11 +11,11 @@ from torch import nn
 import lockstep
 from lockstep.distributed import strategy
 from lockstep.engine import step as engine
-from lockstep.verify import operations, trial
-from lockstep.verify.adjusted import Adjustment
-from lockstep.verify.operations import Drawing, Operations
-from lockstep.verify.trial import Trial
-from lockstep.verify.witness import Watch
+from lockstep.verify import step_operations, worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.recorder import RecorderOptions
+from lockstep.verify.step_operations import RandomOperations, StepOperations
+from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -24,14 +24,14 @@ OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
 PACKAGE = Path(lockstep.__file__).parent
 
 
-TALK = Watch(talk=(1, 2, 3))
+TALK = RecorderOptions(talk=(1, 2, 3))
 
 
 def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
     """What this rank saw of five steps of which nothing is logged."""
     settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 5}, log={"every_steps": 5}, **sections)
     with runs.shared_folder() as shared:
-        return trial.fit(Trial("overheard", 1, settings, str(folder or shared), Adjustment(), watch))
+        return worker_functions.fit(TrainingRun("overheard", 1, settings, str(folder or shared), TaskChanges(), watch))
 
 
 def overheard_on_ranks(name, sections, wasteful=False):
@@ -50,13 +50,13 @@ def overheard_on_ranks(name, sections, wasteful=False):
 
 
 def test_torch_still_has_the_operators_that_are_listened_for():
-    for name in (*operations._REDUCTIONS, *operations._WAITS):
+    for name in (*step_operations._REDUCTIONS, *step_operations._WAITS):
         space, _, operator = name.partition("::")
         assert getattr(getattr(torch.ops, space), operator).overloads(), name
 
 
 def test_the_operators_that_reduce_take_their_tensors_where_they_are_looked_for():
-    for name, place in operations._REDUCTIONS.items():
+    for name, place in step_operations._REDUCTIONS.items():
         schema = getattr(torch.ops.c10d, name.partition("::")[2]).default._schema
         assert "Tensor" in str(schema.arguments[place].type), schema
         if place == 1:  # the input; the output comes first
@@ -106,21 +106,21 @@ def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks_and_mo
 
 def test_comparing_and_asking_for_truth_wait_too():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with Operations(optimizer) as seen:
+    with StepOperations(optimizer) as seen:
         assert torch.equal(torch.ones(2), torch.ones(2))
         assert bool(torch.ones(1) > 0)
         torch.ones(3).sum()
-    assert [place.partition(":")[0] for place, _ in seen.talk.waits] == ["test_operations.py"] * 2
+    assert [place.partition(":")[0] for place, _ in seen.talk.waits] == ["test_step_operations.py"] * 2
 
 
 def test_what_an_optimizer_reads_in_its_step_is_not_counted():
     parameter = nn.Parameter(torch.ones(3))
     mine, other = torch.optim.AdamW([parameter], foreach=False), torch.optim.SGD([nn.Parameter(torch.ones(1))])
     parameter.grad = torch.ones(3)
-    with Operations(other) as heard:
+    with StepOperations(other) as heard:
         mine.step()
     assert heard.talk.waits
-    with Operations(mine) as heard:
+    with StepOperations(mine) as heard:
         mine.step()
         assert heard.talk.waits == []
         parameter.sum().item()
@@ -129,7 +129,7 @@ def test_what_an_optimizer_reads_in_its_step_is_not_counted():
 
 def test_afterwards_nobody_listens():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    with Operations(optimizer) as seen:
+    with StepOperations(optimizer) as seen:
         pass
     torch.ones(1).item()
     optimizer.step()
@@ -142,7 +142,7 @@ def test_digests_tell_the_first_operation_that_differs():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     found = []
     for value in (1.0, 1.0, 2.0):
-        with Operations(optimizer, digests=True) as seen:
+        with StepOperations(optimizer, digests=True) as seen:
             start = torch.arange(3.0)
             middle = start * 2
             torch.split(middle + value, [1, 2])
@@ -155,7 +155,9 @@ def test_digests_tell_the_first_operation_that_differs():
 
 
 def test_the_operations_of_a_step_are_the_same_when_it_is_run_again(tmp_path):
-    one, other = (overheard("Dropout", watch=Watch(operations=2), folder=tmp_path / name) for name in ("one", "other"))
+    one, other = (
+        overheard("Dropout", watch=RecorderOptions(operations=2), folder=tmp_path / name) for name in ("one", "other")
+    )
     assert one.talk == {}
     assert len(one.operations) > 20
     assert any("mm" in name for name, _ in one.operations)
@@ -164,7 +166,7 @@ def test_the_operations_of_a_step_are_the_same_when_it_is_run_again(tmp_path):
 
 
 def test_what_draws_random_numbers_is_noted():
-    with Drawing() as seen:
+    with RandomOperations() as seen:
         torch.ones(2) + torch.rand(2)
         torch.nn.functional.dropout(torch.ones(2), 0.5)
     assert seen.found[0] == "rand"
@@ -209,7 +211,7 @@ def test_listening_ends_where_a_step_fails(tmp_path):
     factors, engine._factors = engine._factors, fail
     try:
         with pytest.raises(RuntimeError, match="asleep"), contextlib.suppress(KeyError):
-            overheard("Masked", watch=Watch(talk=(0,)), folder=tmp_path)
+            overheard("Masked", watch=RecorderOptions(talk=(0,)), folder=tmp_path)
     finally:
         engine._factors = factors
     torch.ones(1).item()

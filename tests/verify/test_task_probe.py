@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.verify.nature import Nature, look
+from lockstep.verify.task_probe import TaskProbe, look
 from tests import runs
 
 HERE = Path(__file__).resolve().parent
@@ -185,5 +185,5 @@ def test_looking_does_not_depend_on_what_was_drawn_before():
 
 
 def test_an_obstacle_names_no_more_than_three_operations():
-    found = Nature(random=["a"], still_random=["a", "b", "c", "d"])
+    found = TaskProbe(random=["a"], still_random=["a", "b", "c", "d"])
     assert "(a, b, c)" in found.obstacle()

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset
 from lockstep import config_file
 from lockstep.errors import LockstepError
 from lockstep.verify import command
-from lockstep.verify import ranks as module
-from lockstep.verify.ranks import Ended, Ranks
-from lockstep.verify.trial import Answer
+from lockstep.verify import workers as module
+from lockstep.verify.worker_functions import Answer
+from lockstep.verify.workers import WorkerEnded, Workers
 from tests import ranks as shared
 from tests import runs
 
@@ -79,7 +79,7 @@ def say(text):
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
-    ranks = Ranks(tmp_path_factory.mktemp("ranks") / "verify.log")
+    ranks = Workers(tmp_path_factory.mktemp("ranks") / "verify.log")
     yield ranks
     ranks.close()
 
@@ -145,7 +145,7 @@ def test_ranks_are_in_a_session_of_their_own(pool):
 def test_a_rank_that_dies_is_an_ended_one_with_its_exit_code_and_is_replaced(pool):
     before = {pid for pid, _ in pool.run(2, whoami)}
     answers = pool.run(2, die, ("raised", "killed"))
-    assert all(isinstance(answer, Ended) for answer in answers)
+    assert all(isinstance(answer, WorkerEnded) for answer in answers)
     assert [(answer.rank, answer.exit_code) for answer in answers] == [(0, 1), (1, -signal.SIGKILL)]
     assert "the sheep are asleep" in pool.log.read_text()
     assert [answer[0] for answer in pool.run(2, together, 2.0)] == [2.0, 2.0]

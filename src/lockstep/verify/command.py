@@ -16,11 +16,11 @@ import torch
 
 import lockstep
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.verify import report, trial
-from lockstep.verify.bench import Bench, TrialFailed
+from lockstep.verify import report, worker_functions
 from lockstep.verify.checks import CHECKS
-from lockstep.verify.ranks import Ranks
-from lockstep.verify.verdict import Result, Verdict, fault, not_shown
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.result import CheckResult, VerifyResult, fault, not_shown
+from lockstep.verify.workers import Workers
 
 _LOG = "verify.log"
 
@@ -33,9 +33,9 @@ def verify(
     quick: bool = False,
     steps: int | None = None,
     tell: Callable[[str], None] = print,
-    wrap: Callable[..., Any] = trial.answering,
-    ranks: Ranks | None = None,
-) -> Result:
+    wrap: Callable[..., Any] = worker_functions.answering,
+    ranks: Workers | None = None,
+) -> VerifyResult:
     """Check the training that `config` describes, and write `verify.json` and `verify.html` into `run_dir`.
 
     Args:
@@ -59,7 +59,7 @@ def verify(
     if steps is not None and steps < 4:
         raise UsageError(f"{steps} steps are too few", where="--steps", remedy="give 4 or more")
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    result = Result(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
+    result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
     begun = time.perf_counter()
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,14 +70,14 @@ def verify(
             where=str(error.filename or run_dir),
             remedy="choose another place with --run-dir",
         ) from error
-    own = Ranks(run_dir / _LOG) if ranks is None else ranks
+    own = Workers(run_dir / _LOG) if ranks is None else ranks
     try:
-        bench = Bench(config, nproc, folder, own, steps or (8 if quick else 12), 40 if quick else 60, wrap=wrap)
+        bench = Experiments(config, nproc, folder, own, steps or (8 if quick else 12), 40 if quick else 60, wrap=wrap)
         _look(bench, run_dir)
         for name in checks or CHECKS:
             _announce(name)
             verdict = _judge(name, bench)
-            result.verdicts.append(verdict)
+            result.checks.append(verdict)
             tell(report.line(verdict))
         result.seconds = round(time.perf_counter() - begun, 1)
         _write(result, run_dir)
@@ -88,7 +88,7 @@ def verify(
     return result
 
 
-def _write(result: Result, run_dir: Path) -> None:
+def _write(result: VerifyResult, run_dir: Path) -> None:
     try:
         (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
         (run_dir / "verify.html").write_text(report.to_html(result))
@@ -100,11 +100,11 @@ def _write(result: Result, run_dir: Path) -> None:
         ) from error
 
 
-def _look(bench: Bench, run_dir: Path) -> None:
+def _look(bench: Experiments, run_dir: Path) -> None:
     """Make the task and the model once, so that what is wrong with them is said before anything is judged."""
     try:
         _ = bench.nature
-    except TrialFailed as failed:
+    except ExperimentFailed as failed:
         if failed.refused:
             raise UsageError(failed.error) from None
         if failed.known:
@@ -116,11 +116,11 @@ def _look(bench: Bench, run_dir: Path) -> None:
         ) from None
 
 
-def _judge(name: str, bench: Bench) -> Verdict:
+def _judge(name: str, bench: Experiments) -> CheckResult:
     begun = time.perf_counter()
     try:
         verdict = CHECKS[name](bench)
-    except TrialFailed as failed:
+    except ExperimentFailed as failed:
         verdict = not_shown(failed.error) if failed.refused else fault(f"the trial failed: {failed}")
     except LockstepError as error:  # what a trial left cannot be read
         verdict = fault(str(error))

@@ -28,7 +28,7 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 @dataclass(frozen=True)
-class Adjustment:
+class TaskChanges:
     """What is changed in a task.
 
     exact: no dropout, BatchNorm with fixed statistics. double: float64 model and inputs. reverse: the samples of a
@@ -47,14 +47,14 @@ class Adjustment:
 
 
 @final
-class Adjusted(Task):
+class ComparableTask(Task):
     """`task` as `adjustment` says; in all else the same.
 
     What is not adjusted is the task's own bound method, so that the engine, which asks whether a method is the default, goes
     the way with it that it goes in training. For this, batches are turned into float64 where they are used, not in `collate`.
     """
 
-    def __init__(self, task: Task, adjustment: Adjustment) -> None:
+    def __init__(self, task: Task, adjustment: TaskChanges) -> None:
         self.task, self.how, self.weighed = task, adjustment, 0
         unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
         unchanged += [] if adjustment.plain and not is_default(task.prepare) else ["prepare"]
@@ -71,7 +71,7 @@ class Adjusted(Task):
             model = model.double()
         if self.how.exact:
             silence(model)
-            norms = batch_norms(model)
+            norms = batch_norm_modules(model)
             if norms and not any(parameter.is_meta for parameter in model.parameters()):
                 self._settle(model, norms)
             for norm in norms:
@@ -81,11 +81,11 @@ class Adjusted(Task):
     def _settle(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
         """Give BatchNorm the statistics of some samples: with those of a new model, activations of deep networks explode."""
         data = self.train_data()
-        batch = self.collate(readable(MicroBatches(data, self, 0, True, "skip"), range(min(8, len(data))), 0))  # type: ignore[arg-type]
+        batch = self.collate(readable_samples(MicroBatches(data, self, 0, True, "skip"), range(min(8, len(data))), 0))  # type: ignore[arg-type]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment] # the mean over what is seen
-        with torch.no_grad(), Silenced():
+        with torch.no_grad(), DropoutDisabled():
             self.task.loss(model.train(), self._converted(batch))
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
@@ -124,13 +124,13 @@ class Adjusted(Task):
             return self.task.loss_and_output(model, self._converted(batch))
 
     def _converted(self, batch: Any) -> Any:
-        return in_double(batch) if self.how.double else batch
+        return to_float64(batch) if self.how.double else batch
 
     def _silenced(self) -> contextlib.AbstractContextManager[Any]:
-        return Silenced() if self.how.exact else contextlib.nullcontext()
+        return DropoutDisabled() if self.how.exact else contextlib.nullcontext()
 
 
-def readable(chunks: MicroBatches, indices: Iterable[int], epoch: int) -> list[Any]:
+def readable_samples(chunks: MicroBatches, indices: Iterable[int], epoch: int) -> list[Any]:
     """Samples, without those that cannot be read where the config skips them."""
     samples = []
     for index in indices:
@@ -142,12 +142,12 @@ def readable(chunks: MicroBatches, indices: Iterable[int], epoch: int) -> list[A
     return samples
 
 
-def in_double(batch: Any) -> Any:
+def to_float64(batch: Any) -> Any:
     """`batch` with its floating-point tensors in float64."""
     return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
-def batch_norms(model: nn.Module) -> list[Any]:
+def batch_norm_modules(model: nn.Module) -> list[Any]:
     """Modules whose result depends on which samples share a micro-batch."""
     return [module for module in model.modules() if isinstance(module, _BATCH_NORM)]
 
@@ -173,7 +173,7 @@ def silence(model: nn.Module) -> int:
     return found
 
 
-class Silenced(TorchFunctionMode):
+class DropoutDisabled(TorchFunctionMode):
     """Turns dropout off where a model calls it as a function."""
 
     def __torch_function__(
@@ -237,7 +237,7 @@ def total(losses: Any) -> Tensor:
     return added
 
 
-def units_of(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]:
+def count_units(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]:
     """W by head of batches with their sizes, or under `SAMPLES` for all heads where the unit is the sample or there is one head."""
     units: dict[str, float] = {}
     for batch, size in batches:

@@ -12,15 +12,15 @@ from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
-from lockstep.verify.adjusted import Adjusted, Adjustment
-from lockstep.verify.outputs import Outputs, fit
-from lockstep.verify.plain import evaluate_plainly
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep.verify.free_outputs import FreeOutputs, fit
+from lockstep.verify.reference.evaluation import evaluate_model
 
 _EVALUATED = 2000
 
 
 @dataclass
-class Trivial:
+class ConstantBaseline:
     """values: loss and metrics of the best constant output. before: those of the untrained model. directed: metrics of which it is known
     whether more is better. obstacle: why there are no values."""
 
@@ -41,24 +41,24 @@ class Trivial:
         return one > other if self.higher_is_better[name] else one < other
 
 
-def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
+def trivial(config: Mapping[str, Any], samples: int) -> ConstantBaseline:
     """Fit the best constant output to up to `samples` training samples, and evaluate it; on one process."""
     trainer = Trainer(config, quiet=True)
-    task = Adjusted(trainer.task(), Adjustment(part=samples, eval_part=_EVALUATED))
+    task = ComparableTask(trainer.task(), TaskChanges(part=samples, eval_part=_EVALUATED))
     with join_world(trainer.config.device) as world:
         seed(trainer.config)
         model = task.model().to(world.device).eval()
         if not task.eval_data():
-            return Trivial(obstacle="there is no evaluation data", no_data=True)
+            return ConstantBaseline(obstacle="there is no evaluation data", no_data=True)
         found, precision = (
-            Trivial(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict),
+            ConstantBaseline(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict),
             Precision(trainer.config.precision, world.device),
         )
-        found.before = evaluate_plainly(task, model, precision, on_error=trainer.config.data.on_error)
+        found.before = evaluate_model(task, model, precision, on_error=trainer.config.data.on_error)
         try:
-            constant = Outputs(model, constant=True)
+            constant = FreeOutputs(model, constant=True)
             fit(task, constant, world.device)
-            found.values = evaluate_plainly(task, constant, precision, on_error=trainer.config.data.on_error)
+            found.values = evaluate_model(task, constant, precision, on_error=trainer.config.data.on_error)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             found.obstacle, found.values = (

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from lockstep.verify import compare, trial
-from lockstep.verify.adjusted import Adjustment
+from lockstep.verify import compare, worker_functions
+from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
-from lockstep.verify.nature import Nature, look
-from lockstep.verify.ranks import Ended, Ranks
-from lockstep.verify.trial import Answer, Trial
-from lockstep.verify.witness import Seen, Watch
+from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.task_probe import TaskProbe, look
+from lockstep.verify.worker_functions import Answer, TrainingRun
+from lockstep.verify.workers import WorkerEnded, Workers
 
 
-class TrialFailed(Exception):
+class ExperimentFailed(Exception):
     """A trial did not go to its end. known, refused: see `Answer`."""
 
     def __init__(self, trial: str, error: str, known: bool = False, refused: bool = False) -> None:
@@ -29,7 +29,7 @@ class TrialFailed(Exception):
 
 
 @dataclass
-class Bench:
+class Experiments:
     """Runs trials on warm ranks and keeps what they found.
 
     config: of the training to verify, its global batch a number. nproc: ranks. folder: where trials write. steps: of a comparison.
@@ -39,11 +39,11 @@ class Bench:
     config: Mapping[str, Any]
     nproc: int
     folder: Path
-    ranks: Ranks
+    ranks: Workers
     steps: int = 12
     learning_steps: int = 60
     patience: int = 4
-    wrap: Callable[..., Any] = trial.answering
+    wrap: Callable[..., Any] = worker_functions.answering
     _answers: dict[str, Any] = field(default_factory=dict)
 
     # ---- configs
@@ -115,22 +115,22 @@ class Bench:
         name: str,
         world: int,
         config: Mapping[str, Any],
-        adjustment: Adjustment,
-        watch: Watch | None = None,
+        adjustment: TaskChanges,
+        watch: RecorderOptions | None = None,
         folder: str | None = None,
         keep: bool = True,
         **more: Any,
-    ) -> list[Seen]:
+    ) -> list[Recording]:
         """What each rank saw of a training, in a folder of that name, or in another trial's, whose checkpoint it then goes on from.
 
         Args:
             keep: whether the checkpoint will be asked for.
 
         Raises:
-            TrialFailed: some rank failed.
+            ExperimentFailed: some rank failed.
         """
-        one = Trial(name, world, config, str(self.folder / (folder or name)), adjustment, watch, **more)
-        answers = self._ask(name, world, trial.fit, one)
+        one = TrainingRun(name, world, config, str(self.folder / (folder or name)), adjustment, watch, **more)
+        answers = self._ask(name, world, worker_functions.fit, one)
         if not keep:
             shutil.rmtree(self.folder / name, ignore_errors=True)
         return [answer.value for answer in answers]
@@ -144,7 +144,7 @@ class Bench:
             self._answers[name] = self.ranks.run(world, self.wrap, function, *arguments)
         answers = self._answers[name]
         ended = sorted(
-            (one for one in answers if isinstance(one, Ended)), key=lambda one: one.why
+            (one for one in answers if isinstance(one, WorkerEnded)), key=lambda one: one.why
         )  # by themselves first
         failed = sorted(
             (one for one in answers if isinstance(one, Answer) and one.error),
@@ -152,9 +152,9 @@ class Bench:
         )
         gone = [one for one in ended if not one.why]
         if failed and not (gone and failed[0].known and not failed[0].refused):  # that another rank is gone is no news
-            raise TrialFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
+            raise ExperimentFailed(name, str(failed[0].error), failed[0].known, failed[0].refused)
         if ended:
-            raise TrialFailed(name, "; ".join(map(str, ended)))
+            raise ExperimentFailed(name, "; ".join(map(str, ended)))
         return list(answers)
 
     @property
@@ -168,27 +168,27 @@ class Bench:
         return self.patience if f"learned-{self.patience}" in self.done else 1
 
     @property
-    def nature(self) -> Nature:
+    def nature(self) -> TaskProbe:
         """Of the config's task."""
-        found: Nature = self.ask("nature", 1, look, self.natural(), self.part)
+        found: TaskProbe = self.ask("nature", 1, look, self.natural(), self.part)
         return found
 
-    def adjustment(self, reverse: bool = False) -> Adjustment:
+    def adjustment(self, reverse: bool = False) -> TaskChanges:
         """For comparisons between different numbers of ranks."""
-        return Adjustment(exact=True, double=self.nature.double, reverse=reverse, part=self.part)
+        return TaskChanges(exact=True, double=self.nature.double, reverse=reverse, part=self.part)
 
     # ---- the trials that several checks compare
 
-    def alone(self) -> list[Seen]:
+    def alone(self) -> list[Recording]:
         """One process, whole global batches: what all others are compared with."""
         config = self.exact(batch__micro=None)
-        return self.train("one-process", 1, config, self.adjustment(), Watch(follow=config))
+        return self.train("one-process", 1, config, self.adjustment(), RecorderOptions(follow=config))
 
-    def together(self) -> list[Seen]:
+    def together(self) -> list[Recording]:
         """All ranks, one micro-batch each."""
         return self.train(f"{self.nproc}-ranks", self.nproc, self.exact(batch__micro=None), self.adjustment())
 
-    def accumulated(self) -> list[Seen]:
+    def accumulated(self) -> list[Recording]:
         """All ranks, several uneven micro-batches each; some updates, that of an epoch's partial last batch
         among them, are compared with plain torch's."""
         config = self.exact(batch__micro=self.small_micro)
@@ -197,27 +197,27 @@ class Bench:
             self.nproc,
             config,
             self.adjustment(),
-            Watch(updates=(0, min(4, self.steps - 1), self.steps - 2)),
+            RecorderOptions(updates=(0, min(4, self.steps - 1), self.steps - 2)),
         )
 
-    def undisturbed(self) -> list[Seen]:
+    def undisturbed(self) -> list[Recording]:
         """All ranks, the training as it is, with checkpoints on the way."""
-        watch = Watch(digests=1, batches=True, probes=(1, self.steps // 2, self.steps))
-        return self.train("undisturbed", self.nproc, self.saving(), Adjustment(part=self.part), watch)
+        watch = RecorderOptions(digests=1, batches=True, probes=(1, self.steps // 2, self.steps))
+        return self.train("undisturbed", self.nproc, self.saving(), TaskChanges(part=self.part), watch)
 
     def saving(self, **changes: Any) -> dict[str, Any]:
         """The training as it is, with checkpoints on the way."""
         return self.natural(checkpoint__every_steps=max(1, self.steps // 4), checkpoint__keep_last=2, **changes)
 
-    def overheard(self) -> list[Seen]:
+    def overheard(self) -> list[Recording]:
         """All ranks, several micro-batches each, and nothing logged: what is said in a step is what the step needs."""
         config = self.natural(batch__micro=self.small_micro, log__every_steps=self.steps, train__unfreeze=[])
         return self.train(
             "overheard",
             self.nproc,
             config,
-            Adjustment(part=4 * self.global_batch),
-            Watch(talk=tuple(range(2, self.steps - 1))),
+            TaskChanges(part=4 * self.global_batch),
+            RecorderOptions(talk=tuple(range(2, self.steps - 1))),
             keep=False,
         )
 
@@ -226,11 +226,11 @@ class Bench:
         """A micro-batch that makes about three of them per rank, not all of one size."""
         return max(1, -(-self.global_batch // (3 * self.nproc)) - 1)
 
-    def learned(self, factor: int = 1) -> list[Seen]:
+    def learned(self, factor: int = 1) -> list[Recording]:
         """All ranks, the training as it is, on all its data, for long enough to learn something."""
         steps = self.learning_steps * factor
         return self.train(
-            f"learned-{factor}", self.nproc, self.natural(train__steps=steps), Adjustment(), Watch(used=True)
+            f"learned-{factor}", self.nproc, self.natural(train__steps=steps), TaskChanges(), RecorderOptions(used=True)
         )
 
     def limit(self) -> float:
@@ -239,7 +239,7 @@ class Bench:
         noisy = self.train("one-process-reversed", 1, self.exact(batch__micro=None), self.adjustment(reverse=True))
         return compare.bound(self.apart("one-process-reversed", noisy), self.nature.epsilon, len(one[0].losses))
 
-    def apart(self, name: str, seen: list[Seen]) -> Difference:
+    def apart(self, name: str, seen: list[Recording]) -> Difference:
         """How far a trial's model and losses are from those of `alone`."""
         one = self.alone()
         mine, reference = (
@@ -247,5 +247,5 @@ class Bench:
             compare.last_checkpoint(self.folder / "one-process"),
         )
         if mine is None or reference is None:
-            raise TrialFailed(name, "it left no checkpoint")
+            raise ExperimentFailed(name, "it left no checkpoint")
         return compare.difference(reference, mine, one[0].parameters, one[0].moved, one[0].losses, seen[0].losses)

@@ -15,12 +15,12 @@ from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
-from lockstep.verify.adjusted import Adjusted, Adjustment, readable, units_of
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges, count_units, readable_samples
 
 _AT_ONCE = 64
 
 
-class Outputs(nn.Module):
+class FreeOutputs(nn.Module):
     """Stands for a model: its outputs have the model's shapes, and are parameters themselves.
 
     Args:
@@ -64,7 +64,7 @@ class Outputs(nn.Module):
         return map_tensors(made, instead)
 
 
-def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, float]:
+def fit(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
     """Fit them to the task's training data by its own loss: classes' frequencies for a constant and cross-entropy, the mean for a squared
     error. Returns the loss of outputs that are all zero, and the one that is left.
 
@@ -72,7 +72,7 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
         UsageError: the loss does not come from tensors that the model returns.
     """
     batches = _batches(task, device)
-    units = units_of(task, batches)
+    units = count_units(task, batches)
 
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -105,19 +105,19 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
     """Training data in batches, each with its number of samples."""
     data = task.train_data()
-    samples = readable(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
+    samples = readable_samples(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
     cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
     return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(device)), len(cut)) for cut in cuts]
 
 
-def least_loss(config: Mapping[str, Any], adjustment: Adjustment) -> float:
+def least_loss(config: Mapping[str, Any], adjustment: TaskChanges) -> float:
     """The least loss that any outputs could have on a few training samples (label smoothing leaves some); 0 where it cannot be found."""
     trainer = Trainer(config, quiet=True)
-    task = Adjusted(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), adjustment)
     with join_world(trainer.config.device) as world:
         seed(trainer.config)
         try:
-            first, least = fit(task, Outputs(task.model().to(world.device).eval(), constant=False), world.device)
+            first, least = fit(task, FreeOutputs(task.model().to(world.device).eval(), constant=False), world.device)
         except Exception:
             return 0.0
     return max(0.0, least) if least < 0.99 * first else 0.0  # a loss that hears nothing of the output has no such bound

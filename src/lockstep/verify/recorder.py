@@ -18,15 +18,15 @@ from lockstep.tasks.task import Task
 from lockstep.trainer import PreparedRun
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
-from lockstep.verify.operations import Operations, Talk
-from lockstep.verify.oracle import Update, plain_gradient
-from lockstep.verify.shadow import Shadow
+from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
+from lockstep.verify.reference.optimizer import ReferenceOptimizer
+from lockstep.verify.step_operations import Communication, StepOperations
 
 State = dict[str, tuple[int, int, int]]  # by tensor: first row here, rows here, digest
 
 
 @dataclass(frozen=True)
-class Watch:
+class RecorderOptions:
     """What is looked at besides samples and losses. Each costs something, so each is asked for.
 
     digests: of the whole state, every so many steps (0: never). batches: digests of what the loader gives. probes: steps after
@@ -49,12 +49,12 @@ class Watch:
 
 
 @dataclass
-class Seen:
+class Recording:
     """What a witness saw on its rank.
 
     entries: of the log. samples: (step, epoch, indices that count) of each step. moved: 2-norm of what training changed in the
     parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, learning rate, base
-    learning rate) of each update. followed, wrongly: see `Shadow.differences` and `Shadow.trainable`. unused: trainable parameters that
+    learning rate) of each update. followed, wrongly: see `ReferenceOptimizer.differences` and `ReferenceOptimizer.trainable`. unused: trainable parameters that
     never got a gradient, or only zeros. modes: steps in which the model was in evaluation mode. misled: modules that began in
     another mode than `model.train()` gives them.
     """
@@ -65,7 +65,7 @@ class Seen:
     digests: dict[int, State] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     probes: dict[int, list[dict[str, str]]] = field(default_factory=dict)
-    updates: dict[int, Update] = field(default_factory=dict)
+    updates: dict[int, GradientComparison] = field(default_factory=dict)
     norms: list[tuple[int, float]] = field(default_factory=list)
     rates: list[tuple[int, float, float]] = field(default_factory=list)
     followed: dict[str, float] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Seen:
     unused: list[str] = field(default_factory=list)
     modes: list[int] = field(default_factory=list)
     misled: list[str] = field(default_factory=list)
-    talk: dict[int, Talk] = field(default_factory=dict)
+    talk: dict[int, Communication] = field(default_factory=dict)
     operations: list[tuple[str, int]] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     buffer_bytes: int = 0
@@ -91,17 +91,17 @@ class Seen:
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
 
 
-class Witness:
-    """A `trainer.Witness`. after: called after each step, with its number (counted from 1)."""
+class TrainingRecorder:
+    """A `trainer.TrainingRecorder`. after: called after each step, with its number (counted from 1)."""
 
-    def __init__(self, task: Task, watch: Watch, after: Callable[[int], None]) -> None:
+    def __init__(self, task: Task, watch: RecorderOptions, after: Callable[[int], None]) -> None:
         self.task, self.what, self.after = task, watch, after
-        self.seen = Seen()
+        self.seen = Recording()
         self._updates = 0
-        self._reference: Update | None = None
+        self._reference: GradientComparison | None = None
         self._never_used: dict[str, Tensor] = {}
-        self._operations: Operations | None = None
-        self._shadow: Shadow | None = None
+        self._operations: StepOperations | None = None
+        self._shadow: ReferenceOptimizer | None = None
 
     # ---- what the trainer calls
 
@@ -117,7 +117,7 @@ class Witness:
     def close(self) -> None:
         pass
 
-    def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches on, and look at what happens between them."""
         state, model, seen = prepared.state, prepared.built.model, self.seen
         seen.stop, seen.steps_per_epoch, seen.length = (
@@ -132,7 +132,7 @@ class Witness:
         seen.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
         self._updates = state.step - state.skipped
         if self.what.follow is not None:
-            self._shadow = Shadow(prepared, self.what.follow)
+            self._shadow = ReferenceOptimizer(prepared, self.what.follow)
             seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
         seen.misled = not_in_training(model)
         start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
@@ -169,7 +169,7 @@ class Witness:
         if not state.forward.training:
             self.seen.modes.append(step)
         if step in self.what.updates:
-            self._reference = plain_gradient(prepared, self.task)
+            self._reference = reference_gradient(prepared, self.task)
         if self.what.disturb:
             disturb(2 * step)
 
@@ -266,7 +266,7 @@ class Witness:
         if step not in self.what.talk and step != self.what.operations:
             yield
             return
-        self._operations = operations = Operations(prepared.state.optimizer, digests=step == self.what.operations)
+        self._operations = operations = StepOperations(prepared.state.optimizer, digests=step == self.what.operations)
         try:
             with operations:
                 yield

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lockstep.verify.verdict import Result, Verdict
+from lockstep.verify.result import CheckResult, VerifyResult
 
 _CHECK_KEYS = ("name", "status", "reason", "value", "bound", "what", "notes", "curves", "rows", "seconds")
 _MOST_POINTS = 400  # of a curve that is drawn
@@ -38,7 +38,7 @@ svg { display: block; width: 100%; max-width: 760px; height: auto; margin: .6rem
 """
 
 
-def to_json(result: Result) -> dict[str, Any]:
+def to_json(result: VerifyResult) -> dict[str, Any]:
     """The content of verify.json: plain values only, and null for every number that is not finite.
 
     schema: 1; larger where a key changes its meaning. name: of the training. passed: whether there is no fault. nproc: ranks. device, quick: as asked for.
@@ -55,7 +55,7 @@ def to_json(result: Result) -> dict[str, Any]:
         "device": result.device,
         "quick": result.quick,
     }
-    checks = [{name: getattr(verdict, name) for name in _CHECK_KEYS} for verdict in result.verdicts]
+    checks = [{name: getattr(verdict, name) for name in _CHECK_KEYS} for verdict in result.checks]
     more = {
         "seconds": result.seconds,
         "versions": result.versions,
@@ -66,8 +66,8 @@ def to_json(result: Result) -> dict[str, Any]:
     return {name: _plain(value) for name, value in ({"schema": 1} | fields | more).items()}
 
 
-def _counts(result: Result) -> dict[str, int]:
-    return {status: sum(verdict.status == status for verdict in result.verdicts) for status in _SHOWN}
+def _counts(result: VerifyResult) -> dict[str, int]:
+    return {status: sum(verdict.status == status for verdict in result.checks) for status in _SHOWN}
 
 
 def _plain(value: Any) -> Any:
@@ -87,7 +87,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(numbers, type(value)) else _plain(numbers)
 
 
-def line(verdict: Verdict) -> str:
+def line(verdict: CheckResult) -> str:
     """A check in one line: name, status, value against bound, reason, seconds."""
     columns = (
         f"{_one_line(verdict.name):<14}",
@@ -98,7 +98,7 @@ def line(verdict: Verdict) -> str:
     return " ".join(columns) + f"  ({verdict.seconds:.1f} s)"
 
 
-def summary(result: Result) -> str:
+def summary(result: VerifyResult) -> str:
     """How many checks ended how, and after it a line for each fault."""
     counts = _counts(result)
     faults = [f"FAULT {_one_line(verdict.name)}: {_one_line(verdict.reason)}" for verdict in result.faults]
@@ -122,7 +122,7 @@ def _one_line(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-def _decision(verdict: Verdict) -> str:
+def _decision(verdict: CheckResult) -> str:
     """`3.1e-14 <= 1.0e-11`: as the numbers are, whatever the verdict; with as many digits as it takes to tell them apart."""
     value, bound = verdict.value, verdict.bound
     if value is None or bound is None:
@@ -146,12 +146,12 @@ class _Markup(str):
     """Text that is HTML already."""
 
 
-def to_html(result: Result) -> str:
+def to_html(result: VerifyResult) -> str:
     """One page that needs nothing else: the verdict, a table of the checks, and below it curves, notes and rows."""
-    rows = [_check_row(number, verdict) for number, verdict in enumerate(result.verdicts)]
+    rows = [_check_row(number, verdict) for number, verdict in enumerate(result.checks)]
     checks = _table(("check", "status", "value against bound", "reason", "seconds"), rows, "checks")
     body = _element(
-        "body", _header(result), checks, [_details(number, verdict) for number, verdict in enumerate(result.verdicts)]
+        "body", _header(result), checks, [_details(number, verdict) for number, verdict in enumerate(result.checks)]
     )
     metas = _Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">')
     head = _element(
@@ -175,12 +175,12 @@ def _escaped(text: str) -> str:
     return html.escape(text).encode("ascii", "xmlcharrefreplace").decode()
 
 
-def _header(result: Result) -> list[_Markup]:
+def _header(result: VerifyResult) -> list[_Markup]:
     counts = _counts(result)
     state = "fault" if counts["fault"] else "not-shown" if not counts["passed"] else "passed"
     facts = [f"{result.nproc} rank{'s' * (result.nproc != 1)}", result.device] + ["quick"] * result.quick
     facts += [*(f"{name} {version}" for name, version in result.versions.items()), f"{result.seconds:.0f} s"]
-    sentence = _joined(f"{counts['passed']} of {len(result.verdicts)} checks passed", counts, "could not be shown")
+    sentence = _joined(f"{counts['passed']} of {len(result.checks)} checks passed", counts, "could not be shown")
     return [
         _element("h1", result.name),
         _element("p", sentence, class_=f"verdict {state}"),
@@ -195,7 +195,7 @@ def _table(titles: Iterable[str], rows: Iterable[_Markup], look: str) -> _Markup
     )
 
 
-def _check_row(number: int, verdict: Verdict) -> _Markup:
+def _check_row(number: int, verdict: CheckResult) -> _Markup:
     linked = verdict.notes or verdict.curves or verdict.rows
     name = _element("a", verdict.name, href=f"#check-{number}") if linked else verdict.name
     decision = _element("span", _decision(verdict).replace("<=", "≤"), class_="fixed")
@@ -212,11 +212,11 @@ def _check_row(number: int, verdict: Verdict) -> _Markup:
     )
 
 
-def _status(verdict: Verdict) -> _Markup:
+def _status(verdict: CheckResult) -> _Markup:
     return _element("span", _SHOWN[verdict.status], class_="fixed " + verdict.status.replace(" ", "-"))
 
 
-def _details(number: int, verdict: Verdict) -> _Markup:
+def _details(number: int, verdict: CheckResult) -> _Markup:
     """What the table has no room for, if there is any."""
     parts = (
         _charts({name: [float(value) for value in curve] for name, curve in verdict.curves.items()})

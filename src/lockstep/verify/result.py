@@ -9,7 +9,7 @@ Status = Literal["passed", "fault", "not shown"]
 
 
 @dataclass
-class Verdict:
+class CheckResult:
     """The outcome of one check.
 
     status: `fault` where the promise is broken; `not shown` where it cannot be judged, for the reason given.
@@ -31,8 +31,8 @@ class Verdict:
 
 
 @dataclass
-class Result:
-    """All verdicts on a training. config: as `RunConfig` writes it. versions: of lockstep, torch and Python."""
+class VerifyResult:
+    """All checks on a training. config: as `RunConfig` writes it. versions: of lockstep, torch and Python."""
 
     name: str
     nproc: int
@@ -40,25 +40,25 @@ class Result:
     quick: bool
     config: dict[str, Any]
     versions: dict[str, str]
-    verdicts: list[Verdict] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
-    def faults(self) -> list[Verdict]:
+    def faults(self) -> list[CheckResult]:
         """Broken promises."""
-        return [verdict for verdict in self.verdicts if verdict.status == "fault"]
+        return [verdict for verdict in self.checks if verdict.status == "fault"]
 
 
-def passed(reason: str, **more: Any) -> Verdict:
+def passed(reason: str, **more: Any) -> CheckResult:
     """The promise was seen to hold."""
-    return Verdict("passed", reason, **more)
+    return CheckResult("passed", reason, **more)
 
 
-def fault(reason: str, **more: Any) -> Verdict:
+def fault(reason: str, **more: Any) -> CheckResult:
     """The promise was seen to be broken."""
-    return Verdict("fault", reason, **more)
+    return CheckResult("fault", reason, **more)
 
 
-def not_shown(reason: str, **more: Any) -> Verdict:
+def not_shown(reason: str, **more: Any) -> CheckResult:
     """Nothing can be said, and why."""
-    return Verdict("not shown", f"cannot be shown because {reason}", **more)
+    return CheckResult("not shown", f"cannot be shown because {reason}", **more)

@@ -31,7 +31,7 @@ _REDUCTIONS = {
 
 
 @dataclass
-class Talk:
+class Communication:
     """Of one step on one rank.
 
     reductions: elements of each reduction within the forward and backward passes. small: those that the package asks for by itself,
@@ -46,7 +46,7 @@ class Talk:
     waits: list[tuple[str, bool]] = field(default_factory=list)
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, every operation of this thread and of its backward passes is seen.
 
     Args:
@@ -56,7 +56,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, optimizer: torch.optim.Optimizer, digests: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.digests, self.talk = digests, Talk()
+        self.digests, self.talk = digests, Communication()
         self.seen: list[tuple[str, int]] = []
         self.paused = False
         self._handles = [optimizer.register_step_pre_hook(self._pause), optimizer.register_step_post_hook(self._go_on)]
@@ -95,7 +95,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _REDUCTIONS:
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            kind = self.talk.small if Path(_frame().f_code.co_filename).parent.name == "dist" else self.talk.reductions
+            kind = self.talk.small if Path(_frame().f_code.co_filename).parent.name == "distributed" else self.talk.reductions
             kind.append(sum(one.numel() for one in tensors))
         elif name.startswith("c10d::"):
             if name == "c10d::broadcast_":
@@ -105,7 +105,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.talk.waits.append(_place())
 
 
-class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations that draw from a torch generator."""
 
     def __init__(self) -> None:

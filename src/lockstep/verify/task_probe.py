@@ -18,12 +18,20 @@ from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify import generators
-from lockstep.verify.adjusted import Adjusted, Adjustment, batch_norms, readable, silence, total, units_of
-from lockstep.verify.operations import Drawing
+from lockstep.verify.comparable_task import (
+    ComparableTask,
+    TaskChanges,
+    batch_norm_modules,
+    count_units,
+    readable_samples,
+    silence,
+    total,
+)
+from lockstep.verify.step_operations import RandomOperations
 
 
 @dataclass
-class Nature:
+class TaskProbe:
     """What was found in a forward and backward pass of some samples.
 
     random: operations that draw random numbers, as the task is. still_random: also without dropout. evaluating, predicting: in
@@ -82,7 +90,7 @@ class Nature:
         return ""
 
 
-def look(config: Mapping[str, Any], part: int) -> Nature:
+def look(config: Mapping[str, Any], part: int) -> TaskProbe:
     """Examine the config's task with up to eight samples of a data set of `part`, on one process.
 
     Raises:
@@ -95,10 +103,10 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         built, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
         optimizer(trainer.config, built.model, built.blocks)
         seed(trainer.config)
-        nature = Nature()
+        nature = TaskProbe()
         model = task.model().to(world.device).train()
-        nature.norms = len(batch_norms(model))
-        nature.unfixable = sum(norm.running_mean is None for norm in batch_norms(model))
+        nature.norms = len(batch_norm_modules(model))
+        nature.unfixable = sum(norm.running_mean is None for norm in batch_norm_modules(model))
         (whole, _), *_ = _halves(
             task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed
         )
@@ -109,7 +117,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         model.train()
         nature.dropouts = silence(model)
         for double in (True, False):
-            exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
+            exact = ComparableTask(task, TaskChanges(exact=True, double=double, part=part))
             try:
                 seed(trainer.config)
                 model = exact.model().to(world.device).train()
@@ -136,7 +144,7 @@ def _halves(
     """A batch of up to eight samples, and its two halves. `mixed` gets the generators that `collate` drew from."""
     data = task.train_data()
     count = min(8, part, len(data))  # type: ignore[arg-type]
-    samples = readable(MicroBatches(data, task, seed, True, on_error), range(count), 0)
+    samples = readable_samples(MicroBatches(data, task, seed, True, on_error), range(count), 0)
     count = len(samples)
     before = generators.states()
     cuts = [(task.collate(cut), len(cut)) for cut in (samples, samples[: count // 2], samples[count // 2 :]) if cut]
@@ -148,7 +156,7 @@ def _halves(
 def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
     """Sources of randomness in a forward pass."""
     before = generators.states()
-    with Drawing() as mode, torch.no_grad():
+    with RandomOperations() as mode, torch.no_grad():
         call(model, batch)
     after = generators.states()
     moved = [name for name in after if after[name] != before[name]]
@@ -158,7 +166,7 @@ def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) 
     )
 
 
-def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:
+def _measure(nature: TaskProbe, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:
     """Whether the loss of each head is a sum over samples, with the same weights."""
     losses = by_head(task.loss(model, whole[0]))
     objective = total(losses)
@@ -168,7 +176,7 @@ def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves:
         return
     with torch.no_grad():
         parts = [by_head(task.loss(model, batch)) for batch, _ in halves]
-    units = [units_of(task, [half]) for half in halves]
+    units = [count_units(task, [half]) for half in halves]
     for head, loss in losses.items():
         value, one, other = float(loss.detach()), *(float(part[head]) for part in parts)
         scale = max(abs(value), abs(one) + abs(other), 1e-30)

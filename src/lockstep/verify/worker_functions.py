@@ -15,15 +15,15 @@ from typing import Any
 
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.trainer import Trainer
-from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.compare import last_checkpoint
-from lockstep.verify.witness import Seen, Watch, Witness
+from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 
 _PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrainingRun:
     """A training.
 
     config: as `RunConfig` reads it. folder: its run directory; a trial that names an earlier one's goes on from its checkpoint.
@@ -36,8 +36,8 @@ class Trial:
     world: int
     config: Mapping[str, Any]
     folder: str
-    adjustment: Adjustment | None = None
-    watch: Watch | None = None
+    adjustment: TaskChanges | None = None
+    watch: RecorderOptions | None = None
     stop_at: int | None = None
     kill: tuple[int, int] | None = None
     until: tuple[float, float] | None = None
@@ -54,23 +54,25 @@ class Answer:
     refused: bool = False
 
 
-def fit(trial: Trial) -> Seen:
+def fit(trial: TrainingRun) -> Recording:
     """Train as `trial` says, on this rank."""
     seen = _fit(trial)
     gc.collect()  # loader workers and hooks go with the training
     return seen
 
 
-def _fit(trial: Trial) -> Seen:
+def _fit(trial: TrainingRun) -> Recording:
     trainer = Trainer(trial.config, run_dir=trial.folder, quiet=True)
-    task = Adjusted(trainer.task(), trial.adjustment or Adjustment())
-    witness = Witness(task, trial.watch or Watch(), lambda step: _after(trial, witness.seen.losses, step))
+    task = ComparableTask(trainer.task(), trial.adjustment or TaskChanges())
+    witness = TrainingRecorder(
+        task, trial.watch or RecorderOptions(), lambda step: _after(trial, witness.seen.losses, step)
+    )
     with contextlib.suppress(Preempted):
         trainer.fit(task, witness)
     return witness.seen
 
 
-def _after(trial: Trial, losses: Sequence[float], step: int) -> None:
+def _after(trial: TrainingRun, losses: Sequence[float], step: int) -> None:
     """End, where the trial is to end after this step."""
     if trial.kill is not None and step == trial.kill[1] and os.environ["RANK"] == str(trial.kill[0]):
         deadline = (
@@ -100,16 +102,16 @@ def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
         return Answer(error=f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
 
 
-def evaluate(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> dict[str, float]:
+def evaluate(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> dict[str, float]:
     """The engine's evaluation of a trial's newest checkpoint."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    return trainer.evaluate(Adjusted(trainer.task(), adjustment))
+    return trainer.evaluate(ComparableTask(trainer.task(), adjustment))
 
 
-def predict(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> list[dict[str, Any]]:
+def predict(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> list[dict[str, Any]]:
     """The engine's predictions by a trial's newest checkpoint, as the task describes them, for all evaluation data; on rank 0."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = Adjusted(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), adjustment)
     return [task.describe(output) for output in trainer.predict(task) or []]
 
 

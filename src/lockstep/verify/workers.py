@@ -28,7 +28,7 @@ _ALONE_S = (
 )
 
 
-class Ranks:
+class Workers:
     """Up to as many processes as the largest world asked for. Close it at the end.
 
     Args:
@@ -47,7 +47,7 @@ class Ranks:
         """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size. Ends within `timeout_s`, and soon after a rank has failed.
 
         Returns:
-            in rank order what it returned, where an answer with an `error` is that of a rank that failed; an `Ended` for a rank
+            in rank order what it returned, where an answer with an `error` is that of a rank that failed; an `WorkerEnded` for a rank
             whose process ended, or was ended because it gave no answer in time.
         """
         self._start(world)
@@ -77,7 +77,7 @@ class Ranks:
                 rank = waiting[connection]  # type: ignore[index]
                 answers[rank] = answer = self._answer(rank)
                 if (
-                    isinstance(answer, Ended) or getattr(answer, "error", None)
+                    isinstance(answer, WorkerEnded) or getattr(answer, "error", None)
                 ) and time.monotonic() + _ALONE_S < deadline:
                     deadline, why = (
                         time.monotonic() + _ALONE_S,
@@ -86,19 +86,21 @@ class Ranks:
         return [answers[rank] for rank in range(world)]
 
     def _answer(self, rank: int) -> Any:
-        """What a rank has sent; an `Ended` where it has sent nothing, and will not."""
+        """What a rank has sent; an `WorkerEnded` where it has sent nothing, and will not."""
         process, connection = self._workers[rank]
         try:
             return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             process.join(2)
-            return self._end(rank, "closed its connection") if process.is_alive() else Ended(rank, process.exitcode)
+            return (
+                self._end(rank, "closed its connection") if process.is_alive() else WorkerEnded(rank, process.exitcode)
+            )
 
-    def _end(self, rank: int, why: str = "") -> Ended:
+    def _end(self, rank: int, why: str = "") -> WorkerEnded:
         process = self._workers[rank][0]
         process.kill()
         process.join()
-        return Ended(rank, process.exitcode, why)
+        return WorkerEnded(rank, process.exitcode, why)
 
     def _start(self, count: int) -> None:
         """As many living processes as `count`; those that ended are replaced."""
@@ -127,7 +129,7 @@ class Ranks:
             self._folder = None
 
 
-class Ended:
+class WorkerEnded:
     """A rank that gave no answer. exit_code: negative for a signal. why: it was ended; empty where its process ended by itself."""
 
     def __init__(self, rank: int, exit_code: int | None, why: str = "") -> None:

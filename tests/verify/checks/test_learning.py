@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.verify import learning
-from lockstep.verify.bench import TrialFailed
-from lockstep.verify.learning import _wrong_norms, _wrong_rates, t_of_slope
-from lockstep.verify.nature import Nature
-from lockstep.verify.oracle import Update
-from lockstep.verify.ranks import Ended
-from lockstep.verify.trial import Answer
-from lockstep.verify.trivial import Trivial
+from lockstep.verify.checks import learning
+from lockstep.verify.checks.learning import _wrong_norms, _wrong_rates, t_of_slope
+from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.experiments import ExperimentFailed
+from lockstep.verify.reference.gradient import GradientComparison
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
+from lockstep.verify.workers import WorkerEnded
 from tests.verify.made_up import bench, seen
 
 FALLING = [4.0 / (step + 1) for step in range(60)]
@@ -22,7 +22,7 @@ FLAT = [2.0 + 0.1 * random.Random(seed).gauss(0, 1) for seed in range(60)]
 
 
 def trivial(**more):
-    return Trivial(
+    return ConstantBaseline(
         **{
             "values": {"loss": 1.0, "accuracy": 0.5},
             "before": {"loss": 2.0, "accuracy": 0.2},
@@ -216,7 +216,7 @@ def test_a_learning_rate_that_lets_the_loss_explode_is_not_the_last_that_is_trie
 
 
 def update(difference=1e-15, condition=1.0, epsilon=1e-16):
-    return Update({}, difference, 1.0 + difference, "0.weight", condition, epsilon)
+    return GradientComparison({}, difference, 1.0 + difference, "0.weight", condition, epsilon)
 
 
 def steps(count=4, lr=0.01, **more):
@@ -237,7 +237,7 @@ def judged(learned=None, updates=None, nature=None, alone=None, **sections):
     answers = {
         "learned-1": learned or [steps(), steps()],
         "accumulated": accumulated,
-        "nature": nature or Nature(epsilon=1e-16),
+        "nature": nature or TaskProbe(epsilon=1e-16),
     }
     answers["one-process"] = alone or seen([1.0], moved=2.0, followed={"weights": 1e-16})
     return learning.gradients(bench(answers, **sections))
@@ -272,7 +272,7 @@ def test_without_an_update_there_is_a_fault():
 
 
 def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():
-    random_numbers = Nature(random=["rand"], still_random=["rand"])
+    random_numbers = TaskProbe(random=["rand"], still_random=["rand"])
     assert judged(updates={0: update(1.0)}, nature=random_numbers).status == "not shown"
     assert judged([steps(modes=[2]), steps()], nature=random_numbers).status == "fault"
 
@@ -280,7 +280,7 @@ def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():
 def test_a_mean_is_named_as_the_likely_cause():
     assert (
         "returns a mean"
-        in judged(updates={0: update(1.0)}, nature=Nature(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
+        in judged(updates={0: update(1.0)}, nature=TaskProbe(epsilon=1e-16, means=["loss"], coupling=0.5)).reason
     )
 
 
@@ -403,7 +403,7 @@ def test_different_predictions_pass():
 
 
 def test_predictions_that_are_drawn_show_nothing():
-    answers = {"learned-1": seen(FALLING), "trivial": trivial(), "nature": Nature(predicting=["multinomial"])}
+    answers = {"learned-1": seen(FALLING), "trivial": trivial(), "nature": TaskProbe(predicting=["multinomial"])}
     verdict = learning.predictions(bench(answers))
     assert verdict.status == "not shown"
     assert "Task.predict draws random numbers (multinomial)" in verdict.reason
@@ -481,13 +481,13 @@ def test_a_rank_that_ended_or_failed_is_a_failed_trial():
             "refused": [Answer(error="no way", known=True, refused=True)],
         }
     )
-    made._answers["dead"][1] = Ended(1, -9)
-    with pytest.raises(TrialFailed, match="dead: the process of rank 1 ended with exit code -9"):
+    made._answers["dead"][1] = WorkerEnded(1, -9)
+    with pytest.raises(ExperimentFailed, match="dead: the process of rank 1 ended with exit code -9"):
         made.ask("dead", 2, None)
-    with pytest.raises(TrialFailed, match="failed: oh no") as caught:
+    with pytest.raises(ExperimentFailed, match="failed: oh no") as caught:
         made.ask("failed", 2, None)
     assert not caught.value.refused
-    with pytest.raises(TrialFailed) as caught:
+    with pytest.raises(ExperimentFailed) as caught:
         made.ask("refused", 1, None)
     assert (caught.value.refused, caught.value.error) == (True, "no way")
     assert made.done == {"dead", "failed", "refused", "nature"}

@@ -4,13 +4,14 @@ import math
 
 import pytest
 
-from lockstep.verify import compare, sameness
-from lockstep.verify.bench import Bench, TrialFailed
+from lockstep.verify import compare
+from lockstep.verify.checks import replicas
+from lockstep.verify.checks.replicas import _differing, _lacking
 from lockstep.verify.compare import Difference
-from lockstep.verify.nature import Nature
-from lockstep.verify.operations import Talk
-from lockstep.verify.sameness import _differing, _lacking
-from lockstep.verify.trial import Answer
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.step_operations import Communication
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
 from tests.verify.made_up import bench, seen
 
 # ---- probe
@@ -22,7 +23,7 @@ def probed(*losses, nproc=2):
         6: [{head: value.hex() for head, value in one.items()} for one in losses],
         1: [{"loss": "0x1.0p+0"}] * len(losses),
     }
-    return sameness.probe(bench({"undisturbed": [seen([1.0], probes=probes)] * nproc}, nproc=nproc))
+    return replicas.probe(bench({"undisturbed": [seen([1.0], probes=probes)] * nproc}, nproc=nproc))
 
 
 def test_the_same_losses_of_one_batch_pass():
@@ -40,7 +41,7 @@ def test_the_last_bit_of_one_head_on_one_rank_is_a_fault():
 
 
 def test_one_rank_has_none_to_be_compared_with():
-    for check in (sameness.probe, sameness.replicas, sameness.ranks, sameness.strategies):
+    for check in (replicas.probe, replicas.replicas, replicas.ranks, replicas.strategies):
         assert check(bench(nproc=1)).status == "not shown"
 
 
@@ -60,7 +61,7 @@ NOTHING_OF_B = {"model.a": (3, 3, 31), "model.b": (3, 0, 0), "optimizer.a.step":
 
 
 def replicated(*tables, **more):
-    return sameness.replicas(bench({"undisturbed": held(*tables, **more)}))
+    return replicas.replicas(bench({"undisturbed": held(*tables, **more)}))
 
 
 def test_replicas_that_are_the_same_pass():
@@ -140,7 +141,7 @@ def test_state_that_appears_later_is_not_missing_before():
     for one in ranks:
         one.digests[2] = WHOLE | {"optimizer.b.step": (0, 1, 5)}
         one.shapes = one.shapes | {"optimizer.b.step": ()}
-    assert sameness.replicas(bench({"undisturbed": ranks})).status == "passed"
+    assert replicas.replicas(bench({"undisturbed": ranks})).status == "passed"
 
 
 def test_the_first_step_that_differs_is_named():
@@ -152,7 +153,7 @@ def test_the_first_step_that_differs_is_named():
             4: WHOLE | {"model.a": (0, 6, 50 + number)},
         }
     assert (
-        "model.b differs between ranks 0 and 1 since step 3" in sameness.replicas(bench({"undisturbed": ranks})).reason
+        "model.b differs between ranks 0 and 1 since step 3" in replicas.replicas(bench({"undisturbed": ranks})).reason
     )
 
 
@@ -162,11 +163,11 @@ LOSSES = [4.0, 3.0, 2.0, 1.0]
 
 
 def compared(
-    monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), nature=None, check=sameness.ranks, **answers
+    monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), nature=None, check=replicas.ranks, **answers
 ):
-    monkeypatch.setattr(Bench, "limit", lambda self: limit)
+    monkeypatch.setattr(Experiments, "limit", lambda self: limit)
     monkeypatch.setattr(
-        Bench,
+        Experiments,
         "apart",
         lambda self, name, mine: Difference(
             weights, "0.weight", compare.curve_difference(LOSSES, mine[0].losses), missing
@@ -178,11 +179,11 @@ def compared(
         "accumulated": [seen(curve)] * 2,
         "fsdp": [seen(curve)] * 2,
     }
-    return check(bench(given | {"nature": nature or Nature(epsilon=1e-16)} | answers, steps=4))
+    return check(bench(given | {"nature": nature or TaskProbe(epsilon=1e-16)} | answers, steps=4))
 
 
 def test_the_same_model_passes(monkeypatch):
-    for check in (sameness.ranks, sameness.accumulation, sameness.strategies):
+    for check in (replicas.ranks, replicas.accumulation, replicas.strategies):
         verdict = compared(monkeypatch, weights=1e-10, check=check)
         assert (verdict.status, verdict.value, verdict.bound) == ("passed", 1e-10, 1e-9)
         assert verdict.curves["one process"] == LOSSES
@@ -202,7 +203,7 @@ def test_other_tensors_are_named(monkeypatch):
 
 
 def test_a_likely_cause_is_named(monkeypatch):
-    verdict = compared(monkeypatch, weights=1.0, nature=Nature(epsilon=1e-16, coupling=0.5, means=["loss"]))
+    verdict = compared(monkeypatch, weights=1.0, nature=TaskProbe(epsilon=1e-16, coupling=0.5, means=["loss"]))
     assert "returns a mean" in verdict.reason
 
 
@@ -213,8 +214,8 @@ def test_where_rounding_may_hide_a_fault_nothing_is_shown(monkeypatch):
 
 
 def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
-    assert "rand" in compared(monkeypatch, nature=Nature(random=["rand"], still_random=["rand"])).reason
-    refused = compared(monkeypatch, check=sameness.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
+    assert "rand" in compared(monkeypatch, nature=TaskProbe(random=["rand"], still_random=["rand"])).reason
+    refused = compared(monkeypatch, check=replicas.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
     assert refused.status == "not shown"
     assert refused.reason.endswith("fsdp cannot")
 
@@ -233,7 +234,7 @@ def stretched(monkeypatch, table=TABLE, nproc=2):
     alone = consuming(range(4), TABLE, LOSSES)
     begun, resumed = consuming(range(2), table, LOSSES[:2]), consuming(range(2, 4), table, LOSSES[2:])
     return compared(
-        monkeypatch, check=sameness.elastic, **{"one-process": alone, "elastic": begun, "elastic-resumed": resumed}
+        monkeypatch, check=replicas.elastic, **{"one-process": alone, "elastic": begun, "elastic-resumed": resumed}
     )
 
 
@@ -244,7 +245,7 @@ def test_going_on_with_the_same_samples_passes(monkeypatch):
 
 
 def test_going_on_with_other_samples_is_a_failed_trial(monkeypatch):
-    with pytest.raises(TrialFailed, match="go on with other samples"):
+    with pytest.raises(ExperimentFailed, match="go on with other samples"):
         stretched(monkeypatch, TABLE | {3: (6, 6)})
 
 
@@ -265,32 +266,32 @@ def talked(*steps, rank_1=None, nproc=2, sharded=False, **sections):
     ranks = [seen([1.0], talk=talks, trainable=SHAPES, sharded=sharded)] + [
         seen([1.0], talk=rank_1 or talks, trainable=SHAPES, sharded=sharded)
     ] * (nproc - 1)
-    return sameness.collectives(bench({"overheard": ranks}, nproc=nproc, **sections))
+    return replicas.collectives(bench({"overheard": ranks}, nproc=nproc, **sections))
 
 
 def test_each_gradient_once_passes():
-    verdict = talked(Talk(reductions=DDP, small=[1]))
+    verdict = talked(Communication(reductions=DDP, small=[1]))
     assert (verdict.status, verdict.value) == ("passed", 1.0)
     assert "2 reductions of 22 elements in a step of 4 micro-batches, for 22 parameters" in verdict.reason
 
 
 def test_padded_shards_pass_and_unpadded_numbers_do_not():
     fsdp = {"sharded": True, "parallel": {"strategy": "fsdp"}}
-    assert talked(Talk(reductions=FSDP, small=[1, 1]), **fsdp).status == "passed"
-    assert talked(Talk(reductions=DDP, small=[1, 1]), **fsdp).status == "fault"
-    assert talked(Talk(reductions=FSDP)).status == "fault"
+    assert talked(Communication(reductions=FSDP, small=[1, 1]), **fsdp).status == "passed"
+    assert talked(Communication(reductions=DDP, small=[1, 1]), **fsdp).status == "fault"
+    assert talked(Communication(reductions=FSDP)).status == "fault"
 
 
 def test_wasted_and_missing_reductions_are_faults():
-    verdict = talked(Talk(reductions=DDP * 3))
+    verdict = talked(Communication(reductions=DDP * 3))
     assert (verdict.status, verdict.value) == ("fault", 3.0)
-    assert talked(Talk(reductions=[15])).status == "fault"
-    assert talked(Talk()).status == "fault"
+    assert talked(Communication(reductions=[15])).status == "fault"
+    assert talked(Communication()).status == "fault"
 
 
 def test_the_quietest_step_counts():
-    noisy = Talk(reductions=DDP, small=[1, 1, 2, 2], others=["allgather"])
-    assert talked(noisy, Talk(reductions=DDP, small=[1])).status == "passed"
+    noisy = Communication(reductions=DDP, small=[1, 1, 2, 2], others=["allgather"])
+    assert talked(noisy, Communication(reductions=DDP, small=[1])).status == "passed"
     verdict = talked(noisy, noisy)
     assert verdict.status == "fault"
     assert "4 small reductions" in verdict.reason
@@ -298,31 +299,33 @@ def test_the_quietest_step_counts():
 
 def test_a_wait_of_the_package_is_a_fault_on_any_rank_and_in_any_step():
     ours = ("step.py:12", True)
-    assert "at step.py:12" in talked(Talk(reductions=DDP, waits=[ours])).reason
-    quiet = Talk(reductions=DDP)
-    assert talked(quiet, Talk(reductions=DDP, small=[1], waits=[ours])).status == "fault"
-    assert talked(quiet, rank_1={2: Talk(reductions=DDP, waits=[ours])}).status == "fault"
+    assert "at step.py:12" in talked(Communication(reductions=DDP, waits=[ours])).reason
+    quiet = Communication(reductions=DDP)
+    assert talked(quiet, Communication(reductions=DDP, small=[1], waits=[ours])).status == "fault"
+    assert talked(quiet, rank_1={2: Communication(reductions=DDP, waits=[ours])}).status == "fault"
 
 
 def test_a_wait_of_the_task_is_a_note():
-    verdict = talked(Talk(reductions=DDP, waits=[("mine.py:3", False)]))
+    verdict = talked(Communication(reductions=DDP, waits=[("mine.py:3", False)]))
     assert verdict.status == "passed"
     assert verdict.notes == ["the task itself makes the host wait for the device, at mine.py:3"]
 
 
 def test_the_loss_scaler_may_wait():
     waits = [("step.py:1", True), ("step.py:2", True), ("step.py:3", True)]
-    assert talked(Talk(reductions=DDP, waits=waits), precision="fp16").status == "passed"
-    assert talked(Talk(reductions=DDP, waits=[*waits, ("step.py:4", True)]), precision="fp16").status == "fault"
-    assert talked(Talk(reductions=DDP, waits=waits)).status == "fault"
+    assert talked(Communication(reductions=DDP, waits=waits), precision="fp16").status == "passed"
+    assert (
+        talked(Communication(reductions=DDP, waits=[*waits, ("step.py:4", True)]), precision="fp16").status == "fault"
+    )
+    assert talked(Communication(reductions=DDP, waits=waits)).status == "fault"
 
 
 def test_one_rank_need_not_talk_and_must_not_wait():
-    assert talked(Talk(), nproc=1).status == "passed"
-    assert talked(Talk(waits=[("step.py:1", True)]), nproc=1).status == "fault"
+    assert talked(Communication(), nproc=1).status == "passed"
+    assert talked(Communication(waits=[("step.py:1", True)]), nproc=1).status == "fault"
 
 
 def test_groups_of_ranks_and_too_few_steps_show_nothing():
     hybrid = {"parallel": {"strategy": "fsdp", "shard_ranks": 2}, "sharded": True, "nproc": 4}
-    assert talked(Talk(reductions=FSDP), **hybrid).status == "not shown"
+    assert talked(Communication(reductions=FSDP), **hybrid).status == "not shown"
     assert talked().status == "not shown"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lockstep.data.order import StepPlan
-from lockstep.verify import persistence
-from lockstep.verify.bench import TrialFailed
-from lockstep.verify.nature import Nature
-from lockstep.verify.persistence import _first_difference
-from lockstep.verify.ranks import Ended
-from lockstep.verify.trial import Answer
+from lockstep.verify.checks import resume
+from lockstep.verify.checks.resume import _first_difference
+from lockstep.verify.experiments import ExperimentFailed
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
+from lockstep.verify.workers import WorkerEnded
 from tests.checkpoint.cases import commit
 from tests.verify.made_up import bench, seen
 
@@ -46,7 +46,7 @@ def consumed(change=None, plan=None, steps=12):
 
 def judged(change=None, sizes=(LENGTH, 0), plan=None, **sections):
     made = bench({"undisturbed": consumed(change, plan), "sizes": [sizes]}, batch={"global": BATCH}, **sections)
-    return persistence.samples(made)
+    return resume.samples(made)
 
 
 def test_every_sample_once_per_epoch_passes():
@@ -141,12 +141,12 @@ def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_
 
 def evaluated(many=None, one=None, plain=None, evaluation=50, **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
-    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": Nature(epsilon=1e-16, **nature)}
+    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": TaskProbe(epsilon=1e-16, **nature)}
     answers |= {
         f"evaluated-{how}": base | (values or {})
         for how, values in (("together", many), ("alone", one), ("by-hand", plain))
     }
-    return persistence.evaluation(bench(answers, batch={"global": BATCH}))
+    return resume.evaluation(bench(answers, batch={"global": BATCH}))
 
 
 def test_equal_evaluations_pass():
@@ -237,7 +237,7 @@ def test_another_tensor_is_said_with_its_step_and_rank():
 
 
 def determined(again, **answers):
-    return persistence.determinism(bench({"undisturbed": [run(), run()], "again": again} | answers, steps=3))
+    return resume.determinism(bench({"undisturbed": [run(), run()], "again": again} | answers, steps=3))
 
 
 TWICE = {
@@ -274,7 +274,7 @@ def test_a_difference_that_does_not_come_again_is_said_to_be_so(what):
 
 
 class Killing:
-    """Ranks of which one dies in the trial "killed", which leaves a checkpoint of step 3."""
+    """Workers of which one dies in the trial "killed", which leaves a checkpoint of step 3."""
 
     def __init__(self, bad_end=None):
         self.bad_end, self.trial = bad_end, None
@@ -282,7 +282,7 @@ class Killing:
     def run(self, world, wrap, function, trial):
         self.trial = trial
         rank, _ = trial.kill
-        answers = [Ended(one, -signal.SIGKILL if one == rank else 1) for one in range(world)]
+        answers = [WorkerEnded(one, -signal.SIGKILL if one == rank else 1) for one in range(world)]
         if self.bad_end is not None:
             answers[rank] = self.bad_end
         return answers
@@ -312,7 +312,7 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
         return train(name, *arguments, **more)
 
     made.train = training
-    return persistence.resume(made), ranks.trial
+    return resume.resume(made), ranks.trial
 
 
 def test_a_run_that_was_killed_and_ends_alike_passes(tmp_path):
@@ -360,16 +360,16 @@ def test_a_run_that_begins_elsewhere_or_ends_early_is_a_fault(tmp_path):
 
 
 def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
-    for number, end in enumerate((Ended(0, 1), Answer(error="the loss is nan"), Answer(seen()))):
+    for number, end in enumerate((WorkerEnded(0, 1), Answer(error="the loss is nan"), Answer(seen()))):
         verdict, _ = resumed(tmp_path / str(number), ranks=Killing(end))
         assert verdict.status == "fault"
         assert "failed before it could be killed" in verdict.reason
 
 
 def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path, monkeypatch):
-    monkeypatch.setattr(persistence.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
+    monkeypatch.setattr(resume.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
     made = bench(
         {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, ranks=Killing()
     )
-    with pytest.raises(TrialFailed, match="resumed: no checkpoint"):
-        persistence.resume(made)
+    with pytest.raises(ExperimentFailed, match="resumed: no checkpoint"):
+        resume.resume(made)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lockstep.verify import learning, persistence, sameness
-from lockstep.verify.bench import Bench
-from lockstep.verify.verdict import Verdict
+from lockstep.verify.checks import learning, replicas, resume
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.result import CheckResult
 
-CHECKS: dict[str, Callable[[Bench], Verdict]] = {
+CHECKS: dict[str, Callable[[Experiments], CheckResult]] = {
     "loss": learning.loss,
     "metric": learning.metric,
     "overfit": learning.overfit,
     "gradients": learning.gradients,
     "predictions": learning.predictions,
-    "probe": sameness.probe,
-    "replicas": sameness.replicas,
-    "ranks": sameness.ranks,
-    "accumulation": sameness.accumulation,
-    "strategies": sameness.strategies,
-    "resume": persistence.resume,
-    "elastic": sameness.elastic,
-    "samples": persistence.samples,
-    "evaluation": persistence.evaluation,
-    "collectives": sameness.collectives,
-    "determinism": persistence.determinism,
+    "probe": replicas.probe,
+    "replicas": replicas.replicas,
+    "ranks": replicas.ranks,
+    "accumulation": replicas.accumulation,
+    "strategies": replicas.strategies,
+    "resume": resume.resume,
+    "elastic": replicas.elastic,
+    "samples": resume.samples,
+    "evaluation": resume.evaluation,
+    "collectives": replicas.collectives,
+    "determinism": resume.determinism,
 }

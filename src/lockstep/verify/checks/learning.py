@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.engine.schedule import Schedule, scaled_lr
-from lockstep.verify import trial
-from lockstep.verify.adjusted import Adjustment
-from lockstep.verify.bench import Bench, TrialFailed
-from lockstep.verify.outputs import least_loss
-from lockstep.verify.plain import predict_by_hand
-from lockstep.verify.trivial import Trivial, trivial
-from lockstep.verify.verdict import Verdict, fault, not_shown, passed
-from lockstep.verify.witness import Seen
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.constant_baseline import ConstantBaseline, trivial
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.free_outputs import least_loss
+from lockstep.verify.recorder import Recording
+from lockstep.verify.reference.evaluation import predict_checkpoint
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT = -2.6  # of a slope's t statistic: chance alone gives less once in 200 trials
 _NEAR_ZERO = 0.05
@@ -24,7 +24,7 @@ _ROUNDINGS = 1000.0
 _EPSILON_64, _EPSILON_32 = 2.0**-52, 2.0**-23
 
 
-def loss(bench: Bench) -> Verdict:
+def loss(bench: Experiments) -> CheckResult:
     """Loss falls: its slope over steps is negative beyond chance, and it does not explode on the way."""
     for factor in (1, bench.patience):
         curve = bench.learned(factor)[0].losses
@@ -38,7 +38,7 @@ def loss(bench: Bench) -> Verdict:
     if not all(map(math.isfinite, curve)):
         return fault(f"the loss is not finite: {path}", **more)
     if not slope < _SIGNIFICANT:
-        known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
+        known: ConstantBaseline = bench.ask("trivial", 1, trivial, bench.natural(), 512)
         if not known.obstacle and max(curve) < 0.5 * known.values["loss"]:
             return not_shown(
                 f"the loss neither falls nor is there much to fall: {path}, where a constant output has {known.values['loss']:.4g}",
@@ -66,9 +66,9 @@ def t_of_slope(curve: Sequence[float]) -> float:
     return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
 
 
-def metric(bench: Bench) -> Verdict:
+def metric(bench: Experiments) -> CheckResult:
     """Evaluation is better than that of the best constant output, found on the training labels of this very data."""
-    known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
+    known: ConstantBaseline = bench.ask("trivial", 1, trivial, bench.natural(), 512)
     if known.obstacle:
         return not_shown(known.obstacle)
     values = known.values
@@ -76,7 +76,12 @@ def metric(bench: Bench) -> Verdict:
         bench.learned(factor)
         folder = str(bench.folder / f"learned-{factor}")
         after = bench.ask(
-            f"evaluated-{factor}", bench.nproc, trial.evaluate, bench.natural(), folder, Adjustment(eval_part=2000)
+            f"evaluated-{factor}",
+            bench.nproc,
+            worker_functions.evaluate,
+            bench.natural(),
+            folder,
+            TaskChanges(eval_part=2000),
         )
         better = [one for one in known.directed if known.is_better(one, after[one], values[one])]
         if after["loss"] < values["loss"] and (better or not known.directed):
@@ -115,9 +120,9 @@ def metric(bench: Bench) -> Verdict:
     )
 
 
-def overfit(bench: Bench) -> Verdict:
+def overfit(bench: Experiments) -> CheckResult:
     """A tiny fixed set of training samples can be learned by heart."""
-    how = Adjustment(exact=True, part=_TINY, plain=True)
+    how = TaskChanges(exact=True, part=_TINY, plain=True)
     least = bench.ask("least-loss", 1, least_loss, bench.natural(), how)
     for factor in (1.0, 10.0, 0.1):
         config = bench.natural(
@@ -133,7 +138,7 @@ def overfit(bench: Bench) -> Verdict:
             curve = bench.train(f"overfit-{factor:g}", bench.nproc, config, how, until=(_NEAR_ZERO, least), keep=False)[
                 0
             ].losses
-        except TrialFailed as failed:  # such as a loss that explodes with ten times the learning rate
+        except ExperimentFailed as failed:  # such as a loss that explodes with ten times the learning rate
             if factor == 1.0 or failed.refused:
                 raise
             continue
@@ -156,7 +161,7 @@ def overfit(bench: Bench) -> Verdict:
     return fault(f"{text}: labels that contradict each other, a dead part, or too small a model", **more)
 
 
-def gradients(bench: Bench) -> Verdict:
+def gradients(bench: Experiments) -> CheckResult:
     """What the optimizer gets: the gradient of plain torch, clipped, at the scheduled learning rate, for every trainable parameter."""
     learned, exact = bench.learned(), bench.accumulated()
     wrong = _wrong_norms(learned[0], bench) + _wrong_rates(learned[0], bench) + _wrong_updates(bench)
@@ -198,7 +203,7 @@ def gradients(bench: Bench) -> Verdict:
     )
 
 
-def _wrong_norms(seen: Seen, bench: Bench) -> list[str]:
+def _wrong_norms(seen: Recording, bench: Experiments) -> list[str]:
     """Norms that are not finite, zero, or not what was logged after clipping."""
     logged = {int(entry["step"]) - 1: entry["train/grad_norm"] for entry in seen.entries if "train/grad_norm" in entry}
     clip = bench.config["optim"]["clip_norm"]
@@ -213,7 +218,7 @@ def _wrong_norms(seen: Seen, bench: Bench) -> list[str]:
     return []
 
 
-def _wrong_rates(seen: Seen, bench: Bench) -> list[str]:
+def _wrong_rates(seen: Recording, bench: Experiments) -> list[str]:
     """Learning rates that are not the schedule's."""
     config = bench.natural(train__steps=seen.stop)
     schedule = Schedule(total=seen.stop, steps_per_epoch=seen.steps_per_epoch, **config["schedule"])
@@ -235,7 +240,7 @@ def _wrong_rates(seen: Seen, bench: Bench) -> list[str]:
     return []
 
 
-def _wrong_updates(bench: Bench) -> list[str]:
+def _wrong_updates(bench: Experiments) -> list[str]:
     """Where weights, averages or what trains are not what torch.optim and train.unfreeze make of the same gradients."""
     (seen,) = bench.alone()
     allowed = _ROUNDINGS * (_EPSILON_64 if bench.nature.double else _EPSILON_32) * max(seen.moved, 1e-30)
@@ -248,19 +253,19 @@ def _wrong_updates(bench: Bench) -> list[str]:
     return words + seen.wrongly[:1]
 
 
-def predictions(bench: Bench) -> Verdict:
+def predictions(bench: Experiments) -> CheckResult:
     """Samples with the top prediction and the truth: on all ranks those of a plain loop, and not all alike where their truths differ."""
     bench.learned()
-    known: Trivial = bench.ask("trivial", 1, trivial, bench.natural(), 512)
+    known: ConstantBaseline = bench.ask("trivial", 1, trivial, bench.natural(), 512)
     if known.no_data or known.no_predict:
         return not_shown("there is no evaluation data" if known.no_data else "the task has no predict")
     if bench.nature.predicting:
         return not_shown(
             f"Task.predict draws random numbers ({', '.join(bench.nature.predicting[:3])}), others for each micro-batch"
         )
-    how, folder = Adjustment(eval_part=_SHOWN), str(bench.folder / f"learned-{bench.last_factor}")
-    rows = bench.ask("predicted-by-hand", 1, predict_by_hand, bench.natural(), folder, how)
-    engine = bench.ask("predicted", bench.nproc, trial.predict, bench.natural(), folder, how)
+    how, folder = TaskChanges(eval_part=_SHOWN), str(bench.folder / f"learned-{bench.last_factor}")
+    rows = bench.ask("predicted-by-hand", 1, predict_checkpoint, bench.natural(), folder, how)
+    engine = bench.ask("predicted", bench.nproc, worker_functions.predict, bench.natural(), folder, how)
     truths = {repr(row["truth"]) for row in rows}
     answers = [{key: value for key, value in row.items() if key not in ("truth", "probability")} for row in rows]
     different = {repr(one) for one in answers}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lockstep.verify import compare
-from lockstep.verify.bench import Bench, TrialFailed
-from lockstep.verify.verdict import Verdict, fault, not_shown, passed
-from lockstep.verify.witness import Seen
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.recorder import Recording
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _EXPECTED = {
     "broadcast",
@@ -20,7 +20,7 @@ _EXPECTED = {
 _ONE_RANK = "one rank has none to be compared with; give --nproc 2 or more"
 
 
-def probe(bench: Bench) -> Verdict:
+def probe(bench: Experiments) -> CheckResult:
     """One batch through every rank after some steps gives the same loss, bit for bit."""
     if bench.nproc == 1:
         return not_shown(_ONE_RANK)
@@ -40,7 +40,7 @@ def probe(bench: Bench) -> Verdict:
     )
 
 
-def replicas(bench: Bench) -> Verdict:
+def replicas(bench: Experiments) -> CheckResult:
     """Parameters, buffers and optimizer state are bit-identical on all ranks after every step; of shards, there is one whole copy."""
     if bench.nproc == 1:
         return not_shown(_ONE_RANK)
@@ -66,7 +66,7 @@ def replicas(bench: Bench) -> Verdict:
     )
 
 
-def _differing(seen: list[Seen], step: int) -> list[tuple[str, tuple[int, int]]]:
+def _differing(seen: list[Recording], step: int) -> list[tuple[str, tuple[int, int]]]:
     """Tensors of which two ranks hold the same rows with other values; with a pair of ranks."""
     found: dict[str, tuple[int, int]] = {}
     first: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -78,7 +78,7 @@ def _differing(seen: list[Seen], step: int) -> list[tuple[str, tuple[int, int]]]
     return list(found.items())
 
 
-def _lacking(seen: list[Seen], step: int) -> str | None:
+def _lacking(seen: list[Recording], step: int) -> str | None:
     """A tensor some rows of which no rank holds, or that some rank knows nothing of."""
     shapes = {name: shape for one in seen for name, shape in one.shapes.items()}
     for name in dict.fromkeys(name for one in seen for name in one.digests.get(step, {})):  # state may appear later
@@ -93,14 +93,14 @@ def _lacking(seen: list[Seen], step: int) -> str | None:
     return None
 
 
-def ranks(bench: Bench) -> Verdict:
+def ranks(bench: Experiments) -> CheckResult:
     """One process and all ranks train the same model: losses and weights within what rounding explains."""
     if bench.nproc == 1:
         return not_shown(_ONE_RANK)
     return _same(bench, f"{bench.nproc}-ranks", bench.together, f"{bench.nproc} ranks")
 
 
-def accumulation(bench: Bench) -> Verdict:
+def accumulation(bench: Experiments) -> CheckResult:
     """The same, where each rank cuts its share into several uneven micro-batches."""
     count = -(-bench.global_batch // (bench.small_micro * bench.nproc))
     return _same(
@@ -111,7 +111,7 @@ def accumulation(bench: Bench) -> Verdict:
     )
 
 
-def strategies(bench: Bench) -> Verdict:
+def strategies(bench: Experiments) -> CheckResult:
     """The same, with DDP where the config says FSDP, and with FSDP where it says DDP."""
     if bench.nproc == 1:
         return not_shown("one rank shards nothing; give --nproc 2 or more")
@@ -126,20 +126,20 @@ def strategies(bench: Bench) -> Verdict:
     )
 
 
-def elastic(bench: Bench) -> Verdict:
+def elastic(bench: Experiments) -> CheckResult:
     """Stopped on some ranks and resumed on another number: the same samples, and weights within what rounding explains."""
     first, half = bench.nproc, bench.steps // 2
     second = first - 1 if first > 1 else 2
     if second > bench.most_ranks:
         return not_shown(_ONE_RANK)
 
-    def run() -> list[Seen]:
+    def run() -> list[Recording]:
         config = bench.exact(batch__micro=None)
         begun = bench.train("elastic", first, config, bench.adjustment(), stop_at=half)
         resumed = bench.train("elastic-resumed", second, config, bench.adjustment(), folder="elastic")
         consumed = [_consumed(begun if step < half else resumed, step) for step in range(bench.steps)]
         if consumed != [_consumed(bench.alone(), step) for step in range(bench.steps)]:
-            raise TrialFailed(
+            raise ExperimentFailed(
                 "elastic",
                 f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
             )
@@ -148,11 +148,11 @@ def elastic(bench: Bench) -> Verdict:
     return _same(bench, "elastic", run, f"{first} ranks, then {second}")
 
 
-def _consumed(seen: list[Seen], step: int) -> list[int]:
+def _consumed(seen: list[Recording], step: int) -> list[int]:
     return sorted(index for one in seen for at, _, indices in one.samples if at == step for index in indices)
 
 
-def _same(bench: Bench, folder: str, run: Callable[[], list[Seen]], words: str) -> Verdict:
+def _same(bench: Experiments, folder: str, run: Callable[[], list[Recording]], words: str) -> CheckResult:
     """Compare a trial with the one on one process."""
     nature = bench.nature
     if nature.obstacle() is not None:
@@ -160,7 +160,7 @@ def _same(bench: Bench, folder: str, run: Callable[[], list[Seen]], words: str) 
     limit = bench.limit()
     try:
         seen = run()
-    except TrialFailed as failed:
+    except ExperimentFailed as failed:
         if failed.refused:
             return not_shown(failed.error)
         raise
@@ -187,7 +187,7 @@ def _same(bench: Bench, folder: str, run: Callable[[], list[Seen]], words: str) 
     return passed(f"{words} and one process train the same model", **more)
 
 
-def collectives(bench: Bench) -> Verdict:
+def collectives(bench: Experiments) -> CheckResult:
     """Each gradient travels once per step, also under accumulation, and the host never waits for the device."""
     seen = bench.overheard()
     if not seen[0].talk:

@@ -9,19 +9,19 @@ from collections import Counter
 from dataclasses import replace
 
 from lockstep.data.order import StepPlan
-from lockstep.verify import compare, trial
-from lockstep.verify.adjusted import Adjustment
-from lockstep.verify.bench import Bench
-from lockstep.verify.plain import evaluate_by_hand
-from lockstep.verify.ranks import Ended
-from lockstep.verify.trial import Trial
-from lockstep.verify.verdict import Verdict, fault, not_shown, passed
-from lockstep.verify.witness import Seen, Watch
+from lockstep.verify import compare, worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.reference.evaluation import evaluate_checkpoint
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.worker_functions import TrainingRun
+from lockstep.verify.workers import WorkerEnded
 
 _PLANNED = 1_000_000
 
 
-def samples(bench: Bench) -> Verdict:
+def samples(bench: Experiments) -> CheckResult:
     """Every sample exactly once per epoch, none shared between ranks, and those that seed, step and global batch alone determine."""
     seen = bench.undisturbed()
     length, config = seen[0].length, bench.config
@@ -54,7 +54,7 @@ def samples(bench: Bench) -> Verdict:
                 f"epoch {epoch} uses {len(counts)} of {length} samples, some {max(counts.values())} times", **more
             )
     complete, planned = bench.steps // plan.steps_per_epoch, ""
-    total, _ = bench.ask("sizes", 1, trial.sizes, bench.natural())
+    total, _ = bench.ask("sizes", 1, worker_functions.sizes, bench.natural())
     if total <= _PLANNED:
         planned = f"; and one of all {total}, as planned"
         epoch_plan = StepPlan(total, bench.global_batch, bench.small_micro, bench.nproc, config["seed"], drop)
@@ -76,22 +76,22 @@ def samples(bench: Bench) -> Verdict:
     )
 
 
-def evaluation(bench: Bench) -> Verdict:
+def evaluation(bench: Experiments) -> CheckResult:
     """Every metric on all ranks is that of one process, and that of a plain loop without the engine.
 
     Where the evaluation draws random numbers, the plain loop draws others.
     """
     bench.undisturbed()
-    if bench.ask("sizes", 1, trial.sizes, bench.natural())[1] == 0:
+    if bench.ask("sizes", 1, worker_functions.sizes, bench.natural())[1] == 0:
         return not_shown("there is no evaluation data")
     micro = max(1, min(int(bench.config["batch"]["micro"] or min(bench.global_batch, 256)), 16))
     config = bench.natural(batch__micro=micro)
     # A partial micro-batch at the end, and a number of micro-batches that the ranks cannot share evenly.
-    how = Adjustment(eval_part=(2 * bench.nproc + 1) * micro + micro // 2 + 1)
+    how = TaskChanges(eval_part=(2 * bench.nproc + 1) * micro + micro // 2 + 1)
     folder = str(bench.folder / "undisturbed")
-    many = bench.ask("evaluated-together", bench.nproc, trial.evaluate, config, folder, how)
-    one = bench.ask("evaluated-alone", 1, trial.evaluate, config, folder, replace(how, disturb=True))
-    plain = bench.ask("evaluated-by-hand", 1, evaluate_by_hand, config, folder, how, micro)
+    many = bench.ask("evaluated-together", bench.nproc, worker_functions.evaluate, config, folder, how)
+    one = bench.ask("evaluated-alone", 1, worker_functions.evaluate, config, folder, replace(how, disturb=True))
+    plain = bench.ask("evaluated-by-hand", 1, evaluate_checkpoint, config, folder, how, micro)
     drawn = list(dict.fromkeys(bench.nature.evaluating + bench.nature.predicting))
     rows = [
         {
@@ -133,7 +133,7 @@ def evaluation(bench: Bench) -> Verdict:
     return passed(f"{text} and of a plain loop", **more)
 
 
-def determinism(bench: Bench) -> Verdict:
+def determinism(bench: Experiments) -> CheckResult:
     """The same run twice is the same to the last bit."""
     first, again = bench.undisturbed(), _again(bench)
     found = _first_difference(first, again)
@@ -148,13 +148,18 @@ def determinism(bench: Bench) -> Verdict:
     return fault(text, **more)
 
 
-def _again(bench: Bench) -> list[Seen]:
+def _again(bench: Experiments) -> list[Recording]:
     return bench.train(
-        "again", bench.nproc, bench.saving(), Adjustment(part=bench.part), Watch(digests=1, batches=True), keep=False
+        "again",
+        bench.nproc,
+        bench.saving(),
+        TaskChanges(part=bench.part),
+        RecorderOptions(digests=1, batches=True),
+        keep=False,
     )
 
 
-def _first_difference(first: list[Seen], again: list[Seen]) -> tuple[int, str] | None:
+def _first_difference(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
     """(step counted from 0, words) of where two runs part."""
     for step in range(len(first[0].losses)):
         for rank, (one, other) in enumerate(zip(first, again, strict=True)):
@@ -179,15 +184,15 @@ def _first_difference(first: list[Seen], again: list[Seen]) -> tuple[int, str] |
     return None
 
 
-def _first_operation(bench: Bench, step: int) -> str:
+def _first_operation(bench: Experiments, step: int) -> str:
     """Which operation of a step gives other values on the same input."""
     runs = [
         bench.train(
             f"operations-{number}",
             bench.nproc,
             bench.saving(),
-            Adjustment(part=bench.part),
-            Watch(operations=step),
+            TaskChanges(part=bench.part),
+            RecorderOptions(operations=step),
             stop_at=step + 1,
             keep=False,
         )
@@ -200,7 +205,7 @@ def _first_operation(bench: Bench, step: int) -> str:
     return "; every operation of the step was the same when it was run twice more, so it does not happen each time"
 
 
-def resume(bench: Bench) -> Verdict:
+def resume(bench: Experiments) -> CheckResult:
     """Killed with SIGKILL at a random step and resumed: bit for bit the undisturbed run's weights and optimizer state.
 
     The resumed run has other states of the global generators around each step, and, of several loader workers, one less: what
@@ -209,20 +214,20 @@ def resume(bench: Bench) -> Verdict:
     bench.undisturbed()
     every = max(1, bench.steps // 4)
     rank, step = random.randrange(bench.nproc), random.randrange(every + 1, bench.steps)
-    one = Trial(
+    one = TrainingRun(
         "killed",
         bench.nproc,
         bench.saving(),
         str(bench.folder / "killed"),
-        Adjustment(part=bench.part),
+        TaskChanges(part=bench.part),
         kill=(rank, step),
     )
-    answers = bench.ranks.run(bench.nproc, bench.wrap, trial.fit, one)
+    answers = bench.ranks.run(bench.nproc, bench.wrap, worker_functions.fit, one)
     killed = answers[rank]
     words = f"rank {rank} was killed after step {step}"
-    if not isinstance(killed, Ended) or killed.exit_code != -signal.SIGKILL or killed.why:
+    if not isinstance(killed, WorkerEnded) or killed.exit_code != -signal.SIGKILL or killed.why:
         return fault(
-            f"the run failed before it could be killed: {killed if isinstance(killed, Ended) else killed.error}"
+            f"the run failed before it could be killed: {killed if isinstance(killed, WorkerEnded) else killed.error}"
         )
     before = compare.last_checkpoint(bench.folder / "killed")
     if before is None:
@@ -230,7 +235,7 @@ def resume(bench: Bench) -> Verdict:
     workers = bench.config["data"]["workers"]
     config = bench.saving(data__workers=max(min(1, workers), workers - 1))
     seen = bench.train(
-        "resumed", bench.nproc, config, Adjustment(part=bench.part), Watch(disturb=True), folder="killed"
+        "resumed", bench.nproc, config, TaskChanges(part=bench.part), RecorderOptions(disturb=True), folder="killed"
     )
     mine, reference = (
         compare.last_checkpoint(bench.folder / "killed"),

@@ -18,13 +18,13 @@ from lockstep.distributed import sharding
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.trainer import PreparedRun
-from lockstep.verify.adjusted import units_of
+from lockstep.verify.comparable_task import count_units
 
 _AT_ONCE = 64
 
 
 @dataclass
-class Update:
+class GradientComparison:
     """A gradient by plain torch beside the one that the optimizer got.
 
     difference: 2-norm of their difference, relative to the plain one's. worst: the parameter that differs most. condition: sum of the
@@ -39,7 +39,7 @@ class Update:
     condition: float = 1.0
     epsilon: float = 0.0
 
-    def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> Update:
+    def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> GradientComparison:
         """With the optimizer's gradient, which was clipped to `clip_norm`. The gradients themselves are let go."""
         norm = _norm(self.gradient)
         factor = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm is not None else 1.0
@@ -52,14 +52,14 @@ class Update:
         scale = norm * factor or 1.0
         worst = max(differences, key=lambda name: differences[name], default="")
         total = math.sqrt(sum(one * one for one in differences.values()))
-        return Update({}, total / scale, _norm(actual) / scale, worst, self.condition, self.epsilon)
+        return GradientComparison({}, total / scale, _norm(actual) / scale, worst, self.condition, self.epsilon)
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(one.double().square().sum()) for one in tensors.values()))
 
 
-def plain_gradient(prepared: PreparedRun, task: Task) -> Update:
+def reference_gradient(prepared: PreparedRun, task: Task) -> GradientComparison:
     """The gradient of (sum of losses) / (sum of weights) over the global batch of the step that is about to begin, on rank 0.
 
     From the plan's indices on: samples are read and prepared anew, and pass through a new model with the current weights.
@@ -67,9 +67,9 @@ def plain_gradient(prepared: PreparedRun, task: Task) -> Update:
     """
     model = _twin(prepared, task)
     if model is None:
-        return Update()
+        return GradientComparison()
     batches = _global_batch(prepared, task)
-    units = units_of(task, batches)
+    units = count_units(task, batches)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     norms = epsilon = 0.0
@@ -87,7 +87,7 @@ def plain_gradient(prepared: PreparedRun, task: Task) -> Update:
         for name, part in added.items():
             gradient[name] += part
     norm = _norm(gradient)
-    return Update(
+    return GradientComparison(
         {name: one.cpu() for name, one in gradient.items()}, condition=norms / norm if norm else 1.0, epsilon=epsilon
     )
 

@@ -19,11 +19,11 @@ from lockstep.engine.evaluate import split
 from lockstep.engine.metric_sync import flatten
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
-from lockstep.verify.adjusted import Adjusted, Adjustment, readable
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges, readable_samples
 from lockstep.verify.compare import last_checkpoint
 
 
-def evaluate_plainly(
+def evaluate_model(
     task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: OnError = "raise"
 ) -> dict[str, float]:
     """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
@@ -38,7 +38,7 @@ def evaluate_plainly(
     model.eval()
     with torch.no_grad(), precision.autocast():
         for chunk in EvaluationPlan(length, micro_batch).chunks(1)[0]:
-            samples = readable(chunks, chunk.indices, 0)
+            samples = readable_samples(chunks, chunk.indices, 0)
             bad += len(chunk.indices) - len(samples)
             if not samples:
                 continue
@@ -60,15 +60,15 @@ def evaluate_plainly(
     return found | {"samples": length - bad, "bad": bad}
 
 
-def evaluate_by_hand(
-    config: Mapping[str, Any], folder: str, adjustment: Adjustment, micro_batch: int
+def evaluate_checkpoint(
+    config: Mapping[str, Any], folder: str, adjustment: TaskChanges, micro_batch: int
 ) -> dict[str, float]:
     """A trial's newest checkpoint, evaluated without the engine."""
     with _loaded(config, folder, adjustment) as (task, model, precision, on_error):
-        return evaluate_plainly(task, model, precision, micro_batch, on_error)
+        return evaluate_model(task, model, precision, micro_batch, on_error)
 
 
-def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> list[dict[str, Any]]:
+def predict_checkpoint(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> list[dict[str, Any]]:
     """Predictions of a trial's newest checkpoint without the engine, one sample at a time, each with its truth under `truth`."""
     with _loaded(config, folder, adjustment) as (task, model, precision, _), torch.no_grad(), precision.autocast():
         data: Any = task.eval_data()
@@ -83,11 +83,11 @@ def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustme
 
 @contextlib.contextmanager
 def _loaded(
-    config: Mapping[str, Any], folder: str, adjustment: Adjustment
-) -> Iterator[tuple[Adjusted, nn.Module, Precision, OnError]]:
+    config: Mapping[str, Any], folder: str, adjustment: TaskChanges
+) -> Iterator[tuple[ComparableTask, nn.Module, Precision, OnError]]:
     """The task, its model with the weights of a trial's newest checkpoint, the precision, and what an unreadable sample does."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = Adjusted(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), adjustment)
     with join_world(trainer.config.device) as world:
         seed(trainer.config)
         model = task.model().to(world.device)

@@ -14,7 +14,7 @@ from lockstep.engine.schedule import scaled_lr
 from lockstep.trainer import PreparedRun
 
 
-class Shadow:
+class ReferenceOptimizer:
     """Follows a training on one process, update by update.
 
     Args:
