@@ -41,7 +41,7 @@ def kept(task):
 
 def train(options, settings, run_dir=None):
     """A text task in float64."""
-    return runs.fit(kept(ComparableTask(Text(**options), TaskChanges(double=True))), settings, run_dir)
+    return runs.fit(kept(ComparableTask(Text(**options), TaskChanges(float64=True))), settings, run_dir)
 
 
 def difference(one, other):

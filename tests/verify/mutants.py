@@ -1345,7 +1345,15 @@ def _judge(
     begun = time.perf_counter()
     try:
         result = command.verify(
-            config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks
+            config,
+            nproc,
+            folder,
+            checks=checks,
+            quick=True,
+            steps=steps,
+            tell=lambda line: None,
+            wrap=wrap,
+            workers=ranks,
         )
         return Found({one.name: one for one in result.checks}, time.perf_counter() - begun)
     except LockstepError as error:

@@ -38,7 +38,9 @@ def settings(name="Classes", **sections):
 
 def verify(folder, name="Classes", checks=("loss",), **more):
     told = []
-    result = command.verify(settings(name), 1, folder, checks, quick=True, tell=told.append, **{"ranks": Here()} | more)
+    result = command.verify(
+        settings(name), 1, folder, checks=checks, quick=True, tell=told.append, **{"workers": Here()} | more
+    )
     return result, told
 
 
@@ -164,10 +166,10 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
         )
     result, told = verify(tmp_path, checks=())
     assert made == [(name, 8, 40) for name in CHECKS]
-    assert [verdict.name for verdict in result.checks] == list(CHECKS)
+    assert [check.name for check in result.checks] == list(CHECKS)
     assert len(told) == len(CHECKS) == 16
     made.clear()
-    command.verify(settings(), 1, tmp_path, ["elastic"], steps=5, tell=told.append, ranks=Here())
+    command.verify(settings(), 1, tmp_path, checks=["elastic"], steps=5, tell=told.append, workers=Here())
     assert made == [("elastic", 5, 60)]
 
 
@@ -213,7 +215,7 @@ def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, mon
 
     monkeypatch.setitem(CHECKS, "loss", broken)
     with pytest.raises(KeyboardInterrupt):
-        command.verify(settings(), 1, tmp_path, ["loss"])
+        command.verify(settings(), 1, tmp_path, checks=["loss"])
     assert made[0].closed
     assert made[0].log == tmp_path / "verify.log"
     assert list(tmp_path.iterdir()) == []
@@ -225,12 +227,12 @@ def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, m
 
     def wrap(function, *arguments):
         return command.worker_functions.answering(
-            fail if function is command.worker_functions.fit else function, *arguments
+            fail if function is command.worker_functions.train else function, *arguments
         )
 
     monkeypatch.setitem(CHECKS, "metric", lambda bench: fault("another"))
     result, told = verify(tmp_path, checks=("loss", "metric"), wrap=wrap)
-    assert [verdict.status for verdict in result.checks] == ["fault", "fault"]
+    assert [check.status for check in result.checks] == ["fault", "fault"]
     assert "learned-1" in result.checks[0].reason
     assert "the cat sat on the cable" in result.checks[0].reason
     assert len(told) == 2

@@ -18,12 +18,12 @@ from lockstep.verify.comparable_task import (
     ComparableTask,
     DropoutDisabled,
     TaskChanges,
-    _part,
+    _subset,
     batch_norm_modules,
-    fix,
-    silence,
+    disable_dropout,
+    freeze_statistics,
+    sum_of_heads,
     to_float64,
-    total,
 )
 from tests import own_tasks
 from tests.verify import clean_tasks
@@ -241,8 +241,8 @@ def test_how_many_probabilities_were_there_is_counted():
         Depth(),
         nn.Linear(2, 2),
     )
-    assert silence(model) == 4
-    assert silence(model) == 0
+    assert disable_dropout(model) == 4
+    assert disable_dropout(model) == 0
     assert model[4].p == 0.25
 
 
@@ -252,7 +252,7 @@ def test_a_model_without_dropout_gives_bitwise_the_same_loss_and_gradient():
         for task in (plain, ComparableTask(plain, TaskChanges()), ComparableTask(plain, EXACT)):
             torch.manual_seed(3)
             model = task.model().train()
-            loss = total(task.loss(model, batch_of(task)))
+            loss = sum_of_heads(task.loss(model, batch_of(task)))
             loss.backward()
             found.append([loss.detach(), *(p.grad for p in model.parameters())])
         assert same(found[0], found[1])
@@ -276,31 +276,41 @@ def test_everything_else_is_the_tasks_own():
 
 def test_every_method_of_a_task_that_training_and_evaluation_call_is_passed_on():
     methods = {name for name, value in inspect.getmembers(Task, inspect.isfunction) if not name.startswith("_")}
-    for how in (TaskChanges(), EXACT, TaskChanges(double=True, reverse=True, plain=True, part=3)):
+    for how in (TaskChanges(), EXACT, TaskChanges(float64=True, reverse=True, no_augmentation=True, train_samples=3)):
         made = ComparableTask(clean_tasks.Augmented(), how)
         assert methods - vars(ComparableTask).keys() - vars(made).keys() == {
             "input_data",
             "export",
-        }  # which no trial calls
+        }  # which no experiment calls
 
 
 def test_what_is_not_adjusted_is_the_tasks_own_method():
     """So that the engine finds out the same about it as in training, also where it was set on the object."""
     task = clean_tasks.Base()
     task.collate = lambda samples: task.__class__.collate(task, samples[::-1])
-    for how in (TaskChanges(part=20), TaskChanges(exact=True, double=True, part=20), TaskChanges(plain=True)):
+    for how in (
+        TaskChanges(train_samples=20),
+        TaskChanges(exact=True, float64=True, train_samples=20),
+        TaskChanges(no_augmentation=True),
+    ):
         made = ComparableTask(task, how)
         assert made.collate is task.collate
         assert made.prepare == task.prepare
         assert made.report == task.report
     assert ComparableTask(task, TaskChanges(reverse=True)).collate is not task.collate
     task.prepare = lambda sample, epoch, training: sample
-    assert ComparableTask(task, TaskChanges(plain=True)).prepare is not task.prepare
+    assert ComparableTask(task, TaskChanges(no_augmentation=True)).prepare is not task.prepare
     assert ComparableTask(task, EXACT).prepare is task.prepare
 
 
 @pytest.mark.parametrize(
-    "how", [TaskChanges(part=20), EXACT, TaskChanges(exact=True, double=True, part=20), TaskChanges(plain=True)]
+    "how",
+    [
+        TaskChanges(train_samples=20),
+        EXACT,
+        TaskChanges(exact=True, float64=True, train_samples=20),
+        TaskChanges(no_augmentation=True),
+    ],
 )
 @pytest.mark.parametrize("kind", [clean_tasks.Base, clean_tasks.Augmented, clean_tasks.Tokens])
 def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
@@ -313,7 +323,7 @@ def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
     assert kind is not clean_tasks.Base or verifying.at_once
 
 
-@pytest.mark.parametrize("how", [TaskChanges(), EXACT, TaskChanges(exact=True, double=True, reverse=True)])
+@pytest.mark.parametrize("how", [TaskChanges(), EXACT, TaskChanges(exact=True, float64=True, reverse=True)])
 def test_methods_on_the_object_are_used_with_a_data_set_of_tensors(how):
     task = clean_tasks.Base()
     task.prepare = lambda sample, epoch, training: (sample[0] + 1, sample[1])
@@ -375,14 +385,14 @@ def test_batch_norm_of_a_model_without_values_is_only_fixed():
 
 def test_fixing_is_of_one_module_alone():
     one, other = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    fix(one)
+    freeze_statistics(one)
     assert not one.train(True).training
     assert other.train(True).training
 
 
 def test_double_converts_the_model_and_the_batch():
     plain = Dtypes()
-    exact = ComparableTask(plain, TaskChanges(exact=True, double=True))
+    exact = ComparableTask(plain, TaskChanges(exact=True, float64=True))
     model, batch = exact.model(), batch_of(exact)
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float64}
     assert [tensor.dtype for tensor in batch] == [
@@ -442,7 +452,7 @@ class Named(Dataset):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 33, 50, 99])
 def test_a_part_is_evenly_spread(count):
-    part = _part(Named(), count)
+    part = _subset(Named(), count)
     taken = [part[place] for place in range(len(part))]
     assert len(taken) == count
     steps = np.diff([*taken, 100])
@@ -452,17 +462,17 @@ def test_a_part_is_evenly_spread(count):
 
 
 def test_a_part_keeps_lengths_and_names():
-    part = _part(Named(), 4)
+    part = _subset(Named(), 4)
     assert list(part.lengths) == [100, 125, 150, 175]
     assert [part.where(place) for place in range(4)] == ["file-0", "file-25", "file-50", "file-75"]
     assert not hasattr(part, "__getitems__")
-    unnamed = _part(list(range(10)), 2)
+    unnamed = _subset(list(range(10)), 2)
     assert unnamed.lengths is None
     assert (unnamed.where(1), unnamed[1]) == ("list[5]", 5)
 
 
 def test_a_part_of_tensors_are_tensors():
-    part = _part(TensorDataset(torch.arange(10), torch.arange(20).view(10, 2)), 2)
+    part = _subset(TensorDataset(torch.arange(10), torch.arange(20).view(10, 2)), 2)
     assert type(part) is TensorDataset
     assert [tensor.tolist() for tensor in part.tensors] == [[0, 5], [[0, 1], [10, 11]]]
 
@@ -472,30 +482,30 @@ def test_a_part_is_read_at_once_where_the_data_set_is():
         def __getitems__(self, indices):
             return [-index for index in indices]
 
-    part = _part(Many(), 4)
+    part = _subset(Many(), 4)
     assert part.__getitems__([1, 3, 0]) == [-25, -75, 0]
-    assert pickle.loads(pickle.dumps(_part(Subset(Named(), range(50)), 5))).__getitems__([1, 2]) == [10, 20]
+    assert pickle.loads(pickle.dumps(_subset(Subset(Named(), range(50)), 5))).__getitems__([1, 2]) == [10, 20]
 
 
 def test_no_part_and_a_part_of_everything_are_the_data_set_itself():
     data = Named()
-    assert _part(data, None) is data
-    assert _part(data, 100) is data
-    assert _part(data, 101) is data
+    assert _subset(data, None) is data
+    assert _subset(data, 100) is data
+    assert _subset(data, 101) is data
 
 
 def test_training_and_evaluation_have_parts_of_their_own():
-    task = ComparableTask(clean_tasks.Base(), TaskChanges(part=10, eval_part=3))
+    task = ComparableTask(clean_tasks.Base(), TaskChanges(train_samples=10, eval_samples=3))
     assert (len(task.train_data()), len(task.eval_data())) == (10, 3)
-    task = ComparableTask(clean_tasks.Base(), TaskChanges(part=10))
+    task = ComparableTask(clean_tasks.Base(), TaskChanges(train_samples=10))
     assert len(task.eval_data()) == 130
 
 
 def test_reverse_keeps_the_sum_and_turns_the_order():
     plain = clean_tasks.Base()
     forth, back = (
-        ComparableTask(plain, TaskChanges(double=True)),
-        ComparableTask(plain, TaskChanges(double=True, reverse=True)),
+        ComparableTask(plain, TaskChanges(float64=True)),
+        ComparableTask(plain, TaskChanges(float64=True, reverse=True)),
     )
     torch.manual_seed(0)
     model = forth.model()
@@ -508,7 +518,7 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
 
 def test_disturbing_changes_generators_and_nothing_else():
     plain = clean_tasks.Horizons()
-    task, batch = ComparableTask(plain, TaskChanges(disturb=True)), batch_of(plain)
+    task, batch = ComparableTask(plain, TaskChanges(disturb_generators=True)), batch_of(plain)
     torch.manual_seed(0)
     before = generators.states()
     assert task.weight(batch) == plain.weight(batch)
@@ -520,14 +530,15 @@ def test_disturbing_changes_generators_and_nothing_else():
 def test_plain_samples_are_prepared_as_for_evaluation():
     sample = (torch.zeros(12), 1)
     assert torch.equal(
-        ComparableTask(clean_tasks.Augmented(), TaskChanges(plain=True)).prepare(sample, 0, True)[0], sample[0]
+        ComparableTask(clean_tasks.Augmented(), TaskChanges(no_augmentation=True)).prepare(sample, 0, True)[0],
+        sample[0],
     )
     assert not torch.equal(ComparableTask(clean_tasks.Augmented(), EXACT).prepare(sample, 0, True)[0], sample[0])
 
 
 def test_a_total_is_the_sum_over_heads_in_their_own_format():
-    assert total({"a": torch.tensor(1.0), "b": torch.tensor(2.5)}) == 3.5
+    assert sum_of_heads({"a": torch.tensor(1.0), "b": torch.tensor(2.5)}) == 3.5
     one = torch.tensor(1.0)
-    assert total(one) is one
-    assert total({"a": torch.tensor(1.0, dtype=torch.float64)}).dtype == torch.float64
-    assert total({"a": torch.tensor(1.0, dtype=torch.bfloat16)}).dtype == torch.bfloat16
+    assert sum_of_heads(one) is one
+    assert sum_of_heads({"a": torch.tensor(1.0, dtype=torch.float64)}).dtype == torch.float64
+    assert sum_of_heads({"a": torch.tensor(1.0, dtype=torch.bfloat16)}).dtype == torch.bfloat16

@@ -9,8 +9,8 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
-from lockstep.verify.constant_baseline import trivial
-from lockstep.verify.free_outputs import FreeOutputs, fit, least_loss
+from lockstep.verify.constant_baseline import constant_baseline
+from lockstep.verify.free_outputs import FreeOutputs, fit_outputs, least_loss
 from tests import own_tasks, runs
 from tests.verify import odd_tasks
 
@@ -25,7 +25,7 @@ def settings(name, file=HERE / "odd_tasks.py", **options):
 def fitted(task, constant=True):
     torch.manual_seed(0)
     outputs = FreeOutputs(task.model().eval(), constant=constant)
-    _, loss = fit(task, outputs, CPU)
+    _, loss = fit_outputs(task, outputs, CPU)
     return loss, [parameter.detach() for parameter in outputs.outputs]
 
 
@@ -68,33 +68,33 @@ def test_a_constant_is_fitted_to_labels_and_not_to_inputs():
     model = task.model()
     before = [parameter.clone() for parameter in model.parameters()]
     outputs = FreeOutputs(model, constant=True)
-    fit(task, outputs, CPU)
+    fit_outputs(task, outputs, CPU)
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_outputs_of_their_own_for_each_sample_leave_no_loss():
-    loss, (outputs,) = fitted(ComparableTask(odd_tasks.Small(), TaskChanges(part=8)), constant=False)
+    loss, (outputs,) = fitted(ComparableTask(odd_tasks.Small(), TaskChanges(train_samples=8)), constant=False)
     assert outputs.shape == (8, 2)
     assert loss < 1e-8
 
 
 def test_the_least_loss_under_label_smoothing_is_its_entropy():
-    found = least_loss(settings("Smoothed"), TaskChanges(part=8))
+    found = least_loss(settings("Smoothed"), TaskChanges(train_samples=8))
     right, wrong = 0.9 + 0.1 / 3, 0.1 / 3
     assert found == pytest.approx(-(right * math.log(right) + 2 * wrong * math.log(wrong)), rel=1e-3)
-    assert least_loss(settings("Classes"), TaskChanges(part=8)) < 0.01
+    assert least_loss(settings("Classes"), TaskChanges(train_samples=8)) < 0.01
 
 
 def test_the_least_loss_is_zero_where_it_cannot_be_found():
     for name in ("AroundTheOutput", "OutputIgnored", "Raises"):
-        assert least_loss(settings(name), TaskChanges(part=8)) == 0.0
+        assert least_loss(settings(name), TaskChanges(train_samples=8)) == 0.0
 
 
 def test_an_output_of_changing_shape_has_no_constant():
     with pytest.raises(UsageError, match="changes with its input"):
         fitted(odd_tasks.OtherShapes())
-    assert "changes with its input" in trivial(settings("OtherShapes"), 512).obstacle
+    assert "changes with its input" in constant_baseline(settings("OtherShapes"), 512).obstacle
 
 
 def test_a_loss_that_does_not_come_from_the_output_has_no_constant():
@@ -131,11 +131,11 @@ def test_outputs_in_dicts_and_integers_beside_them_keep_their_form():
     assert len(outputs.outputs) == 2
 
 
-# ---- trivial
+# ---- the best constant output
 
 
 def test_the_best_constant_is_evaluated_on_other_data():
-    found = trivial(settings("Classes"), 512)
+    found = constant_baseline(settings("Classes"), 512)
     assert found.obstacle == ""
     frequencies = torch.tensor([20, 12, 8]) / 40
     assert found.values["loss"] == pytest.approx(
@@ -143,35 +143,35 @@ def test_the_best_constant_is_evaluated_on_other_data():
     )
     assert found.values["accuracy"] == pytest.approx(3 / 15)
     assert found.values["samples"] == 15
-    assert found.directed == ["accuracy"]
+    assert found.comparable_metrics == ["accuracy"]
     assert found.is_better("accuracy", 0.6, 0.5)
     assert not found.is_better("accuracy", 0.5, 0.5)
-    assert set(found.before) == {"loss", "accuracy", "samples", "bad"}
+    assert set(found.untrained) == {"loss", "accuracy", "samples", "bad"}
     assert not found.no_data
     assert not found.no_predict
 
 
 def test_metrics_may_come_in_a_dict_and_methods_may_be_set_on_the_object():
-    found, expected = (trivial(settings(name), 512) for name in ("MetricsInADict", "Classes"))
+    found, expected = (constant_baseline(settings(name), 512) for name in ("MetricsInADict", "Classes"))
     assert found.values == expected.values
-    assert found.directed == ["accuracy"]
-    assert not trivial(settings("PredictsOnTheObject"), 64).no_predict
+    assert found.comparable_metrics == ["accuracy"]
+    assert not constant_baseline(settings("PredictsOnTheObject"), 64).no_predict
 
 
 def test_a_constant_is_fitted_to_a_part_of_the_data():
-    whole, part = trivial(settings("Classes"), 512), trivial(settings("Classes"), 3)
+    whole, part = constant_baseline(settings("Classes"), 512), constant_baseline(settings("Classes"), 3)
     assert whole.values["loss"] != part.values["loss"]
 
 
 def test_where_there_is_no_constant_it_says_why():
-    found = trivial(settings("AroundTheOutput"), 512)
+    found = constant_baseline(settings("AroundTheOutput"), 512)
     assert "does not come from tensors that the model returns" in found.obstacle
-    assert found.before
+    assert found.untrained
     assert not found.values
 
 
 def test_without_evaluation_data_or_predictions_it_says_so():
-    found = trivial(settings("NoEvaluation", HERE / "clean_tasks.py"), 64)
+    found = constant_baseline(settings("NoEvaluation", HERE / "clean_tasks.py"), 64)
     assert found.no_data
     assert "no evaluation data" in found.obstacle
-    assert trivial(settings("NoPredictions"), 64).no_predict
+    assert constant_baseline(settings("NoPredictions"), 64).no_predict

@@ -10,7 +10,7 @@ import torch
 from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.generators import disturb
-from lockstep.verify.recorder import RecorderOptions, not_in_training
+from lockstep.verify.recorder import RecorderOptions, modules_in_wrong_mode
 from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.verify import broken_tasks, mutants
@@ -24,9 +24,14 @@ def fitted(name, folder, disturbed=False, workers=0, **options):
     settings = runs.config(
         task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers}
     )
-    return worker_functions.fit(
+    return worker_functions.train(
         TrainingRun(
-            "one", 1, settings, str(folder), TaskChanges(), RecorderOptions(batches=True, digests=1, disturb=disturbed)
+            "one",
+            1,
+            settings,
+            str(folder),
+            TaskChanges(),
+            RecorderOptions(digest_batches=True, digest_every=1, disturb_generators=disturbed),
         )
     )
 
@@ -81,16 +86,16 @@ def test_all_generators_are_disturbed_each_time_in_another_way():
 def test_a_mode_that_train_does_not_give_is_seen_and_left():
     model = broken_tasks.FrozenNorm().model()
     assert model.norm.training
-    assert not_in_training(model) == ["norm"]
+    assert modules_in_wrong_mode(model) == ["norm"]
     assert model.norm.training
-    assert not_in_training(model.train()) == []
+    assert modules_in_wrong_mode(model.train()) == []
     model.body.eval()
-    assert not_in_training(model) == ["body"]
+    assert modules_in_wrong_mode(model) == ["body"]
     assert not model.body.training
-    assert not_in_training(model.eval()) == ["FrozenNetwork", "body", "drop", "head"]
+    assert modules_in_wrong_mode(model.eval()) == ["FrozenNetwork", "body", "drop", "head"]
 
 
 def test_training_begins_in_the_mode_that_train_gives(tmp_path):
-    assert fitted("FrozenNorm", tmp_path / "right").misled == []
+    assert fitted("FrozenNorm", tmp_path / "right").wrong_modes == []
     with mutants.broken(mutants.MUTANTS["modules put into training mode past the model's own train()"]):
-        assert fitted("FrozenNorm", tmp_path / "wrong").misled == ["norm"]
+        assert fitted("FrozenNorm", tmp_path / "wrong").wrong_modes == ["norm"]

@@ -71,13 +71,13 @@ def test_no_gradient_at_all_and_nan_are_no_success():
     assert math.isnan(update(a=[1.0]).compare(actual(a=[math.nan]), None).difference)
 
 
-EXACT, TWO = TaskChanges(exact=True), RecorderOptions(updates=(0, 2))
+EXACT, TWO = TaskChanges(exact=True), RecorderOptions(gradient_steps=(0, 2))
 
 
 def train(tmp_path, name, file=OWN, adjustment=EXACT, watch=TWO, **sections):
     """What one process saw of three steps."""
     settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 3}, log={"every_steps": 1}, **sections)
-    return worker_functions.fit(TrainingRun("alone", 1, settings, str(tmp_path), adjustment, watch))
+    return worker_functions.train(TrainingRun("alone", 1, settings, str(tmp_path), adjustment, watch))
 
 
 CASES = {
@@ -100,7 +100,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
     task, sections = CASES[name]
-    found = train(tmp_path, task, **sections).updates
+    found = train(tmp_path, task, **sections).gradients
     assert list(found) == [0, 2]
     for one in found.values():
         assert (
@@ -115,25 +115,25 @@ def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
 
 def test_frozen_parameters_and_batch_norm_are_as_in_training(tmp_path):
     for name in ("Blocks", "BatchNorm"):
-        found = train(tmp_path / name, name, HERE / "clean_tasks.py", TaskChanges(exact=True, double=True)).updates
+        found = train(tmp_path / name, name, HERE / "clean_tasks.py", TaskChanges(exact=True, float64=True)).gradients
         assert all(one.difference < ROUNDING for one in found.values())
 
 
 def test_a_gradient_of_many_parts_says_how_far_rounding_is_amplified(tmp_path):
-    few = train(tmp_path / "few", "Plain", batch={"global": 60}).updates[0]
-    many = train(tmp_path / "many", "Plain", batch={"global": 200}).updates[0]
+    few = train(tmp_path / "few", "Plain", batch={"global": 60}).gradients[0]
+    many = train(tmp_path / "many", "Plain", batch={"global": 200}).gradients[0]
     assert few.condition == pytest.approx(1.0)
     assert many.condition > 1.001
 
 
 def test_a_skipped_update_is_not_compared(tmp_path):
     settings = {"task": {"kind": f"{OWN}:Masked", "mask_all": True}, "train": {"steps": 3}, "log": {"every_steps": 1}}
-    watch = RecorderOptions(updates=(0, 2))  # stopped, because a run that ends without any update is an error
-    found = worker_functions.fit(
+    watch = RecorderOptions(gradient_steps=(0, 2))  # stopped, because a run that ends without any update is an error
+    found = worker_functions.train(
         TrainingRun("alone", 1, runs.config(**settings), str(tmp_path), TaskChanges(), watch, stop_at=3)
     )
-    assert found.updates == {}
-    assert found.norms == []
+    assert found.gradients == {}
+    assert found.grad_norms == []
 
 
 def broken(monkeypatch, change):
@@ -149,7 +149,7 @@ def broken(monkeypatch, change):
 
 def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
     broken(monkeypatch, lambda run, head, factor: 1.01 * factor)
-    found = train(tmp_path, "Masked").updates
+    found = train(tmp_path, "Masked").gradients
     for one in found.values():
         assert one.difference == pytest.approx(0.01, rel=1e-6)
         assert one.ratio == pytest.approx(1.01, rel=1e-9)
@@ -157,12 +157,12 @@ def test_a_wrong_factor_is_seen(monkeypatch, tmp_path):
 
 def test_a_forgotten_coefficient_is_seen(monkeypatch, tmp_path):
     broken(monkeypatch, lambda run, head, factor: factor / run.coefficients.get(head, 1.0))
-    assert train(tmp_path, "TwoHeads").updates[0].difference > 0.01
+    assert train(tmp_path, "TwoHeads").gradients[0].difference > 0.01
 
 
 def test_samples_counted_instead_of_labels_are_seen(monkeypatch, tmp_path):
     broken(monkeypatch, lambda run, head, factor: torch.full_like(factor, 1 / 24))
-    assert train(tmp_path, "Masked").updates[2].difference > 0.01
+    assert train(tmp_path, "Masked").gradients[2].difference > 0.01
 
 
 def test_a_mean_of_means_is_seen(monkeypatch, tmp_path):
@@ -170,12 +170,12 @@ def test_a_mean_of_means_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(
         step, "_count", lambda run, micros, samples: {"loss": 7 * count(run, micros[:1], samples)["loss"]}
     )
-    assert train(tmp_path, "Masked", batch={"global": 20, "micro": 3}).updates[0].difference > 0.01
+    assert train(tmp_path, "Masked", batch={"global": 20, "micro": 3}).gradients[0].difference > 0.01
 
 
 def test_a_gradient_that_is_not_clipped_is_seen(monkeypatch, tmp_path):
     monkeypatch.setattr(sharding, "clip_grads", lambda *_: None)
-    found = train(tmp_path, "Masked", optim={"clip_norm": 0.01}).updates[0]
+    found = train(tmp_path, "Masked", optim={"clip_norm": 0.01}).gradients[0]
     assert found.ratio > 2
     assert found.difference > 1
 
@@ -190,17 +190,24 @@ def test_other_samples_than_those_of_the_plan_are_seen(monkeypatch, tmp_path, na
         return read(self, chunk._replace(indices=tuple((index + 1) % len(self.data) for index in chunk.indices)))
 
     monkeypatch.setattr(MicroBatches, "__getitem__", shifted)
-    assert train(tmp_path, name).updates[0].difference > 0.01
+    assert train(tmp_path, name).gradients[0].difference > 0.01
     assert ways == {name == "Masked"}
 
 
 def test_the_same_unreadable_samples_are_left_out(tmp_path):
-    found = train(tmp_path, "Unreadable", ODD, TaskChanges(), batch={"global": 40}, data={"on_error": "skip"}).updates
+    found = train(tmp_path, "Unreadable", ODD, TaskChanges(), batch={"global": 40}, data={"on_error": "skip"}).gradients
     assert all(one.difference < 1e-5 for one in found.values())
 
 
 def test_looking_leaves_no_trace_in_the_training(tmp_path):
-    watch = RecorderOptions(digests=1, batches=True, probes=(1, 3), updates=(0, 1, 2), used=True, talk=(1,))
+    watch = RecorderOptions(
+        digest_every=1,
+        digest_batches=True,
+        probe_steps=(1, 3),
+        gradient_steps=(0, 1, 2),
+        unused_parameters=True,
+        communication_steps=(1,),
+    )
     for task in ("Masked", "Dropout"):
         unwrap_ddp, watched = (
             train(tmp_path / f"{task}-{number}", task, adjustment=TaskChanges(), watch=one)
@@ -209,7 +216,7 @@ def test_looking_leaves_no_trace_in_the_training(tmp_path):
         assert watched.losses == unwrap_ddp.losses
         assert watched.moved == unwrap_ddp.moved
         assert len(watched.digests) == len(watched.batches) == 3
-        assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.updates == {}
+        assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.gradients == {}
 
 
 def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
@@ -217,15 +224,15 @@ def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
         tmp_path,
         "Unused",
         adjustment=TaskChanges(),
-        watch=RecorderOptions(used=True),
+        watch=RecorderOptions(unused_parameters=True),
         parallel={"find_unused_parameters": True},
         optim={"clip_norm": 0.5},
     )
     assert set(found.unused) == {"forgotten.weight", "forgotten.bias"}
-    assert [updates for updates, _, _ in found.rates] == [0, 1, 2]
-    assert [at for at, _ in found.norms] == [0, 1, 2]
-    assert all(0 < norm <= 0.5 * (1 + 1e-6) for _, norm in found.norms)
-    assert found.modes == []
+    assert [updates for updates, _, _ in found.learning_rates] == [0, 1, 2]
+    assert [at for at, _ in found.grad_norms] == [0, 1, 2]
+    assert all(0 < norm <= 0.5 * (1 + 1e-6) for _, norm in found.grad_norms)
+    assert found.steps_in_eval_mode == []
     assert found.base_lr == 0.01
     assert (found.stop, found.length, found.steps_per_epoch) == (3, 240, 10)
     assert sorted(found.trainable) == sorted(found.parameters)
@@ -236,13 +243,13 @@ def test_a_trial_ends_where_it_is_to_end(tmp_path):
     settings = runs.config(
         task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0}
     )
-    stopped = worker_functions.fit(TrainingRun("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
+    stopped = worker_functions.train(TrainingRun("stopped", 1, settings, str(tmp_path / "a"), stop_at=3))
     assert len(stopped.losses) == 3
-    resumed = worker_functions.fit(TrainingRun("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))
+    resumed = worker_functions.train(TrainingRun("resumed", 1, settings, str(tmp_path / "a"), stop_at=5))
     assert [at for at, _, _ in resumed.samples][:2] == [3, 4]
-    whole = worker_functions.fit(TrainingRun("whole", 1, settings, str(tmp_path / "b")))
+    whole = worker_functions.train(TrainingRun("whole", 1, settings, str(tmp_path / "b")))
     share = (whole.losses[6] - 0.1) / (whole.losses[0] - 0.1)
-    until = worker_functions.fit(TrainingRun("until", 1, settings, str(tmp_path / "c"), until=(share, 0.1)))
+    until = worker_functions.train(TrainingRun("until", 1, settings, str(tmp_path / "c"), until=(share, 0.1)))
     assert until.losses[-1] <= whole.losses[6]
     assert all(loss > whole.losses[6] for loss in until.losses[:-1])
 

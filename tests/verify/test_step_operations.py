@@ -24,14 +24,16 @@ OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
 PACKAGE = Path(lockstep.__file__).parent
 
 
-TALK = RecorderOptions(talk=(1, 2, 3))
+TALK = RecorderOptions(communication_steps=(1, 2, 3))
 
 
 def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
     """What this rank saw of five steps of which nothing is logged."""
     settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 5}, log={"every_steps": 5}, **sections)
     with runs.shared_folder() as shared:
-        return worker_functions.fit(TrainingRun("overheard", 1, settings, str(folder or shared), TaskChanges(), watch))
+        return worker_functions.train(
+            TrainingRun("overheard", 1, settings, str(folder or shared), TaskChanges(), watch)
+        )
 
 
 def overheard_on_ranks(name, sections, wasteful=False):
@@ -44,13 +46,13 @@ def overheard_on_ranks(name, sections, wasteful=False):
     finally:
         strategy.sync = sync
     quietest_first = sorted(
-        map(vars, seen.talk.values()), key=lambda talk: len(talk["small"])
+        map(vars, seen.communication.values()), key=lambda talk: len(talk["own_reductions"])
     )  # about once a second, all agree whether to stop
     return quietest_first, seen.trainable, seen.sharded
 
 
 def test_torch_still_has_the_operators_that_are_listened_for():
-    for name in (*step_operations._REDUCTIONS, *step_operations._WAITS):
+    for name in (*step_operations._REDUCTIONS, *step_operations._HOST_WAITS):
         space, _, operator = name.partition("::")
         assert getattr(getattr(torch.ops, space), operator).overloads(), name
 
@@ -65,16 +67,16 @@ def test_the_operators_that_reduce_take_their_tensors_where_they_are_looked_for(
 
 def test_alone_nobody_talks_and_nobody_waits(tmp_path):
     seen = overheard("Masked", folder=tmp_path, batch={"micro": 5}, optim={"clip_norm": 1.0})
-    assert list(seen.talk) == [1, 2, 3]
-    for talk in seen.talk.values():
-        assert (talk.reductions, talk.small, talk.others, talk.waits) == ([], [], [], [])
+    assert list(seen.communication) == [1, 2, 3]
+    for talk in seen.communication.values():
+        assert (talk.reductions, talk.own_reductions, talk.other_collectives, talk.host_waits) == ([], [], [], [])
 
 
 def test_a_value_that_the_task_reads_is_the_tasks_wait(tmp_path):
     seen = overheard("Waits", ODD, folder=tmp_path, batch={"global": 20, "micro": 10})
-    for talk in seen.talk.values():
-        assert len(talk.waits) == 2
-        place, ours = talk.waits[0]
+    for talk in seen.communication.values():
+        assert len(talk.host_waits) == 2
+        place, ours = talk.host_waits[0]
         assert not ours
         file, _, line = place.partition(":")
         assert file == "odd_tasks.py"
@@ -101,7 +103,7 @@ def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks_and_mo
 
     monkeypatch.setattr(engine, "_factors", nosy)
     seen = overheard("Masked", folder=tmp_path)
-    assert [talk.waits for talk in seen.talk.values()] == [[(f"{Path(path).name}:4", ours)]] * 3
+    assert [talk.host_waits for talk in seen.communication.values()] == [[(f"{Path(path).name}:4", ours)]] * 3
 
 
 def test_comparing_and_asking_for_truth_wait_too():
@@ -110,7 +112,7 @@ def test_comparing_and_asking_for_truth_wait_too():
         assert torch.equal(torch.ones(2), torch.ones(2))
         assert bool(torch.ones(1) > 0)
         torch.ones(3).sum()
-    assert [place.partition(":")[0] for place, _ in seen.talk.waits] == ["test_step_operations.py"] * 2
+    assert [place.partition(":")[0] for place, _ in seen.communication.host_waits] == ["test_step_operations.py"] * 2
 
 
 def test_what_an_optimizer_reads_in_its_step_is_not_counted():
@@ -119,12 +121,12 @@ def test_what_an_optimizer_reads_in_its_step_is_not_counted():
     parameter.grad = torch.ones(3)
     with StepOperations(other) as heard:
         mine.step()
-    assert heard.talk.waits
+    assert heard.communication.host_waits
     with StepOperations(mine) as heard:
         mine.step()
-        assert heard.talk.waits == []
+        assert heard.communication.host_waits == []
         parameter.sum().item()
-    assert len(heard.talk.waits) == 1
+    assert len(heard.communication.host_waits) == 1
 
 
 def test_afterwards_nobody_listens():
@@ -133,7 +135,7 @@ def test_afterwards_nobody_listens():
         pass
     torch.ones(1).item()
     optimizer.step()
-    assert seen.talk.waits == []
+    assert seen.communication.host_waits == []
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
 
@@ -156,9 +158,10 @@ def test_digests_tell_the_first_operation_that_differs():
 
 def test_the_operations_of_a_step_are_the_same_when_it_is_run_again(tmp_path):
     one, other = (
-        overheard("Dropout", watch=RecorderOptions(operations=2), folder=tmp_path / name) for name in ("one", "other")
+        overheard("Dropout", watch=RecorderOptions(operations_step=2), folder=tmp_path / name)
+        for name in ("one", "other")
     )
-    assert one.talk == {}
+    assert one.communication == {}
     assert len(one.operations) > 20
     assert any("mm" in name for name, _ in one.operations)
     assert any("backward" in name for name, _ in one.operations)
@@ -169,8 +172,8 @@ def test_what_draws_random_numbers_is_noted():
     with RandomOperations() as seen:
         torch.ones(2) + torch.rand(2)
         torch.nn.functional.dropout(torch.ones(2), 0.5)
-    assert seen.found[0] == "rand"
-    assert len(seen.found) == 2
+    assert seen.names[0] == "rand"
+    assert len(seen.names) == 2
 
 
 def test_on_two_ranks_each_gradient_travels_once():
@@ -180,8 +183,8 @@ def test_on_two_ranks_each_gradient_travels_once():
         elements = sum(math.prod(shape) for shape in trainable.values())
         for talk in talks:
             assert sum(talk["reductions"]) == elements
-            assert talk["waits"] == []
-        assert talks[0]["small"] == [1]  # the units of one head
+            assert talk["host_waits"] == []
+        assert talks[0]["own_reductions"] == [1]  # the units of one head
 
 
 def test_on_two_ranks_gradients_that_travel_with_each_micro_batch_are_seen():
@@ -199,9 +202,9 @@ def test_on_two_ranks_sharded_gradients_travel_once_with_their_padding(clip):
     assert padded > sum(math.prod(shape) for shape in trainable.values())
     for talk in talks:
         assert sum(talk["reductions"]) == padded
-        assert any("allgather" in name for name in talk["others"])
-        assert talk["waits"] == []
-    assert talks[0]["small"] == ([1] if clip is None else [1, 1])  # the units; the norm
+        assert any("allgather" in name for name in talk["other_collectives"])
+        assert talk["host_waits"] == []
+    assert talks[0]["own_reductions"] == ([1] if clip is None else [1, 1])  # the units; the norm
 
 
 def test_listening_ends_where_a_step_fails(tmp_path):
@@ -211,7 +214,7 @@ def test_listening_ends_where_a_step_fails(tmp_path):
     factors, engine._factors = engine._factors, fail
     try:
         with pytest.raises(RuntimeError, match="asleep"), contextlib.suppress(KeyError):
-            overheard("Masked", watch=RecorderOptions(talk=(0,)), folder=tmp_path)
+            overheard("Masked", watch=RecorderOptions(communication_steps=(0,)), folder=tmp_path)
     finally:
         engine._factors = factors
     torch.ones(1).item()

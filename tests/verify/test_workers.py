@@ -129,7 +129,7 @@ def test_the_log_that_a_broken_task_is_told_of_has_its_traceback(pool):
     odd_tasks = Path(__file__).resolve().parent / "odd_tasks.py"
     settings = config_file.parse(runs.config(task={"kind": f"{odd_tasks}:Raises"})).model_dump(by_alias=True)
     with pytest.raises(LockstepError, match="the sheep are asleep") as caught:
-        command.verify(settings, 2, pool.log.parent, ranks=pool)
+        command.verify(settings, 2, pool.log.parent, workers=pool)
     assert caught.value.where == str(pool.log)
     log = pool.log.read_text()
     assert "Traceback" in log
@@ -163,7 +163,7 @@ def test_two_pools_at_once_do_not_disturb_each_other(pool):
 
 @pytest.mark.parametrize("how", ["killed", "answered"])
 def test_a_rank_that_fails_before_it_joins_does_not_keep_the_others_waiting(pool, monkeypatch, how):
-    monkeypatch.setattr(module, "_ALONE_S", 1.0)
+    monkeypatch.setattr(module, "_TIMEOUT_AFTER_FAILURE_S", 1.0)
     begun = time.monotonic()
     waiting, failed = pool.run(2, die_before_joining, how)
     assert time.monotonic() - begun < 30
@@ -182,7 +182,7 @@ def test_a_process_that_is_gone_when_it_is_asked_is_an_ended_rank(pool):
     os.kill(process.pid, signal.SIGSTOP)  # alive, until it is asked
     threading.Timer(0.5, process.kill).start()
     (answer,) = pool.run(1, whoami)
-    assert (answer.exit_code, answer.why) == (-signal.SIGKILL, "")
+    assert (answer.exit_code, answer.reason) == (-signal.SIGKILL, "")
 
 
 def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_others(pool):

@@ -1,4 +1,4 @@
-"""What a loss makes of outputs that no model gave: the best constant one, and the best for each sample."""
+"""Outputs that are fitted to a loss without a model: the best constant output, and the best output for each sample."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges, count_units, readable_samples
 
-_AT_ONCE = 64
+_BATCH_SIZE = 64
 
 
 class FreeOutputs(nn.Module):
-    """Stands for a model: its outputs have the model's shapes, and are parameters themselves.
+    """Takes the place of a model. Its outputs have the shapes of the model's outputs, and are parameters themselves.
 
     Args:
-        model: is run for the shapes.
-        constant: the same output for every sample; else one of its own for each sample of the one batch that it is for.
+        model: runs to find the shapes.
+        constant: the same output for every sample; otherwise one output per sample, for a single batch.
     """
 
     def __init__(self, model: nn.Module, constant: bool) -> None:
         super().__init__()
-        object.__setattr__(self, "inner", model)  # no submodule: its parameters are not to be fitted
+        object.__setattr__(self, "inner", model)  # not a submodule: its parameters are not fitted
         self.constant = constant
         self.outputs = nn.ParameterList()
 
@@ -41,14 +41,15 @@ class FreeOutputs(nn.Module):
             return getattr(self.inner, name)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return self.inner.parameters(recurse)  # type: ignore[no-any-return] # which a loss may ask for a dtype or a device
+        """The parameters of the model, which a loss may ask for a dtype or a device."""
+        return self.inner.parameters(recurse)  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            made = self.inner(*args, **kwargs)
+            model_outputs = self.inner(*args, **kwargs)
         place = -1
 
-        def instead(tensor: Tensor) -> Tensor:
+        def replace(tensor: Tensor) -> Tensor:
             nonlocal place
             if not tensor.is_floating_point() or not tensor.ndim:
                 return tensor
@@ -61,18 +62,23 @@ class FreeOutputs(nn.Module):
             output: Tensor = self.outputs[place].expand(tensor.shape)
             return output
 
-        return map_tensors(made, instead)
+        return map_tensors(model_outputs, replace)
 
 
-def fit(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
-    """Fit them to the task's training data by its own loss: classes' frequencies for a constant and cross-entropy, the mean for a squared
-    error. Returns the loss of outputs that are all zero, and the one that is left.
+def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
+    """Fit the outputs to the task's training data by its own loss.
+
+    The best constant output is the frequency of each class for cross-entropy, and the mean for a squared error.
+
+    Returns:
+        The loss of outputs that are all zero, and the loss of the fitted outputs.
 
     Raises:
         UsageError: the loss does not come from tensors that the model returns.
     """
     batches = _batches(task, device)
     units = count_units(task, batches)
+    coefficients = task.coefficients()
 
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
@@ -80,15 +86,15 @@ def fit(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, 
             losses = task.loss(outputs, batch)
             for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
                 count = units.get(head, units.get(SAMPLES, 0.0))
-                total = total + (task.coefficients().get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
+                total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total
 
-    value, parameters = objective(), list(outputs.outputs)
-    if (
-        not parameters
-        or not value.requires_grad
-        or not any(one is not None for one in torch.autograd.grad(value, parameters, allow_unused=True))
-    ):
+    first, parameters = objective(), list(outputs.outputs)
+    reached = bool(parameters) and first.requires_grad
+    if reached:
+        gradients = torch.autograd.grad(first, parameters, allow_unused=True)
+        reached = any(gradient is not None for gradient in gradients)
+    if not reached:
         raise UsageError("the loss does not come from tensors that the model returns")
     optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
 
@@ -99,25 +105,29 @@ def fit(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, 
         return value
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return float(value.detach()), float(objective().detach())
+    return float(first.detach()), float(objective().detach())
 
 
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
-    """Training data in batches, each with its number of samples."""
+    """The training data in batches, each with its number of samples."""
     data = task.train_data()
     samples = readable_samples(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
-    cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
-    return [(map_tensors(task.collate(cut), lambda tensor: tensor.to(device)), len(cut)) for cut in cuts]
+    parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
+    return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
 
 
-def least_loss(config: Mapping[str, Any], adjustment: TaskChanges) -> float:
-    """The least loss that any outputs could have on a few training samples (label smoothing leaves some); 0 where it cannot be found."""
+def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
+    """The least loss that any outputs could have on a few training samples; 0 where it cannot be found.
+
+    Label smoothing, for example, leaves a loss above zero.
+    """
     trainer = Trainer(config, quiet=True)
-    task = ComparableTask(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), changes)
     with join_world(trainer.config.device) as world:
         seed(trainer.config)
         try:
-            first, least = fit(task, FreeOutputs(task.model().to(world.device).eval(), constant=False), world.device)
+            outputs = FreeOutputs(task.model().to(world.device).eval(), constant=False)
+            first, least = fit_outputs(task, outputs, world.device)
         except Exception:
             return 0.0
-    return max(0.0, least) if least < 0.99 * first else 0.0  # a loss that hears nothing of the output has no such bound
+    return max(0.0, least) if least < 0.99 * first else 0.0  # a loss that ignores the outputs has no least value

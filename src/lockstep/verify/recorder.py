@@ -1,4 +1,4 @@
-"""Sees a training on one rank, between its steps: samples, losses, digests of its state, gradients, operations."""
+"""Records a training on one rank, between its steps: samples, losses, digests of its state, gradients, operations."""
 
 from __future__ import annotations
 
@@ -22,91 +22,115 @@ from lockstep.verify.reference.gradient import GradientComparison, reference_gra
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.verify.step_operations import Communication, StepOperations
 
-State = dict[str, tuple[int, int, int]]  # by tensor: first row here, rows here, digest
+StateDigests = dict[str, tuple[int, int, int]]  # by tensor: its first row on this rank, its number of rows here, digest
 
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """What is looked at besides samples and losses. Each costs something, so each is asked for.
+    """What is recorded besides samples and losses. Everything here costs time, so it is off by default."""
 
-    digests: of the whole state, every so many steps (0: never). batches: digests of what the loader gives. probes: steps after
-    which one batch goes through every rank. updates: steps whose gradient is compared with plain torch's. used: which
-    parameters ever got a gradient that is not zero. talk: steps in which collectives and host synchronisations are counted.
-    operations: the step whose every operation is digested. follow: the config whose updates plain torch makes beside the run's, on one
-    process. disturb: put the generators of torch, NumPy and Python into other states before and after every step, which must
-    change nothing.
-    """
-
-    digests: int = 0
-    batches: bool = False
-    probes: tuple[int, ...] = ()
-    updates: tuple[int, ...] = ()
-    used: bool = False
-    talk: tuple[int, ...] = ()
-    operations: int | None = None
-    follow: Mapping[str, Any] | None = None
-    disturb: bool = False
+    digest_every: int = 0
+    """Digests of the whole state, every so many steps. 0: never."""
+    digest_batches: bool = False
+    """Digests of all micro-batches that the loader gives."""
+    probe_steps: tuple[int, ...] = ()
+    """After these steps, the same batch passes through the model on every rank."""
+    gradient_steps: tuple[int, ...] = ()
+    """In these steps (counted from 0), the gradient is compared with plain torch's."""
+    unused_parameters: bool = False
+    """Find parameters that never got a gradient other than zero."""
+    communication_steps: tuple[int, ...] = ()
+    """In these steps (counted from 0), collectives and waits of the host are recorded."""
+    operations_step: int | None = None
+    """In this step (counted from 0), the result of every operation is digested."""
+    reference_config: Mapping[str, Any] | None = None
+    """A config whose updates plain torch makes beside the training, on one process."""
+    disturb_generators: bool = False
+    """Put the global random generators into other states around every step, which must change nothing."""
 
 
 @dataclass
 class Recording:
-    """What a witness saw on its rank.
-
-    entries: of the log. samples: (step, epoch, indices that count) of each step. moved: 2-norm of what training changed in the
-    parameters that are here. norms: (step, norm of the gradient as the optimizer got it). rates: (updates before, learning rate, base
-    learning rate) of each update. followed, wrongly: see `ReferenceOptimizer.differences` and `ReferenceOptimizer.trainable`. unused: trainable parameters that
-    never got a gradient, or only zeros. modes: steps in which the model was in evaluation mode. misled: modules that began in
-    another mode than `model.train()` gives them.
-    """
+    """What was recorded of a training on one rank."""
 
     entries: list[dict[str, float]] = field(default_factory=list)
+    """The entries of the log."""
     samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    """(step counted from 0, epoch, indices that count) of each step."""
     batches: dict[int, list[int]] = field(default_factory=dict)
-    digests: dict[int, State] = field(default_factory=dict)
+    """Digests of the micro-batches, by step counted from 0."""
+    digests: dict[int, StateDigests] = field(default_factory=dict)
+    """Digests of the state, by number of steps done."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors in `digests`, unsharded."""
     probes: dict[int, list[dict[str, str]]] = field(default_factory=dict)
-    updates: dict[int, GradientComparison] = field(default_factory=dict)
-    norms: list[tuple[int, float]] = field(default_factory=list)
-    rates: list[tuple[int, float, float]] = field(default_factory=list)
-    followed: dict[str, float] = field(default_factory=dict)
-    wrongly: list[str] = field(default_factory=list)
+    """By number of steps done: for each rank, the loss of the same batch by head, as exact hexadecimal numbers."""
+    gradients: dict[int, GradientComparison] = field(default_factory=dict)
+    """By step counted from 0."""
+    grad_norms: list[tuple[int, float]] = field(default_factory=list)
+    """(step counted from 0, norm of the gradient as the optimizer got it)."""
+    learning_rates: list[tuple[int, float, float]] = field(default_factory=list)
+    """(updates before, learning rate, base learning rate) of each update."""
+    reference_differences: dict[str, float] = field(default_factory=dict)
+    """See `ReferenceOptimizer.differences`."""
+    wrongly_trainable: list[str] = field(default_factory=list)
+    """See `ReferenceOptimizer.wrongly_trainable`."""
     unused: list[str] = field(default_factory=list)
-    modes: list[int] = field(default_factory=list)
-    misled: list[str] = field(default_factory=list)
-    talk: dict[int, Communication] = field(default_factory=dict)
+    """Trainable parameters that never got a gradient, or only zeros."""
+    steps_in_eval_mode: list[int] = field(default_factory=list)
+    """Steps, counted from 0, in which the model was in evaluation mode."""
+    wrong_modes: list[str] = field(default_factory=list)
+    """Modules that began in another mode than `model.train()` gives them."""
+    communication: dict[int, Communication] = field(default_factory=dict)
+    """By step counted from 0."""
     operations: list[tuple[str, int]] = field(default_factory=list)
+    """(name, digest of the result) of each operation of one step."""
     parameters: list[str] = field(default_factory=list)
-    buffer_bytes: int = 0
+    """Names of all parameters."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the parameters that train, unsharded."""
+    buffer_bytes: int = 0
+    """Size of all buffers."""
     sharded: bool = False
+    """Whether ranks hold parts of the parameters."""
     moved: float = 0.0
+    """2-norm of what training changed in the parameters on this rank."""
     stop: int = 0
+    """Number of steps of the whole training."""
     steps_per_epoch: int = 0
     length: int = 0
+    """Number of training samples."""
     base_lr: float = 0.0
+    """Base learning rate of the last parameter group."""
 
     @property
     def losses(self) -> list[float]:
-        """By step."""
+        """The logged losses, by step."""
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
 
 
 class TrainingRecorder:
-    """A `trainer.TrainingRecorder`. after: called after each step, with its number (counted from 1)."""
+    """A `lockstep.trainer.Recorder`.
 
-    def __init__(self, task: Task, watch: RecorderOptions, after: Callable[[int], None]) -> None:
-        self.task, self.what, self.after = task, watch, after
-        self.seen = Recording()
+    Args:
+        task: of the training.
+        options: what is recorded.
+        after_step: is called after each step, with its number (counted from 1).
+    """
+
+    def __init__(self, task: Task, options: RecorderOptions, after_step: Callable[[int], None]) -> None:
+        self.task, self.options, self.after_step = task, options, after_step
+        self.recording = Recording()
         self._updates = 0
-        self._reference: GradientComparison | None = None
+        self._gradient: GradientComparison | None = None
         self._never_used: dict[str, Tensor] = {}
         self._operations: StepOperations | None = None
-        self._shadow: ReferenceOptimizer | None = None
+        self._reference_optimizer: ReferenceOptimizer | None = None
 
     # ---- what the trainer calls
 
     def record(self, entry: dict[str, float]) -> None:
-        self.seen.entries.append(entry)
+        self.recording.entries.append(entry)
 
     def progress(self, step: int) -> None:
         pass
@@ -118,134 +142,124 @@ class TrainingRecorder:
         pass
 
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
-        """Pass the batches on, and look at what happens between them."""
-        state, model, seen = prepared.state, prepared.built.model, self.seen
-        seen.stop, seen.steps_per_epoch, seen.length = (
-            prepared.stop,
-            prepared.plan.steps_per_epoch,
-            prepared.plan.length,
-        )
-        seen.sharded = strategy.is_sharded(state.forward)
-        seen.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-        seen.parameters = [name for name, _ in model.named_parameters()]
-        seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-        seen.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
+        """Pass the batches on to the trainer, and record what happens before and after each step."""
+        state, model, recording = prepared.state, prepared.built.model, self.recording
+        self._record_facts(prepared)
         self._updates = state.step - state.skipped
-        if self.what.follow is not None:
-            self._shadow = ReferenceOptimizer(prepared, self.what.follow)
-            seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
-        seen.misled = not_in_training(model)
+        if self.options.reference_config is not None:
+            self._reference_optimizer = ReferenceOptimizer(prepared, self.options.reference_config)
+            recording.reference_differences = self._reference_optimizer.differences
+            recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
+        recording.wrong_modes = modules_in_wrong_mode(model)
         start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
-        handles = [state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))]
+        handle = state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))
         try:
-            for micros in prepared.batches:
-                self._before(prepared, micros)
+            for micro_batches in prepared.batches:
+                self._before_step(prepared, micro_batches)
                 step = state.step
-                with self._listening(prepared):
-                    yield micros
+                with self._record_operations(prepared):
+                    yield micro_batches
                 if state.step > step:
-                    self._after(prepared, micros)
-                    self.after(state.step)
+                    self._after_step(prepared, micro_batches)
+                    self.after_step(state.step)
         finally:
-            for handle in handles:
-                handle.remove()
-            seen.moved = math.sqrt(
-                sum(
-                    float((sharding.local(p.detach()) - start[name]).double().square().sum())
-                    for name, p in model.named_parameters()
-                )
-            )
-            seen.unused = [name for name, never in self._never_used.items() if bool(never)]
+            handle.remove()
+            moved = [sharding.local(p.detach()) - start[name] for name, p in model.named_parameters()]
+            recording.moved = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+            recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step
 
-    def _before(self, prepared: PreparedRun, micros: list[MicroBatch]) -> None:
+    def _record_facts(self, prepared: PreparedRun) -> None:
+        """Record what stays the same during the training."""
+        state, model, recording = prepared.state, prepared.built.model, self.recording
+        recording.stop, recording.length = prepared.stop, prepared.plan.length
+        recording.steps_per_epoch = prepared.plan.steps_per_epoch
+        recording.sharded = strategy.is_sharded(state.forward)
+        recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        recording.parameters = [name for name, _ in model.named_parameters()]
+        recording.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
+
+    def _before_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
         state, step = prepared.state, prepared.state.step
-        self.seen.samples.append(
-            (step, micros[0].epoch, tuple(index for micro in micros if not micro.filler for index in micro.indices))
-        )
-        if self.what.batches:
-            self.seen.batches[step] = [digest_of_batch(micro.batch) for micro in micros]
+        indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
+        self.recording.samples.append((step, micro_batches[0].epoch, indices))
+        if self.options.digest_batches:
+            self.recording.batches[step] = [digest_of_batch(micro.batch) for micro in micro_batches]
         if not state.forward.training:
-            self.seen.modes.append(step)
-        if step in self.what.updates:
-            self._reference = reference_gradient(prepared, self.task)
-        if self.what.disturb:
+            self.recording.steps_in_eval_mode.append(step)
+        if step in self.options.gradient_steps:
+            self._gradient = reference_gradient(prepared, self.task)
+        if self.options.disturb_generators:
             disturb(2 * step)
 
-    def _after(self, prepared: PreparedRun, micros: list[MicroBatch]) -> None:
-        state = prepared.state
-        if self._shadow is not None:
-            self._shadow.after_step()
-        self._reference = None  # where the update was skipped, nobody has asked for it
-        if self.what.digests and (state.step % self.what.digests == 0 or state.step == prepared.stop):
-            self.seen.digests[state.step] = self._state(prepared)
-        if state.step in self.what.probes:
-            self.seen.probes[state.step] = self._probe(prepared, micros[0].batch)
-        if self.what.disturb:
+    def _after_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
+        state, options = prepared.state, self.options
+        if self._reference_optimizer is not None:
+            self._reference_optimizer.after_step()
+        self._gradient = None  # still set where the update was skipped
+        if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
+            self.recording.digests[state.step] = self._digest_state(prepared)
+        if state.step in options.probe_steps:
+            self.recording.probes[state.step] = self._probe(prepared, micro_batches[0].batch)
+        if options.disturb_generators:
             disturb(2 * state.step - 1)
 
     def _before_update(self, prepared: PreparedRun, optimizer: Any, *_: Any) -> None:
-        """What the optimizer is about to use."""
-        if self._operations is not None:  # what it takes to look at it is not the step's
+        """Record what the optimizer is about to use."""
+        if self._operations is not None:  # otherwise operations made here would be recorded as the step's
             return
-        state, model = prepared.state, prepared.built.model
+        state, model, recording = prepared.state, prepared.built.model, self.recording
         step = state.step - 1
         if not model.training:
-            self.seen.modes.append(step)
-        if self._shadow is not None:
-            self._shadow.before_update(step)
-        self.seen.norms.append((step, float(sharding.grad_norm(state.parameters))))
+            recording.steps_in_eval_mode.append(step)
+        if self._reference_optimizer is not None:
+            self._reference_optimizer.before_update(step)
+        recording.grad_norms.append((step, float(sharding.grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
-        self.seen.rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
+        recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
         self._updates += 1
-        if self.what.used:
-            for name, parameter in model.named_parameters():
-                if parameter.requires_grad:
-                    grad = None if parameter.grad is None else sharding.local(parameter.grad)
-                    zero = torch.tensor(grad is None or not bool(grad.any()))
-                    self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
-        if self._reference is not None:
-            whole = {
-                name: sharding.gather_on_rank0(p.grad, state.world)
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
-            self.seen.updates[step] = (
-                self._reference.compare(whole, state.clip_norm) if state.world.rank == 0 else self._reference
-            )
-            self._reference = None
+        if self.options.unused_parameters:
+            self._note_unused(model)
+        if self._gradient is not None:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            whole = {name: sharding.gather_on_rank0(gradient, state.world) for name, gradient in gradients.items()}
+            is_first = state.world.rank == 0
+            recording.gradients[step] = self._gradient.compare(whole, state.clip_norm) if is_first else self._gradient
+            self._gradient = None
 
-    # ---- what is looked at
+    def _note_unused(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                grad = None if parameter.grad is None else sharding.local(parameter.grad)
+                zero = torch.tensor(grad is None or not bool(grad.any()))
+                self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
 
-    def _state(self, prepared: PreparedRun) -> State:
+    # ---- what is recorded
+
+    def _digest_state(self, prepared: PreparedRun) -> StateDigests:
+        """Digests of weights, buffers, optimizer state and averages on this rank."""
         state, model = prepared.state, prepared.built.model
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        held = {f"model.{name}": value for name, value in model.state_dict().items()}
-        held |= {
-            f"optimizer.{names[id(one)]}.{slot}": value
-            for one, slots in state.optimizer.state.items()
-            for slot, value in slots.items()
-        }
-        held |= (
-            {f"ema.{name}": value for name, value in state.averages.tensors.items()}
-            if state.averages is not None
-            else {}
-        )
-        held |= {
-            f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in held
-        }  # no checkpoint holds them
-        tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        strategy.sync_buffers(state.forward, state.world)  # as the next step, an evaluation and a checkpoint begin
-        found: State = {}
-        for name, tensor in tensors.items():
-            rows = sharding.local_shard(tensor)
-            found[name] = (rows.start, len(rows.local) if rows.local.ndim else 1, digest(rows.local))
-            self.seen.shapes[name] = rows.shape
-        return found
+        values: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+        for parameter, slots in state.optimizer.state.items():
+            values |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+        if state.averages is not None:
+            values |= {f"ema.{name}": value for name, value in state.averages.tensors.items()}
+        # Buffers that no checkpoint holds.
+        values |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in values}
+        strategy.sync_buffers(state.forward, state.world)  # as before the next step, an evaluation and a checkpoint
+        digests: StateDigests = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                shard = sharding.local_shard(value)
+                digests[name] = (shard.start, len(shard.local) if shard.local.ndim else 1, digest(shard.local))
+                self.recording.shapes[name] = shard.shape
+        return digests
 
     def _probe(self, prepared: PreparedRun, batch: Any) -> list[dict[str, str]]:
-        """Losses of rank 0's batch on every rank, as exact numbers; the same list on all ranks."""
+        """The losses of rank 0's batch on every rank, as exact hexadecimal numbers; the same list on all ranks."""
         state, world = prepared.state, prepared.state.world
         batch = world.broadcast(batch)
         strategy.sync_buffers(state.forward, world)
@@ -255,36 +269,40 @@ class TrainingRecorder:
             losses = forward(batch)
         forward.train()
         sharding.reshard(forward)
-        mine = {head: float(loss).hex() for head, loss in losses.items()}
-        found: list[dict[str, str]] = world.broadcast(world.gather(mine))
-        return found
+        own = {head: float(loss).hex() for head, loss in losses.items()}
+        of_all_ranks: list[dict[str, str]] = world.broadcast(world.gather(own))
+        return of_all_ranks
 
     @contextlib.contextmanager
-    def _listening(self, prepared: PreparedRun) -> Iterator[None]:
-        """Look at the operations of the step that follows, where that is wanted."""
-        step = prepared.state.step
-        if step not in self.what.talk and step != self.what.operations:
+    def _record_operations(self, prepared: PreparedRun) -> Iterator[None]:
+        """Record the operations of the step that follows, where the options ask for it."""
+        step, options = prepared.state.step, self.options
+        if step not in options.communication_steps and step != options.operations_step:
             yield
             return
-        self._operations = operations = StepOperations(prepared.state.optimizer, digests=step == self.what.operations)
+        operations = StepOperations(prepared.state.optimizer, digests=step == options.operations_step)
+        self._operations = operations
         try:
             with operations:
                 yield
         finally:
             self._operations = None
         if operations.digests:
-            self.seen.operations = operations.seen
+            self.recording.operations = operations.results
         else:
-            self.seen.talk[step] = operations.talk
+            self.recording.communication[step] = operations.communication
 
 
-def not_in_training(model: nn.Module) -> list[str]:
-    """Modules that are in another mode than `model.train()` gives them, which models override to freeze BatchNorm. Leaves all as they are."""
+def modules_in_wrong_mode(model: nn.Module) -> list[str]:
+    """Names of modules that are in another mode than `model.train()` gives them. All modules keep their modes.
+
+    Models override `train` to freeze BatchNorm.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
     model.train()
-    found = []
+    wrong = []
     for name, module in model.named_modules():
         if module.training != modes[name]:
-            found.append(name or type(module).__name__)
+            wrong.append(name or type(module).__name__)
         module.training = modes[name]
-    return found
+    return wrong

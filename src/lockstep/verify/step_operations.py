@@ -1,6 +1,6 @@
-"""What one step does below the surface: its operations, collectives, and where the host waits for the device.
+"""The operations of one training step: their results, their collectives, and where the host waits for the device.
 
-The only place that knows `torch.utils._python_dispatch`, and the names of torch's collective operators.
+No other module knows `torch.utils._python_dispatch`, or the names of torch's collective operators.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.verify.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).parent)
+_VERIFY = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
-_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-_REDUCTIONS = {
+_HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_REDUCTIONS = {  # by operator, the position of the argument that holds its input tensors
     "c10d::allreduce_": 0,
     "c10d::_reduce_scatter_base_": 1,
     "c10d::allreduce_coalesced_": 0,
@@ -32,40 +32,42 @@ _REDUCTIONS = {
 
 @dataclass
 class Communication:
-    """Of one step on one rank.
-
-    reductions: elements of each reduction within the forward and backward passes. small: those that the package asks for by itself,
-    to count units or take a norm. others: other collectives, by name. broadcast: bytes that were. waits: where the host read a value, (file and line,
-    whether it is in the package).
-    """
+    """The collectives of one step on one rank, and where its host waited for the device."""
 
     reductions: list[int] = field(default_factory=list)
-    small: list[int] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    broadcast: int = 0
-    waits: list[tuple[str, bool]] = field(default_factory=list)
+    """Number of elements of each reduction in the forward and backward passes."""
+    own_reductions: list[int] = field(default_factory=list)
+    """The same for reductions that the package itself asks for, to count units or to take a norm."""
+    other_collectives: list[str] = field(default_factory=list)
+    """Names of all other collectives."""
+    broadcast_bytes: int = 0
+    host_waits: list[tuple[str, bool]] = field(default_factory=list)
+    """Where the host read a value of the device: (file and line, whether the file belongs to the package)."""
 
 
 class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every operation of this thread and of its backward passes is seen.
+    """Inside, every operation of this thread and of its backward passes is recorded.
 
     Args:
-        optimizer: what it does in its `step` is not counted: torch's own optimizers read their counters.
-        digests: keep each operation's name and a digest of its result.
+        optimizer: operations inside of its `step` are not counted, because torch's own optimizers read their counters.
+        digests: record each operation's name and a digest of its result, instead of its communication.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, digests: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.digests, self.talk = digests, Communication()
-        self.seen: list[tuple[str, int]] = []
-        self.paused = False
-        self._handles = [optimizer.register_step_pre_hook(self._pause), optimizer.register_step_post_hook(self._go_on)]
+        self.digests, self.communication = digests, Communication()
+        self.results: list[tuple[str, int]] = []
+        self._in_optimizer = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._enter_optimizer),
+            optimizer.register_step_post_hook(self._leave_optimizer),
+        ]
 
-    def _pause(self, *_: Any) -> None:
-        self.paused = True
+    def _enter_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = True
 
-    def _go_on(self, *_: Any) -> None:
-        self.paused = False
+    def _leave_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = False
 
     def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
@@ -78,60 +80,63 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if self.digests:
-            self._digest(name, result)
-        elif not self.paused:
-            self._listen(name, args)
+            self._record_result(name, result)
+        elif not self._in_optimizer:
+            self._record_communication(name, args)
         return result
 
-    def _digest(self, name: str, result: Any) -> None:
+    def _record_result(self, name: str, result: Any) -> None:
+        if name.startswith(("c10d", "aten::empty", "aten::new_empty")):  # their results have no values yet
+            return
         results = result if isinstance(result, (list, tuple)) else [result]
-        tensors = [
-            one for one in results if isinstance(one, Tensor) and not one.is_meta and not hasattr(one, "device_mesh")
-        ]
-        if tensors and not name.startswith(("c10d", "aten::empty", "aten::new_empty")):  # what has no value yet
-            self.seen.append((name, hash(tuple(digest(one) for one in tensors if one.layout == torch.strided))))
+        tensors = [item for item in results if isinstance(item, Tensor)]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta and not hasattr(tensor, "device_mesh")]
+        if tensors:
+            digests = tuple(digest(tensor) for tensor in tensors if tensor.layout == torch.strided)
+            self.results.append((name, hash(digests)))
 
-    def _listen(self, name: str, args: Sequence[Any]) -> None:
+    def _record_communication(self, name: str, args: Sequence[Any]) -> None:
+        communication = self.communication
         if name in _REDUCTIONS:
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            kind = self.talk.small if Path(_frame().f_code.co_filename).parent.name == "distributed" else self.talk.reductions
-            kind.append(sum(one.numel() for one in tensors))
+            own = Path(_caller().f_code.co_filename).parent.name == "distributed"
+            reductions = communication.own_reductions if own else communication.reductions
+            reductions.append(sum(tensor.numel() for tensor in tensors))
         elif name.startswith("c10d::"):
             if name == "c10d::broadcast_":
-                self.talk.broadcast += sum(one.nbytes for one in args[0])
-            self.talk.others.append(name.removeprefix("c10d::").strip("_"))
-        elif name in _WAITS:
-            self.talk.waits.append(_place())
+                communication.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
+            communication.other_collectives.append(name.removeprefix("c10d::").strip("_"))
+        elif name in _HOST_WAITS:
+            communication.host_waits.append(_place_of_caller())
 
 
 class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations that draw from a torch generator."""
+    """Inside, the names of operations that draw from a generator of torch are recorded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self.found.append(func.name().partition(".")[0].removeprefix("aten::"))
+            self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
 
 
-def _frame() -> FrameType:
-    """Of who asked, outside torch."""
+def _caller() -> FrameType:
+    """The innermost frame outside of torch and of this folder."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _VERIFY)):
         frame = frame.f_back
     return frame
 
 
-def _place() -> tuple[str, bool]:
-    """File and line of who asked; and whether that is the package itself, rather than a task that it called."""
-    frame = _frame()
+def _place_of_caller() -> tuple[str, bool]:
+    """File and line of the caller, and whether the file belongs to the package without its tasks."""
+    frame = _caller()
     name = frame.f_code.co_filename
-    return f"{Path(name).name}:{frame.f_lineno}", name.startswith(_PACKAGE) and not name.startswith(
-        (f"{_PACKAGE}/tasks", f"{_PACKAGE}/models")
-    )
+    own = name.startswith(_PACKAGE) and not name.startswith(f"{_PACKAGE}/tasks")
+    return f"{Path(name).name}:{frame.f_lineno}", own

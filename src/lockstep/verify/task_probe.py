@@ -1,4 +1,4 @@
-"""What in a model or a loss makes its training depend on how it is run: dropout, batch statistics, a mean instead of a sum."""
+"""What in a task makes its training depend on how it is run: dropout, batch statistics, a mean instead of a sum."""
 
 from __future__ import annotations
 
@@ -23,75 +23,92 @@ from lockstep.verify.comparable_task import (
     TaskChanges,
     batch_norm_modules,
     count_units,
+    disable_dropout,
     readable_samples,
-    silence,
-    total,
+    sum_of_heads,
 )
 from lockstep.verify.step_operations import RandomOperations
+
+_COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
+_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
 
 
 @dataclass
 class TaskProbe:
-    """What was found in a forward and backward pass of some samples.
-
-    random: operations that draw random numbers, as the task is. still_random: also without dropout. evaluating, predicting: in
-    the loss and in a prediction in evaluation mode. mixed: generators that `collate` draws from. dropouts: probabilities set to
-    zero. norms: BatchNorm modules; unfixable: those without running statistics. double: whether float64 works; else not_double
-    says why not. epsilon: relative rounding of the number format that the loss comes in. coupling: difference between the loss
-    of a batch and the sum over its halves, relative to the loss, of the head where it is largest. means: heads of which the
-    loss of a batch is the mean over its halves instead.
-    """
+    """What a forward and a backward pass over some samples show about a task."""
 
     random: list[str] = field(default_factory=list)
-    still_random: list[str] = field(default_factory=list)
-    evaluating: list[str] = field(default_factory=list)
-    predicting: list[str] = field(default_factory=list)
-    mixed: list[str] = field(default_factory=list)
+    """Operations that draw random numbers in a training loss."""
+    random_without_dropout: list[str] = field(default_factory=list)
+    """The same when dropout is switched off."""
+    random_in_evaluation: list[str] = field(default_factory=list)
+    """The same for the loss in evaluation mode."""
+    random_in_prediction: list[str] = field(default_factory=list)
+    """The same for `Task.predict`."""
+    random_in_collate: list[str] = field(default_factory=list)
+    """Generators from which `Task.collate` draws."""
     dropouts: int = 0
-    norms: int = 0
-    unfixable: int = 0
-    double: bool = True
-    not_double: str = ""
+    """Dropout probabilities that were set to zero."""
+    batch_norms: int = 0
+    """BatchNorm modules."""
+    without_statistics: int = 0
+    """BatchNorm modules that keep no running statistics."""
+    float64: bool = True
+    """Whether the task runs in float64."""
+    float64_error: str = ""
+    """Why the task does not run in float64."""
     epsilon: float = 0.0
+    """Relative rounding of the number format of the loss."""
     coupling: float = 0.0
-    means: list[str] = field(default_factory=list)
+    """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
+    mean_heads: list[str] = field(default_factory=list)
+    """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
 
     def notes(self) -> list[str]:
-        """What a comparison leaves out, for people."""
-        found = []
-        if self.random and not self.still_random:
-            found.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
-        if self.norms:
-            found.append(
-                f"{self.norms} BatchNorm modules keep fixed statistics for this comparison: batch statistics depend on how the batch is cut"
+        """What a comparison of two trainings leaves out, for people."""
+        notes = []
+        if self.random and not self.random_without_dropout:
+            notes.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
+        if self.batch_norms:
+            notes.append(
+                f"{self.batch_norms} BatchNorm modules keep fixed statistics for this comparison: "
+                "batch statistics depend on how the batch is cut"
             )
-        if not self.double:
-            found.append(f"compared in the model's own number format, since float64 fails: {self.not_double}")
-        return found
+        if not self.float64:
+            notes.append(f"compared in the model's own number format, since float64 fails: {self.float64_error}")
+        return notes
 
     def obstacle(self) -> str | None:
-        """Why runs on different numbers of ranks cannot be compared; None where they can."""
-        if self.still_random:
-            return f"the model draws random numbers other than dropout's ({', '.join(self.still_random[:3])}), by design others on each rank"
-        if self.mixed:
-            return f"Task.collate draws random numbers ({', '.join(self.mixed)}), by design others for each micro-batch"
-        if self.unfixable:
-            return f"{self.unfixable} BatchNorm modules keep no running statistics, so their result depends on how the batch is cut"
+        """Why trainings on different numbers of ranks cannot be compared; None where they can."""
+        if self.random_without_dropout:
+            operations = ", ".join(self.random_without_dropout[:3])
+            return f"the model draws random numbers besides dropout ({operations}), other numbers on each rank"
+        if self.random_in_collate:
+            generators = ", ".join(self.random_in_collate)
+            return f"Task.collate draws random numbers ({generators}), other numbers for each micro-batch"
+        if self.without_statistics:
+            return (
+                f"{self.without_statistics} BatchNorm modules keep no running statistics, "
+                "so their result depends on how the batch is cut"
+            )
         return None
 
     def diagnosis(self) -> str:
-        """A likely cause where such runs differ; empty where none is known."""
+        """A likely cause where such trainings differ; empty where none is known."""
         off = f"off by {self.coupling:.2g} on a batch of two halves"
-        if self.means:
-            heads = f" for {', '.join(map(repr, self.means))}" if self.means != ["loss"] else ""
-            return f"Task.loss returns a mean where a SUM over its units is asked for (reduction='sum'){heads}: {off}"
-        if self.coupling > 1e3 * self.epsilon:
-            return f"the loss of a micro-batch is not the sum over its samples ({off}): samples influence each other, or Task.weight counts wrongly"
+        if self.mean_heads:
+            heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
+            return f"Task.loss must return a SUM over its units (reduction='sum'), and returns a mean{heads}: {off}"
+        if self.coupling > _COUPLED * self.epsilon:
+            return (
+                f"the loss of a micro-batch is not the sum over its samples ({off}): "
+                "samples influence each other, or Task.weight counts wrongly"
+            )
         return ""
 
 
-def look(config: Mapping[str, Any], part: int) -> TaskProbe:
-    """Examine the config's task with up to eight samples of a data set of `part`, on one process.
+def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
+    """Examine the task of `config` on one process, with up to eight of `train_samples` samples.
 
     Raises:
         LockstepError: the config does not fit the model, or the data cannot be found.
@@ -99,91 +116,98 @@ def look(config: Mapping[str, Any], part: int) -> TaskProbe:
     trainer = Trainer(config, quiet=True)
     task = trainer.task()
     task.eval_data()
+    seed_number, on_error = trainer.config.seed, trainer.config.data.on_error
     with join_world(trainer.config.device) as world:
         built, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
         optimizer(trainer.config, built.model, built.blocks)
         seed(trainer.config)
-        nature = TaskProbe()
+        probe = TaskProbe()
         model = task.model().to(world.device).train()
-        nature.norms = len(batch_norm_modules(model))
-        nature.unfixable = sum(norm.running_mean is None for norm in batch_norm_modules(model))
-        (whole, _), *_ = _halves(
-            task, world.device, part, trainer.config.seed, trainer.config.data.on_error, nature.mixed
-        )
-        nature.random = _drawn(task.loss, model, whole)
-        nature.evaluating = _drawn(task.loss, model.eval(), whole)
-        with contextlib.suppress(Exception):  # whether it can predict is for other checks to say
-            nature.predicting = _drawn(task.predict, model, whole)
+        probe.batch_norms = len(batch_norm_modules(model))
+        probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
+        samples = _samples(task, train_samples, seed=seed_number, on_error=on_error)
+        before = generators.states()
+        (whole, _), *_ = _batches(task, samples, world.device)
+        probe.random_in_collate = _changed_generators(before)
+        probe.random = _random_operations(task.loss, model, whole)
+        probe.random_in_evaluation = _random_operations(task.loss, model.eval(), whole)
+        with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
+            probe.random_in_prediction = _random_operations(task.predict, model, whole)
         model.train()
-        nature.dropouts = silence(model)
-        for double in (True, False):
-            exact = ComparableTask(task, TaskChanges(exact=True, double=double, part=part))
+        probe.dropouts = disable_dropout(model)
+        for float64 in (True, False):
+            exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
             try:
                 seed(trainer.config)
                 model = exact.model().to(world.device).train()
-                whole, *halves = _halves(exact, world.device, part, trainer.config.seed, trainer.config.data.on_error)
-                nature.still_random = _drawn(exact.loss, model, whole[0])
-                _measure(nature, exact, model, whole, halves)
+                samples = _samples(exact, train_samples, seed=seed_number, on_error=on_error)
+                batches = _batches(exact, samples, world.device)
+                probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
+                _measure_coupling(probe, exact, model, batches)
                 break
             except Exception as error:
-                if not double:
+                if not float64:
                     raise
-                nature.double, nature.not_double = (
-                    False,
-                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                )
-    return nature
+                first_line = str(error).splitlines()[0] if str(error) else ""
+                probe.float64, probe.float64_error = False, f"{type(error).__name__}: {first_line}"
+    return probe
 
 
 Batch = tuple[Any, int]  # with its number of samples
 
 
-def _halves(
-    task: Task, device: torch.device, part: int, seed: int, on_error: OnError, mixed: list[str] | None = None
-) -> list[Batch]:
-    """A batch of up to eight samples, and its two halves. `mixed` gets the generators that `collate` drew from."""
+def _samples(task: Task, train_samples: int, *, seed: int, on_error: OnError) -> list[Any]:
+    """Up to eight prepared training samples."""
     data = task.train_data()
-    count = min(8, part, len(data))  # type: ignore[arg-type]
-    samples = readable_samples(MicroBatches(data, task, seed, True, on_error), range(count), 0)
-    count = len(samples)
-    before = generators.states()
-    cuts = [(task.collate(cut), len(cut)) for cut in (samples, samples[: count // 2], samples[count // 2 :]) if cut]
-    if mixed is not None:
-        mixed += [name for name, state in generators.states().items() if state != before[name]]
-    return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in cuts]
+    count = min(8, train_samples, len(data))  # type: ignore[arg-type]
+    return readable_samples(MicroBatches(data, task, seed, True, on_error), range(count), 0)
 
 
-def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
-    """Sources of randomness in a forward pass."""
+def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:
+    """A batch of all samples, and its two halves. A single sample has one half."""
+    half = len(samples) // 2
+    batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
+    return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in batches]
+
+
+def _changed_generators(before: Mapping[str, str]) -> list[str]:
+    return [name for name, state in generators.states().items() if state != before[name]]
+
+
+def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
+    """Operations that draw random numbers in a forward pass, and generators other than torch's that it draws from."""
     before = generators.states()
-    with RandomOperations() as mode, torch.no_grad():
+    with RandomOperations() as operations, torch.no_grad():
         call(model, batch)
-    after = generators.states()
-    moved = [name for name in after if after[name] != before[name]]
-    # Some operations, such as attention, could draw numbers and do not where their dropout is zero.
-    return [name for name in moved if name != "torch"] + (
-        list(dict.fromkeys(mode.found)) or ["torch"] if "torch" in moved else []
-    )
+    changed = _changed_generators(before)
+    # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
+    by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in changed else []
+    return [name for name in changed if name != "torch"] + by_torch
 
 
-def _measure(nature: TaskProbe, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:
-    """Whether the loss of each head is a sum over samples, with the same weights."""
-    losses = by_head(task.loss(model, whole[0]))
-    objective = total(losses)
+def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Batch]) -> None:
+    """Find out whether the loss of each head is a sum over samples, with unchanged weights.
+
+    Args:
+        batches: a batch and its halves.
+    """
+    (whole, _), *halves = batches
+    losses = by_head(task.loss(model, whole))
+    objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
-    nature.epsilon = torch.finfo(objective.dtype).eps
+    probe.epsilon = torch.finfo(objective.dtype).eps
     if len(halves) < 2:
         return
     with torch.no_grad():
-        parts = [by_head(task.loss(model, batch)) for batch, _ in halves]
+        losses_of_halves = [by_head(task.loss(model, batch)) for batch, _ in halves]
     units = [count_units(task, [half]) for half in halves]
     for head, loss in losses.items():
-        value, one, other = float(loss.detach()), *(float(part[head]) for part in parts)
-        scale = max(abs(value), abs(one) + abs(other), 1e-30)
-        coupling = abs(value - one - other) / scale
-        nature.coupling = max(nature.coupling, coupling)
-        # A mean over the head's units, or over samples, whatever the task counts.
+        value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
+        scale = max(abs(value), abs(first) + abs(second), 1e-30)
+        coupling = abs(value - first - second) / scale
+        probe.coupling = max(probe.coupling, coupling)
+        # The mean over the units of the head, or over samples, whatever the task counts.
         weights = [[count.get(head, count.get(SAMPLES, 0.0)) for count in units], [float(size) for _, size in halves]]
-        means = [(one * w[0] + other * w[1]) / sum(w) for w in weights if sum(w)]
-        if coupling > 1e-3 and any(abs(value - mean) / scale < 1e-3 for mean in means):
-            nature.means.append(head)
+        means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
+        if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
+            probe.mean_heads.append(head)

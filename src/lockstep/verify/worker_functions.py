@@ -1,4 +1,4 @@
-"""One training or evaluation that checks look at: what is asked of the ranks, and what each of them answers."""
+"""The functions that workers run: a training, an evaluation or predictions by the ordinary engine."""
 
 from __future__ import annotations
 
@@ -19,82 +19,86 @@ from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.compare import last_checkpoint
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 
-_PATIENCE_S = 20.0
+_CHECKPOINT_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training.
-
-    config: as `RunConfig` reads it. folder: its run directory; a trial that names an earlier one's goes on from its checkpoint.
-    stop_at: stop and save after this step, as on a signal. kill: (rank, step): SIGKILL that rank after that
-    step, when there is a checkpoint. until: (share, least):
-    stop as soon as the loss above `least` is this share of the first step's.
-    """
+    """A training that is to be made."""
 
     name: str
     world: int
+    """Number of ranks."""
     config: Mapping[str, Any]
+    """As `RunConfig` reads it."""
     folder: str
-    adjustment: TaskChanges | None = None
-    watch: RecorderOptions | None = None
+    """Its run directory. In the directory of an earlier training, it resumes that training."""
+    changes: TaskChanges | None = None
+    """What is changed in the task; None: nothing."""
+    record: RecorderOptions | None = None
+    """What is recorded; None: samples and losses alone."""
     stop_at: int | None = None
+    """Stop and save after this step, as after a signal."""
     kill: tuple[int, int] | None = None
+    """(rank, step): send SIGKILL to that rank after that step, once there is a checkpoint."""
     until: tuple[float, float] | None = None
+    """(share, least): stop when the loss above `least` is at most this share of what it was in the first step."""
 
 
 @dataclass
 class Answer:
-    """What one rank says of a trial. value: what it found. error: the text of what it failed with; known: in our own words;
-    refused: because of the config."""
+    """What a function returned on one rank, or how it failed."""
 
     value: Any = None
+    """What the function returned."""
     error: str | None = None
+    """The text of the error; None where the function returned."""
     known: bool = False
+    """Whether the error is a `LockstepError`, whose text is written for users."""
     refused: bool = False
+    """Whether the config was refused."""
 
 
-def fit(trial: TrainingRun) -> Recording:
-    """Train as `trial` says, on this rank."""
-    seen = _fit(trial)
-    gc.collect()  # loader workers and hooks go with the training
-    return seen
+def train(run: TrainingRun) -> Recording:
+    """Train on this rank as `run` says."""
+    recording = _train(run)
+    gc.collect()  # ends the loader workers and frees the hooks of this training
+    return recording
 
 
-def _fit(trial: TrainingRun) -> Recording:
-    trainer = Trainer(trial.config, run_dir=trial.folder, quiet=True)
-    task = ComparableTask(trainer.task(), trial.adjustment or TaskChanges())
-    witness = TrainingRecorder(
-        task, trial.watch or RecorderOptions(), lambda step: _after(trial, witness.seen.losses, step)
+def _train(run: TrainingRun) -> Recording:
+    trainer = Trainer(run.config, run_dir=run.folder, quiet=True)
+    task = ComparableTask(trainer.task(), run.changes or TaskChanges())
+    recorder = TrainingRecorder(
+        task, run.record or RecorderOptions(), lambda step: _after_step(run, recorder.recording.losses, step)
     )
     with contextlib.suppress(Preempted):
-        trainer.fit(task, witness)
-    return witness.seen
+        trainer.fit(task, recorder)
+    return recorder.recording
 
 
-def _after(trial: TrainingRun, losses: Sequence[float], step: int) -> None:
-    """End, where the trial is to end after this step."""
-    if trial.kill is not None and step == trial.kill[1] and os.environ["RANK"] == str(trial.kill[0]):
-        deadline = (
-            time.monotonic() + _PATIENCE_S
-        )  # steps may be faster than a write: what is resumed from its beginning shows little
-        while not last_checkpoint(trial.folder) and time.monotonic() < deadline:
+def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
+    """Kill this rank or stop the training, where `run` says so for this step."""
+    if run.kill is not None and step == run.kill[1] and os.environ["RANK"] == str(run.kill[0]):
+        # Steps may be faster than the writing of a checkpoint, and resuming from nothing would show little.
+        deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S
+        while not last_checkpoint(run.folder) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    if trial.stop_at is not None and step >= trial.stop_at:
+    if run.stop_at is not None and step >= run.stop_at:
         raise Preempted
-    if trial.until is not None:
-        share, least = trial.until
-        if losses[-1] - least <= share * (losses[0] - least):  # of the global batch: the same on all ranks
+    if run.until is not None:
+        share, least = run.until
+        if losses[-1] - least <= share * (losses[0] - least):  # the loss of the global batch is the same on all ranks
             raise Preempted
 
 
 def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
-    """What `function` returns or raises, as an `Answer`."""
+    """Call `function`, and return its result or its error. Tracebacks go to stderr, which is verify.log."""
     try:
         return Answer(function(*arguments))
     except LockstepError as error:
-        traceback.print_exc()  # into verify.log
+        traceback.print_exc()
         return Answer(error=str(error), known=True, refused=isinstance(error, UsageError))
     except Exception as error:
         traceback.print_exc()
@@ -102,21 +106,25 @@ def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
         return Answer(error=f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
 
 
-def evaluate(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> dict[str, float]:
-    """The engine's evaluation of a trial's newest checkpoint."""
+def evaluate(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> dict[str, float]:
+    """Evaluate the newest checkpoint in `folder` with the engine."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    return trainer.evaluate(ComparableTask(trainer.task(), adjustment))
+    return trainer.evaluate(ComparableTask(trainer.task(), changes))
 
 
-def predict(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> list[dict[str, Any]]:
-    """The engine's predictions by a trial's newest checkpoint, as the task describes them, for all evaluation data; on rank 0."""
+def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> list[dict[str, Any]]:
+    """Predict all evaluation data with the engine and the newest checkpoint in `folder`.
+
+    Returns:
+        The predictions as the task describes them, on rank 0; an empty list on other ranks.
+    """
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), changes)
     return [task.describe(output) for output in trainer.predict(task) or []]
 
 
-def sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Samples of the training data, and of the evaluation data (0 where there is none)."""
+def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Number of training samples and of evaluation samples (0 without evaluation data)."""
     task = Trainer(config, quiet=True).task()
     data = task.eval_data()
     return len(task.train_data()), 0 if data is None else len(data)  # type: ignore[arg-type]

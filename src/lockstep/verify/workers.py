@@ -1,7 +1,7 @@
-"""Warm ranks: processes that have torch imported, and train one trial after the other in worlds of any size.
+"""Worker processes that have torch imported, and run one function after the other in worlds of any size.
 
-Starting a rank takes seconds, verifying takes dozens of trainings; so it does not go through torch's agent, but gives
-each rank the variables that the agent would give it.
+Starting a process with torch takes seconds, and a verification makes dozens of trainings. So these processes stay, and
+get the environment variables of a rank from here instead of from torch's elastic agent.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("spawn")
-_LONGEST_S = 1800.0  # of one run, whatever it does
-_ALONE_S = (
-    30.0  # how long ranks may go on without one that failed: those that wait for it in a collective hear of it sooner
-)
+_TIMEOUT_S = 1800.0  # of one function on all ranks
+# For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
+_TIMEOUT_AFTER_FAILURE_S = 30.0
 
 
 class Workers:
-    """Up to as many processes as the largest world asked for. Close it at the end.
+    """As many processes as the largest world so far. `close` ends them.
 
     Args:
-        log: file that takes what ranks print.
+        log: the file that gets everything that the processes print.
     """
 
     def __init__(self, log: Path) -> None:
@@ -42,68 +41,65 @@ class Workers:
         self._runs = itertools.count()
 
     def run(
-        self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _LONGEST_S
+        self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _TIMEOUT_S
     ) -> list[Any]:
-        """`function(*arguments)` on ranks 0 to `world` - 1 of a world of that size. Ends within `timeout_s`, and soon after a rank has failed.
+        """Call `function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
+
+        The call ends within `timeout_s`. After a rank has failed, the other ranks get 30 s more.
 
         Returns:
-            in rank order what it returned, where an answer with an `error` is that of a rank that failed; an `WorkerEnded` for a rank
-            whose process ended, or was ended because it gave no answer in time.
+            In rank order what the function returned. A returned object whose attribute `error` is set counts as a
+            failure of its rank. A `WorkerEnded` stands for a process that ended or was killed.
         """
         self._start(world)
-        assert self._folder is not None
-        # A new file for each world: no port that another program may take, and nothing that ranks wrote before.
-        meeting = self._folder / f"world-{next(self._runs)}"
-        for rank in range(world):
-            variables = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": world,
-                "LOCAL_WORLD_SIZE": world,
-                "LOCKSTEP_STORE": meeting,
-            }
-            with contextlib.suppress(OSError):  # its process is gone: no answer will say so
-                self._workers[rank][1].send(
-                    ({name: str(value) for name, value in variables.items()}, function, arguments)
-                )
+        self._send(world, function, arguments)
         answers: dict[int, Any] = {}
-        deadline, why = time.monotonic() + timeout_s, f"gave no answer within {timeout_s:g} s"
+        deadline, reason = time.monotonic() + timeout_s, f"gave no answer within {timeout_s:g} s"
         while len(answers) < world:
             waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in answers}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                answers |= {rank: self._end(rank, why) for rank in waiting.values()}
+                answers |= {rank: self._kill(rank, reason) for rank in waiting.values()}
             for connection in ready:
                 rank = waiting[connection]  # type: ignore[index]
-                answers[rank] = answer = self._answer(rank)
-                if (
-                    isinstance(answer, WorkerEnded) or getattr(answer, "error", None)
-                ) and time.monotonic() + _ALONE_S < deadline:
-                    deadline, why = (
-                        time.monotonic() + _ALONE_S,
-                        f"still ran {_ALONE_S:g} s after rank {rank} had failed",
-                    )
+                answers[rank] = self._receive(rank)
+                failed = isinstance(answers[rank], WorkerEnded) or getattr(answers[rank], "error", None)
+                sooner = time.monotonic() + _TIMEOUT_AFTER_FAILURE_S
+                if failed and sooner < deadline:
+                    deadline = sooner
+                    reason = f"still ran {_TIMEOUT_AFTER_FAILURE_S:g} s after rank {rank} had failed"
         return [answers[rank] for rank in range(world)]
 
-    def _answer(self, rank: int) -> Any:
-        """What a rank has sent; an `WorkerEnded` where it has sent nothing, and will not."""
+    def _send(self, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Give each rank the function and its environment variables."""
+        assert self._folder is not None
+        # A new store file for each world: no port that another program may take, no entries of an earlier world.
+        store = self._folder / f"world-{next(self._runs)}"
+        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCKSTEP_STORE": str(store)}
+        for rank in range(world):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with contextlib.suppress(OSError):  # the process is gone, which `_receive` finds out
+                self._workers[rank][1].send((environment, function, arguments))
+
+    def _receive(self, rank: int) -> Any:
+        """The answer of a rank, or a `WorkerEnded` where its connection is closed."""
         process, connection = self._workers[rank]
         try:
             return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             process.join(2)
-            return (
-                self._end(rank, "closed its connection") if process.is_alive() else WorkerEnded(rank, process.exitcode)
-            )
+            if process.is_alive():
+                return self._kill(rank, "closed its connection")
+            return WorkerEnded(rank, process.exitcode)
 
-    def _end(self, rank: int, why: str = "") -> WorkerEnded:
+    def _kill(self, rank: int, reason: str) -> WorkerEnded:
         process = self._workers[rank][0]
         process.kill()
         process.join()
-        return WorkerEnded(rank, process.exitcode, why)
+        return WorkerEnded(rank, process.exitcode, reason)
 
     def _start(self, count: int) -> None:
-        """As many living processes as `count`; those that ended are replaced."""
+        """Start processes until `count` are alive. Processes that ended are replaced."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
         for place in range(count):
@@ -130,34 +126,38 @@ class Workers:
 
 
 class WorkerEnded:
-    """A rank that gave no answer. exit_code: negative for a signal. why: it was ended; empty where its process ended by itself."""
+    """Stands in the place of the answer of a process that gave none.
 
-    def __init__(self, rank: int, exit_code: int | None, why: str = "") -> None:
-        self.rank, self.exit_code, self.why = rank, exit_code, why
+    Args:
+        exit_code: negative for a signal.
+        reason: why the process was killed; empty where it ended by itself.
+    """
+
+    def __init__(self, rank: int, exit_code: int | None, reason: str = "") -> None:
+        self.rank, self.exit_code, self.reason = rank, exit_code, reason
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank} {self.why}"
-            if self.why
-            else f"the process of rank {self.rank} ended with exit code {self.exit_code}"
-        )
+        if self.reason:
+            return f"rank {self.rank} {self.reason}"
+        return f"the process of rank {self.rank} ended with exit code {self.exit_code}"
 
 
 def _serve(connection: Connection, log: str, start_method: str) -> None:
-    """The process of a rank. Its loader workers start as they would in a process of the user's."""
+    """The main function of a worker process. Loader workers start here as they start in the user's own processes."""
     multiprocessing.set_start_method(start_method, force=True)
-    os.setsid()  # Ctrl-C is for the command, which ends its ranks
+    os.setsid()  # Ctrl-C reaches the command alone, which then ends its workers
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]  # under PYTHONUNBUFFERED lines of two ranks would mix
+        # Whole lines, also under PYTHONUNBUFFERED: the lines of two ranks would mix.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     import torch
 
     from lockstep.distributed import rendezvous
 
     if not torch.cuda.is_available():
-        torch.set_num_threads(1)  # ranks that each take all cores slow each other down
+        torch.set_num_threads(1)  # ranks that each use all cores slow each other down
     while True:
         try:
             environment, function, arguments = connection.recv()
@@ -170,7 +170,6 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
+        # Plain pickle: the pickler of multiprocessing would share tensors by file handles.
         with contextlib.suppress(BrokenPipeError):
-            connection.send_bytes(
-                pickle.dumps(answer)
-            )  # plain pickle: multiprocessing's own would share tensors by file handle
+            connection.send_bytes(pickle.dumps(answer))

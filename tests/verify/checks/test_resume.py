@@ -1,195 +1,20 @@
-"""Samples, evaluation, determinism and resuming, on trials that a test makes up."""
+"""Checks of determinism, resuming and elastic resuming, on recordings that a test makes up."""
 
-import math
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lockstep.data.order import StepPlan
+from lockstep.verify import compare
 from lockstep.verify.checks import resume
 from lockstep.verify.checks.resume import _first_difference
-from lockstep.verify.experiments import ExperimentFailed
-from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.compare import Difference
+from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.worker_functions import Answer
 from lockstep.verify.workers import WorkerEnded
 from tests.checkpoint.cases import commit
-from tests.verify.made_up import bench, seen
-
-BATCH, LENGTH = 6, 26  # five steps are an epoch, the last of two samples
-
-
-def plan_of(drop=False, length=LENGTH):
-    return StepPlan(length, BATCH, 2, 2, 0, drop)
-
-
-def consumed(change=None, plan=None, steps=12):
-    """What each of two ranks consumed; `change` gets a dict by (rank, step) of indices."""
-    plan = plan or plan_of()
-    table = {
-        (rank, step): [i for chunk in plan.rank_micro_batches(step, rank) if not chunk.filler for i in chunk.indices]
-        for rank in (0, 1)
-        for step in range(steps)
-    }
-    if change:
-        change(table)
-    return [
-        seen(
-            [1.0] * steps,
-            length=plan.length,
-            samples=[(step, 0, tuple(table[rank, step])) for step in range(steps) if table[rank, step] is not None],
-        )
-        for rank in (0, 1)
-    ]
-
-
-def judged(change=None, sizes=(LENGTH, 0), plan=None, **sections):
-    made = bench({"undisturbed": consumed(change, plan), "sizes": [sizes]}, batch={"global": BATCH}, **sections)
-    return resume.samples(made)
-
-
-def test_every_sample_once_per_epoch_passes():
-    verdict = judged()
-    assert verdict.status == "passed"
-    assert verdict.reason == "2 whole epochs of 26 samples on 2 ranks, each sample once; and one of all 26, as planned"
-    assert (verdict.value, verdict.bound) == (0.0, 0.0)
-
-
-def test_more_data_than_can_be_counted_are_not_counted():
-    assert judged(sizes=(10**9, 0)).reason.endswith("each sample once")
-
-
-def test_a_sample_that_is_used_twice_in_a_step_is_found():
-    def repeat(table):
-        table[0, 3][0] = table[0, 3][1]
-
-    verdict = judged(repeat)
-    assert verdict.status == "fault"
-    assert "step 4 uses sample" in verdict.reason
-    assert "2 times, on ranks [0]" in verdict.reason
-
-
-def test_a_sample_that_two_ranks_share_is_found():
-    def share(table):
-        table[1, 2][0] = table[0, 2][0]
-
-    assert "on ranks [0, 1]" in judged(share).reason
-
-
-def test_a_lost_sample_is_found():
-    def lose(table):
-        table[1, 6].pop()
-
-    verdict = judged(lose)
-    assert verdict.status == "fault"
-    assert "step 7 uses 5 samples of 6" in verdict.reason
-    assert verdict.value == 1.0
-
-
-def test_a_sample_of_another_step_is_found():
-    def swap(table):
-        table[0, 1][0], table[0, 2][0] = table[0, 2][0], table[0, 1][0]
-
-    verdict = judged(swap)
-    assert verdict.status == "fault"
-    assert verdict.reason.startswith("step 2 ")
-    assert "of another step" in verdict.reason
-
-
-def test_an_epoch_in_the_order_of_another_seed_is_found():
-    other = StepPlan(LENGTH, BATCH, 2, 2, 1)
-    assert judged(plan=other).status == "fault"
-    assert judged(plan=other, seed=1).status == "passed"
-
-
-def test_a_rank_that_did_nothing_in_a_step_is_found():
-    def idle(table):
-        table[1, 5] = None
-
-    assert "step 6 uses 3 samples of 6" in judged(idle).reason
-
-
-def test_the_partial_batch_may_be_dropped():
-    verdict = judged(plan=plan_of(drop=True), data={"drop_last": True})
-    assert verdict.status == "passed"
-    assert verdict.reason.startswith("3 whole epochs")
-    assert judged(plan=plan_of(drop=True)).status == "fault"
-
-
-def test_a_data_set_smaller_than_a_batch_passes():
-    for drop in (False, True):
-        assert judged(plan=plan_of(drop, length=4), sizes=(4, 0), data={"drop_last": drop}).status == "passed"
-
-
-def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_else():
-    def lose(table):
-        table[0, 0].pop()
-        table[1, 6].pop()
-
-    assert judged(lose).status == "fault"
-    assert judged(lose, data={"on_error": "skip"}).status == "passed"
-
-    def replace(table):
-        table[0, 0][0] = table[0, 1][0]
-
-    assert judged(replace, data={"on_error": "skip"}).status == "fault"
-
-
-# ---- evaluation
-
-
-def evaluated(many=None, one=None, plain=None, evaluation=50, **nature):
-    base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
-    answers = {"undisturbed": consumed(), "sizes": [(LENGTH, evaluation)], "nature": TaskProbe(epsilon=1e-16, **nature)}
-    answers |= {
-        f"evaluated-{how}": base | (values or {})
-        for how, values in (("together", many), ("alone", one), ("by-hand", plain))
-    }
-    return resume.evaluation(bench(answers, batch={"global": BATCH}))
-
-
-def test_equal_evaluations_pass():
-    verdict = evaluated()
-    assert verdict.status == "passed"
-    assert verdict.reason.startswith("2 metrics over 50 samples")
-    assert verdict.rows[0] == {"metric": "loss", "2 ranks": 0.5, "one process": 0.5, "plain loop": 0.5}
-
-
-@pytest.mark.parametrize("where", ["many", "one", "plain"])
-def test_a_metric_that_differs_anywhere_is_a_fault(where):
-    verdict = evaluated(**{where: {"accuracy": 0.7501}})
-    assert verdict.status == "fault"
-    assert verdict.reason.startswith("accuracy is ")
-    assert verdict.value == pytest.approx(0.0001 / 0.7501)
-    assert evaluated(**{where: {"accuracy": 0.75 * (1 + 1e-8)}}).status == "passed"
-
-
-@pytest.mark.parametrize("where", ["many", "plain"])
-def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
-    assert evaluated(**{where: {"extra": 1.0}}).status == "fault"
-    assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
-    assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
-    assert evaluated(**{where: {"samples": 49}}).status == "fault"
-
-
-@pytest.mark.parametrize("what", ["evaluating", "predicting"])
-def test_an_evaluation_that_draws_random_numbers_is_compared_between_ranks_alone(what):
-    drawing = {what: ["randn_like"]}
-    verdict = evaluated(plain={"accuracy": 0.5}, **drawing)
-    assert (verdict.status, verdict.value) == ("passed", 0.0)
-    assert verdict.notes == ["not compared with a plain loop: the evaluation draws random numbers (randn_like)"]
-    assert evaluated(many={"accuracy": 0.5}, **drawing).status == "fault"
-
-
-def test_the_same_nan_is_no_difference():
-    nan = {"accuracy": math.nan}
-    assert evaluated(nan, nan, nan).status == "passed"
-
-
-def test_without_evaluation_data_nothing_is_shown():
-    assert evaluated(evaluation=0).status == "not shown"
-
+from tests.verify.made_up import experiments, recording
 
 # ---- determinism
 
@@ -200,7 +25,7 @@ def run(losses=(3.0, 2.0, 1.0), batch=7, digest=5, operations=(), **more):
         "batches": {step: [batch] for step in range(3)},
         "digests": {step: {"model.batch_norm.weight": (0, 4, digest)} for step in (1, 2, 3)},
     }
-    return seen(losses, **found | {"operations": list(operations)} | more)
+    return recording(losses, **found | {"operations": list(operations)} | more)
 
 
 def differ(first, again):
@@ -237,7 +62,7 @@ def test_another_tensor_is_said_with_its_step_and_rank():
 
 
 def determined(again, **answers):
-    return resume.determinism(bench({"undisturbed": [run(), run()], "again": again} | answers, steps=3))
+    return resume.determinism(experiments({"undisturbed": [run(), run()], "again": again} | answers, steps=3))
 
 
 TWICE = {
@@ -252,36 +77,36 @@ def test_the_same_twice_passes():
 
 
 def test_another_batch_is_a_fault_of_the_data():
-    verdict = determined([run(), run(batch=8)])
-    assert verdict.status == "fault"
-    assert "default_rng" in verdict.reason
+    result = determined([run(), run(batch=8)])
+    assert result.status == "fault"
+    assert "default_rng" in result.reason
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_the_operation_that_differs_is_named(what):
-    verdict = determined([DIFFERENT[what](), run()], **TWICE)
-    assert verdict.status == "fault"
-    assert verdict.reason.endswith("; the first operation that differs is aten::add, number 2 of the step on rank 0")
+    result = determined([DIFFERENT[what](), run()], **TWICE)
+    assert result.status == "fault"
+    assert result.reason.endswith("; the first operation that differs is aten::add, number 2 of the step on rank 0")
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_difference_that_does_not_come_again_is_said_to_be_so(what):
-    verdict = determined([DIFFERENT[what](), run()], **TWICE | {"operations-2": TWICE["operations-1"]})
-    assert verdict.reason.endswith("so it does not happen each time")
+    result = determined([DIFFERENT[what](), run()], **TWICE | {"operations-2": TWICE["operations-1"]})
+    assert result.reason.endswith("so it does not happen each time")
 
 
 # ---- resume
 
 
 class Killing:
-    """Workers of which one dies in the trial "killed", which leaves a checkpoint of step 3."""
+    """Workers of which one dies in the experiment "killed", which leaves a checkpoint of step 3."""
 
     def __init__(self, bad_end=None):
-        self.bad_end, self.trial = bad_end, None
+        self.bad_end, self.training_run = bad_end, None
 
-    def run(self, world, wrap, function, trial):
-        self.trial = trial
-        rank, _ = trial.kill
+    def run(self, world, wrap, function, training_run):
+        self.training_run = training_run
+        rank, _ = training_run.kill
         answers = [WorkerEnded(one, -signal.SIGKILL if one == rank else 1) for one in range(world)]
         if self.bad_end is not None:
             answers[rank] = self.bad_end
@@ -294,9 +119,9 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
     answers = {
         "undisturbed": [run(shapes=shapes or {}), run()],
         "again": again or [run(), run()],
-        "resumed": [seen([1.0], samples=[(begun, 0, (1,))] if begun < 12 else []), seen()],
+        "resumed": [recording([1.0], samples=[(begun, 0, (1,))] if begun < 12 else []), recording()],
     }
-    made = bench(answers, folder=tmp_path, ranks=ranks, **sections)
+    made = experiments(answers, folder=tmp_path, workers=ranks, **sections)
     killed, undisturbed = tmp_path / "killed" / "checkpoints", tmp_path / "undisturbed" / "checkpoints"
     commit(undisturbed, 12, skipped=0, loss_scale=None)
     commit(killed, 3, skipped=0, loss_scale=None)
@@ -304,72 +129,113 @@ def resumed(tmp_path, begun=3, last=12, values=None, ranks=None, again=None, sha
 
     def training(name, *arguments, **more):
         if name == "resumed":
-            _, config, _, watch = arguments
-            ranks.resumed = config["data"]["workers"], watch.disturb
-            assert more["folder"] == "killed"
+            _, config = arguments
+            ranks.resumed = config["data"]["workers"], more["record"].disturb_generators
+            assert more["resume"] == "killed"
             shares = [{"weight": torch.arange(10.0) + 12}, {"bias": torch.ones(3)}]
             commit(killed, last, shares, values, skipped=0, loss_scale=None)
         return train(name, *arguments, **more)
 
     made.train = training
-    return resume.resume(made), ranks.trial
+    return resume.resume(made), ranks.training_run
 
 
 def test_a_run_that_was_killed_and_ends_alike_passes(tmp_path):
-    verdict, trial = resumed(tmp_path)
-    assert verdict.status == "passed"
-    rank, step = trial.kill
-    assert verdict.reason.startswith(f"rank {rank} was killed after step {step}, resumed from step 3 (")
+    result, training_run = resumed(tmp_path)
+    assert result.status == "passed"
+    rank, step = training_run.kill
+    assert result.reason.startswith(f"rank {rank} was killed after step {step}, resumed from step 3 (")
     assert 3 < step < 12
 
 
 @pytest.mark.parametrize(("workers", "resumed_with"), [(0, 0), (1, 1), (2, 1), (4, 3)])
 def test_a_run_is_resumed_with_disturbed_generators_and_fewer_workers(tmp_path, workers, resumed_with):
     ranks = Killing()
-    _, trial = resumed(tmp_path, ranks=ranks, data={"workers": workers})
-    assert trial.config["data"]["workers"] == workers
-    assert trial.watch is None
+    _, training_run = resumed(tmp_path, ranks=ranks, data={"workers": workers})
+    assert training_run.config["data"]["workers"] == workers
+    assert training_run.record is None
     assert ranks.resumed == (resumed_with, True)
 
 
 def test_a_run_that_ends_otherwise_is_a_fault(tmp_path):
-    verdict, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11})
-    assert verdict.status == "fault"
-    assert "optimizer.weight.steps and 0 others differ from the undisturbed run" in verdict.reason
-    assert "a generator that nothing had seeded" in verdict.reason
+    result, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11})
+    assert result.status == "fault"
+    assert "optimizer.weight.steps and 0 others differ from the undisturbed run" in result.reason
+    assert "a generator that nothing had seeded" in result.reason
 
 
 def test_state_that_no_checkpoint_holds_is_a_fault(tmp_path):
     shapes = {"weight": (10,), "buffer.calls": ()}
     assert resumed(tmp_path / "held", shapes=shapes)[0].status == "passed"
-    verdict, _ = resumed(tmp_path / "lacking", shapes=shapes | {"ema.weight": (10,)})
-    assert verdict.status == "fault"
-    assert "does not hold ema.weight" in verdict.reason
+    result, _ = resumed(tmp_path / "lacking", shapes=shapes | {"ema.weight": (10,)})
+    assert result.status == "fault"
+    assert "does not hold ema.weight" in result.reason
 
 
 def test_a_run_that_is_never_the_same_shows_nothing(tmp_path):
-    verdict, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11}, again=[run(digest=6), run()])
-    assert verdict.status == "not shown"
+    result, _ = resumed(tmp_path, values={"optimizer.weight.steps": 11}, again=[run(digest=6), run()])
+    assert result.status == "not shown"
 
 
 def test_a_run_that_begins_elsewhere_or_ends_early_is_a_fault(tmp_path):
     for number, more in enumerate(({"begun": 0}, {"begun": 4}, {"last": 11}, {"begun": 12})):
-        verdict, _ = resumed(tmp_path / str(number), **more)
-        assert verdict.status == "fault"
-        assert "though the newest checkpoint was of step 3" in verdict.reason
+        result, _ = resumed(tmp_path / str(number), **more)
+        assert result.status == "fault"
+        assert "though the newest checkpoint was of step 3" in result.reason
 
 
 def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
-    for number, end in enumerate((WorkerEnded(0, 1), Answer(error="the loss is nan"), Answer(seen()))):
-        verdict, _ = resumed(tmp_path / str(number), ranks=Killing(end))
-        assert verdict.status == "fault"
-        assert "failed before it could be killed" in verdict.reason
+    for number, end in enumerate((WorkerEnded(0, 1), Answer(error="the loss is nan"), Answer(recording()))):
+        result, _ = resumed(tmp_path / str(number), ranks=Killing(end))
+        assert result.status == "fault"
+        assert "failed before it could be killed" in result.reason
 
 
 def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(resume.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
-    made = bench(
-        {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, ranks=Killing()
+    made = experiments(
+        {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, workers=Killing()
     )
     with pytest.raises(ExperimentFailed, match="resumed: no checkpoint"):
         resume.resume(made)
+
+
+# ---- elastic
+
+LOSSES = [4.0, 3.0, 2.0, 1.0]
+
+
+def consuming(steps, table, curve):
+    return recording(curve, samples=[(step, 0, table[step]) for step in steps])
+
+
+TABLE = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6, 7)}
+
+
+def stretched(monkeypatch, table=TABLE, nproc=2):
+    alone = consuming(range(4), TABLE, LOSSES)
+    begun, resumed = consuming(range(2), table, LOSSES[:2]), consuming(range(2, 4), table, LOSSES[2:])
+    monkeypatch.setattr(Experiments, "rounding_bound", lambda self: 1e-9)
+    monkeypatch.setattr(
+        Experiments,
+        "difference_from_one_process",
+        lambda self, name, mine: Difference(0.0, "0.weight", compare.curve_difference(LOSSES, mine[0].losses)),
+    )
+    answers = {"one-process": alone, "elastic": begun, "elastic-resumed": resumed}
+    return resume.elastic(experiments(answers, nproc, steps=4))
+
+
+def test_going_on_with_the_same_samples_passes(monkeypatch):
+    result = stretched(monkeypatch)
+    assert result.status == "passed"
+    assert result.curves["2 ranks, then 1"] == LOSSES
+
+
+def test_going_on_with_other_samples_is_a_failed_trial(monkeypatch):
+    with pytest.raises(ExperimentFailed, match="go on with other samples"):
+        stretched(monkeypatch, TABLE | {3: (6, 6)})
+
+
+def test_one_rank_goes_on_on_two_where_there_are_as_many():
+    made = experiments(nproc=1)
+    assert made.most_ranks == 2

@@ -24,22 +24,22 @@ from lockstep.verify.compare import last_checkpoint
 
 
 def evaluate_model(
-    task: Task, model: nn.Module, precision: Precision, micro_batch: int = 64, on_error: OnError = "raise"
+    task: Task, model: nn.Module, precision: Precision, *, micro_batch: int = 64, on_error: OnError = "raise"
 ) -> dict[str, float]:
     """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
     device = precision.device
     data = task.eval_data()
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
-    chunks = MicroBatches(data, task, 0, False, on_error)
+    micro_batches = MicroBatches(data, task, 0, False, on_error)
     metrics = task_checks.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
     with torch.no_grad(), precision.autocast():
-        for chunk in EvaluationPlan(length, micro_batch).chunks(1)[0]:
-            samples = readable_samples(chunks, chunk.indices, 0)
-            bad += len(chunk.indices) - len(samples)
+        for plan in EvaluationPlan(length, micro_batch).chunks(1)[0]:
+            samples = readable_samples(micro_batches, plan.indices, 0)
+            bad += len(plan.indices) - len(samples)
             if not samples:
                 continue
             batch = task.collate(samples)
@@ -54,44 +54,50 @@ def evaluate_model(
             if metrics is not None:
                 task.update_metrics(metrics, task.predict(model, batch), batch)
     means = {head: sums[head] / units[head] for head in sums if units[head]}
-    found = {"loss": sum(task.coefficients().get(head, 1.0) * mean for head, mean in means.items())} if means else {}
-    found |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
-    found |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
-    return found | {"samples": length - bad, "bad": bad}
+    coefficients = task.coefficients()
+    values = {"loss": sum(coefficients.get(head, 1.0) * mean for head, mean in means.items())} if means else {}
+    values |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
+    values |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
+    return values | {"samples": length - bad, "bad": bad}
 
 
 def evaluate_checkpoint(
-    config: Mapping[str, Any], folder: str, adjustment: TaskChanges, micro_batch: int
+    config: Mapping[str, Any], folder: str, changes: TaskChanges, micro_batch: int
 ) -> dict[str, float]:
-    """A trial's newest checkpoint, evaluated without the engine."""
-    with _loaded(config, folder, adjustment) as (task, model, precision, on_error):
-        return evaluate_model(task, model, precision, micro_batch, on_error)
+    """Evaluate the newest checkpoint in `folder` without the engine."""
+    with _load(config, folder, changes) as (task, model, precision, on_error):
+        return evaluate_model(task, model, precision, micro_batch=micro_batch, on_error=on_error)
 
 
-def predict_checkpoint(config: Mapping[str, Any], folder: str, adjustment: TaskChanges) -> list[dict[str, Any]]:
-    """Predictions of a trial's newest checkpoint without the engine, one sample at a time, each with its truth under `truth`."""
-    with _loaded(config, folder, adjustment) as (task, model, precision, _), torch.no_grad(), precision.autocast():
+def predict_checkpoint(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> list[dict[str, Any]]:
+    """Predict all evaluation data with the newest checkpoint in `folder`, without the engine and one sample at a time.
+
+    Returns:
+        For each sample, the prediction as the task describes it, and the truth under `truth`.
+    """
+    with _load(config, folder, changes) as (task, model, precision, _), torch.no_grad(), precision.autocast():
         data: Any = task.eval_data()
-        chunks = MicroBatches(data, task, 0, training=False)
-        found = []
+        micro_batches = MicroBatches(data, task, 0, training=False)
+        rows = []
         for index in range(len(data)):
-            batch = map_tensors(task.collate([chunks.sample(index, 0)]), lambda tensor: tensor.to(precision.device))
+            batch = task.collate([micro_batches.sample(index, 0)])
+            batch = map_tensors(batch, lambda tensor: tensor.to(precision.device))
             (output,) = split(task.predict(model.eval(), batch), 1)
-            found.append({"truth": task.truth(data[index])} | task.describe(output))
-        return found
+            rows.append({"truth": task.truth(data[index])} | task.describe(output))
+        return rows
 
 
 @contextlib.contextmanager
-def _loaded(
-    config: Mapping[str, Any], folder: str, adjustment: TaskChanges
+def _load(
+    config: Mapping[str, Any], folder: str, changes: TaskChanges
 ) -> Iterator[tuple[ComparableTask, nn.Module, Precision, OnError]]:
-    """The task, its model with the weights of a trial's newest checkpoint, the precision, and what an unreadable sample does."""
+    """The task, its model with the weights of the newest checkpoint, the precision, and `data.on_error`."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), adjustment)
+    task = ComparableTask(trainer.task(), changes)
     with join_world(trainer.config.device) as world:
         seed(trainer.config)
         model = task.model().to(world.device)
-        found = last_checkpoint(folder)
-        assert found is not None
-        load(found, model)
+        checkpoint = last_checkpoint(folder)
+        assert checkpoint is not None
+        load(checkpoint, model)
         yield task, model, Precision(trainer.config.precision, world.device), trainer.config.data.on_error

@@ -1,4 +1,4 @@
-"""What plain torch makes of a step: the gradient of one global batch on one process, without the engine's arithmetic."""
+"""The gradient of one global batch by plain torch on one process, without the arithmetic of the engine."""
 
 from __future__ import annotations
 
@@ -20,59 +20,64 @@ from lockstep.tasks.task import Task
 from lockstep.trainer import PreparedRun
 from lockstep.verify.comparable_task import count_units
 
-_AT_ONCE = 64
+_BATCH_SIZE = 64
 
 
 @dataclass
 class GradientComparison:
-    """A gradient by plain torch beside the one that the optimizer got.
-
-    difference: 2-norm of their difference, relative to the plain one's. worst: the parameter that differs most. condition: sum of the
-    norms of the parts that were added, relative to the norm of their sum: how far rounding can be amplified by it.
-    ratio: norm of the optimizer's, relative to the plain one's. epsilon: relative rounding of the loss's number format.
-    """
+    """The gradient by plain torch, compared with the gradient that the optimizer got."""
 
     gradient: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """By plain torch, by parameter; empty after the comparison."""
     difference: float = math.nan
+    """2-norm of the difference between the two gradients, relative to the norm of plain torch's."""
     ratio: float = math.nan
+    """Norm of the optimizer's gradient, relative to the norm of plain torch's."""
     worst: str = ""
+    """The parameter whose gradients differ most."""
     condition: float = 1.0
+    """Sum of the norms of the added parts, relative to the norm of their sum: how much rounding is amplified."""
     epsilon: float = 0.0
+    """Relative rounding of the number format of the loss."""
 
     def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> GradientComparison:
-        """With the optimizer's gradient, which was clipped to `clip_norm`. The gradients themselves are let go."""
+        """Compare with the gradient `actual` that the optimizer got, clipped to `clip_norm`."""
         norm = _norm(self.gradient)
         factor = min(1.0, clip_norm / (norm + 1e-6)) if clip_norm is not None else 1.0
         differences = {}
         for name in self.gradient.keys() | actual.keys():
             plain = self.gradient[name] * factor if name in self.gradient else torch.zeros(1)
-            differences[name] = (
-                float((actual[name].cpu().double() - plain.double()).norm()) if name in actual else float(plain.norm())
-            )
+            difference = actual[name].cpu().double() - plain.double() if name in actual else plain
+            differences[name] = float(difference.norm())
         scale = norm * factor or 1.0
-        worst = max(differences, key=lambda name: differences[name], default="")
-        total = math.sqrt(sum(one * one for one in differences.values()))
-        return GradientComparison({}, total / scale, _norm(actual) / scale, worst, self.condition, self.epsilon)
+        return GradientComparison(
+            difference=math.sqrt(sum(difference * difference for difference in differences.values())) / scale,
+            ratio=_norm(actual) / scale,
+            worst=max(differences, key=lambda name: differences[name], default=""),
+            condition=self.condition,
+            epsilon=self.epsilon,
+        )
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float(one.double().square().sum()) for one in tensors.values()))
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
 def reference_gradient(prepared: PreparedRun, task: Task) -> GradientComparison:
-    """The gradient of (sum of losses) / (sum of weights) over the global batch of the step that is about to begin, on rank 0.
+    """The gradient of (sum of losses) / (sum of weights) over the global batch of the step that is about to begin.
 
-    From the plan's indices on: samples are read and prepared anew, and pass through a new model with the current weights.
-    Memory: a second model and two gradients on rank 0. A collective: all ranks call it.
+    The samples of the plan's indices are read and prepared anew, and pass through a new model with the current weights.
+    Rank 0 needs memory for a second model and two gradients. Other ranks return an empty comparison. All ranks must
+    call this function.
     """
-    model = _twin(prepared, task)
+    model = _copy_of_model(prepared, task)
     if model is None:
         return GradientComparison()
     batches = _global_batch(prepared, task)
     units = count_units(task, batches)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    norms = epsilon = 0.0
+    sum_of_norms = epsilon = 0.0
     for batch, _ in batches:
         losses = task.loss(model, batch)
         heads: dict[str, Tensor] = losses if isinstance(losses, dict) else {"loss": losses}
@@ -81,46 +86,40 @@ def reference_gradient(prepared: PreparedRun, task: Task) -> GradientComparison:
         for head, loss in heads.items():
             count = units.get(head, units.get(SAMPLES, 0.0))
             objective = objective + (task.coefficients().get(head, 1.0) * loss / count if count else 0.0 * loss)
-        parts = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
-        added = {name: part for name, part in zip(parameters, parts, strict=True) if part is not None}
-        norms += _norm(added)
-        for name, part in added.items():
-            gradient[name] += part
+        grads = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
+        part = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+        sum_of_norms += _norm(part)
+        for name, grad in part.items():
+            gradient[name] += grad
     norm = _norm(gradient)
-    return GradientComparison(
-        {name: one.cpu() for name, one in gradient.items()}, condition=norms / norm if norm else 1.0, epsilon=epsilon
-    )
+    on_cpu = {name: grad.cpu() for name, grad in gradient.items()}
+    return GradientComparison(on_cpu, condition=sum_of_norms / norm if norm else 1.0, epsilon=epsilon)
 
 
-def _twin(prepared: PreparedRun, task: Task) -> nn.Module | None:
-    """A new model with the current weights, whole, on rank 0; None elsewhere."""
+def _copy_of_model(prepared: PreparedRun, task: Task) -> nn.Module | None:
+    """A new model with the current weights, unsharded, on rank 0; None on other ranks."""
     model, world = prepared.built.model, prepared.state.world
-    weights = {
-        name: sharding.gather_on_rank0(tensor, world)
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, Tensor)
-    }
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    weights = {name: sharding.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
     if world.rank:
         return None
-    twin = task.model().to(world.device)
-    twin.load_state_dict(weights, strict=False)
-    buffers, trains = (
-        dict(model.named_buffers()),
-        {name: parameter.requires_grad for name, parameter in model.named_parameters()},
-    )
+    copy = task.model().to(world.device)
+    copy.load_state_dict(weights, strict=False)
+    buffers = dict(model.named_buffers())
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        for name, buffer in twin.named_buffers():
-            buffer.copy_(buffers[name])  # also those that no state holds
-    for name, parameter in twin.named_parameters():
-        parameter.requires_grad_(trains[name])
-    return twin.train()
+        for name, buffer in copy.named_buffers():
+            buffer.copy_(buffers[name])  # also buffers that no state dict holds
+    for name, parameter in copy.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    return copy.train()
 
 
 def _global_batch(prepared: PreparedRun, task: Task) -> list[tuple[Any, int]]:
-    """The next step's samples, in batches, each with its size."""
+    """The samples of the next step in batches, each with its number of samples."""
     plan = prepared.plan
-    whole = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
-    indices, epoch = whole.indices(prepared.state.step)
+    one_rank = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
+    indices, epoch = one_rank.indices(prepared.state.step)
     data: Any = task.train_data()
     samples = []
     for index in map(int, indices):
@@ -131,10 +130,8 @@ def _global_batch(prepared: PreparedRun, task: Task) -> list[tuple[Any, int]]:
         try:
             samples.append(task.prepare(data[index], epoch, True))
         except Exception:
-            if not prepared.state.must_agree_on_weights:  # samples may not be skipped
+            if not prepared.state.must_agree_on_weights:  # True where the config skips samples that cannot be read
                 raise
-    cuts = [samples[start : start + _AT_ONCE] for start in range(0, len(samples), _AT_ONCE)]
-    return [
-        (map_tensors(task.collate(cut), lambda tensor: tensor.to(prepared.state.world.device)), len(cut))
-        for cut in cuts
-    ]
+    device = prepared.state.world.device
+    parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
+    return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
