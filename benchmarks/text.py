@@ -72,7 +72,7 @@ def lockstep_worker(options):
         "train": {"steps": options.steps + WARM_UP},
         "optim": {"lr": LR, "clip_norm": 1.0},
         "device": "cpu",
-        "log": {"tensorboard": False},
+        "log": {"writers": ["text_log", "json_lines"]},
     }
     with tempfile.TemporaryDirectory() as own:
         Trainer(settings, run_dir=options.folder or own, quiet=True).fit(task, Clock())

@@ -211,7 +211,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
 
 def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
-    Text(**few).attach(tmp_path / "run" / "task", trained=False)  # and then it was killed
+    Text(**few).setup(tmp_path / "run" / "task", trained=False)  # and then it was killed
     rows = [(text, label.upper()) for text, label in ROWS]
     settings = runs.config(
         task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1}
@@ -302,7 +302,7 @@ def test_log_has_data_tables_and_samples(trained):
     log = (folder / "train.log").read_text()
     for part in ("by label: mixed 8, neg 8, pos 8", "precision  recall", "truth \\ prediction", "truth 'pos'"):
         assert part in log
-    tables = [json.loads(line) for line in (folder / "tables.jsonl").read_text().splitlines()]
+    tables = [json.loads(line) for line in (folder / "metric_arrays.jsonl").read_text().splitlines()]
     assert [one["step"] for one in tables] == [3, 6]
     assert sum(map(sum, tables[-1]["confusion"])) == len(ROWS)
     assert not any("confusion" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
@@ -311,7 +311,7 @@ def test_log_has_data_tables_and_samples(trained):
 def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
     folder, results = trained
     confusion = torch.tensor(
-        json.loads((folder / "tables.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64
+        json.loads((folder / "metric_arrays.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64
     )
     f1 = 2 * confusion.diagonal() / (confusion.sum(0) + confusion.sum(1))
     assert results["eval/macro_f1"] == pytest.approx(float(f1.mean()))
@@ -349,7 +349,7 @@ def bag(tmp_path_factory):
         "data": {"train": table(folder / "a.csv", ROWS * 4)},
         "train": {"epochs": 8, "eval_every_epochs": 8},
     }
-    settings |= {"log": {"tensorboard": False}, "device": "cpu"}
+    settings |= {"log": {"writers": ["text_log", "json_lines"]}, "device": "cpu"}
     return folder / "run", Trainer(settings, run_dir=folder / "run", quiet=True).fit()
 
 
@@ -599,7 +599,7 @@ def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
 def test_unwritable_run_directory_is_an_error(few, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        Text(**few).attach(tmp_path / "file" / "task", trained=False)
+        Text(**few).setup(tmp_path / "file" / "task", trained=False)
 
 
 def test_text_is_a_task():

@@ -219,7 +219,7 @@ def test_looking_leaves_no_trace_in_the_training(tmp_path):
         assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.gradients == {}
 
 
-def test_a_witness_sees_norms_rates_and_what_was_never_used(tmp_path):
+def test_a_recorder_sees_norms_rates_and_what_was_never_used(tmp_path):
     found = train(
         tmp_path,
         "Unused",

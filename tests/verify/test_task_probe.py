@@ -98,7 +98,9 @@ def test_a_mean_instead_of_a_sum_is_found():
     found = probe("Mean")
     assert found.mean_heads == ["loss"]
     assert found.coupling == pytest.approx(0.5)
-    assert "Task.loss must return a SUM over its units (reduction='sum'), and returns a mean: off by" in found.diagnosis()
+    assert (
+        "Task.loss must return a SUM over its units (reduction='sum'), and returns a mean: off by" in found.diagnosis()
+    )
     found = probe("MeanOfHeads")
     assert found.mean_heads == ["a", "b"]
     assert "and returns a mean for 'a', 'b'" in found.diagnosis()

@@ -58,7 +58,7 @@ class ComparableTask(Task):
 
     def __init__(self, task: Task, changes: TaskChanges) -> None:
         self.task, self.changes, self.weight_calls = task, changes, 0
-        unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
+        unchanged = ["report", "setup", "coefficients", "metrics", "describe", "truth", "show", "notes"]
         unchanged += [] if changes.no_augmentation and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if changes.reverse else ["collate"]
         unchanged += [] if changes.float64 else ["predict", "update_metrics"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.build import seed
+from lockstep.build import seed_everything
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
@@ -52,7 +52,7 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
     task = ComparableTask(trainer.task(), TaskChanges(train_samples=train_samples, eval_samples=_EVAL_SAMPLES))
     on_error = trainer.config.data.on_error
     with join_world(trainer.config.device) as world:
-        seed(trainer.config)
+        seed_everything(trainer.config)
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return ConstantBaseline(obstacle="there is no evaluation data", no_data=True)

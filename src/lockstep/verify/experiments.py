@@ -133,7 +133,7 @@ class Experiments:
             "train__eval_every_steps": 0,
             "schedule__warmup_steps": min(config["schedule"]["warmup_steps"], steps // 4),
             "log__every_steps": 1,
-            "log__tensorboard": False,
+            "log__writers": ["text_log", "json_lines"],
             "checkpoint__every_steps": 0,
             "checkpoint__keep_best": None,
             "checkpoint__keep_every_steps": None,

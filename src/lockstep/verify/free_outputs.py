@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.build import seed
+from lockstep.build import seed_everything
 from lockstep.data.loader import MicroBatches, map_tensors
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
@@ -124,7 +124,7 @@ def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
     trainer = Trainer(config, quiet=True)
     task = ComparableTask(trainer.task(), changes)
     with join_world(trainer.config.device) as world:
-        seed(trainer.config)
+        seed_everything(trainer.config)
         try:
             outputs = FreeOutputs(task.model().to(world.device).eval(), constant=False)
             first, least = fit_outputs(task, outputs, world.device)

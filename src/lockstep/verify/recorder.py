@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import sharding, strategy
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
+from lockstep.trainer import Recorder
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
@@ -109,8 +110,8 @@ class Recording:
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
 
 
-class TrainingRecorder:
-    """A `lockstep.trainer.Recorder`.
+class TrainingRecorder(Recorder):
+    """Records a training on this rank.
 
     Args:
         task: of the training.
@@ -129,17 +130,8 @@ class TrainingRecorder:
 
     # ---- what the trainer calls
 
-    def record(self, entry: dict[str, float]) -> None:
-        self.recording.entries.append(entry)
-
-    def progress(self, step: int) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.recording.entries.append(dict(entry))
 
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches on to the trainer, and record what happens before and after each step."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import assemble, optimizer, seed
+from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.distributed.strategy import by_head
 from lockstep.distributed.world import join_world
@@ -118,9 +118,9 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
     task.eval_data()
     seed_number, on_error = trainer.config.seed, trainer.config.data.on_error
     with join_world(trainer.config.device) as world:
-        built, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
-        optimizer(trainer.config, built.model, built.blocks)
-        seed(trainer.config)
+        built, _ = build_model(trainer.config, task, world, steps_per_epoch=1)
+        make_optimizer(trainer.config, built.model, built.blocks)
+        seed_everything(trainer.config)
         probe = TaskProbe()
         model = task.model().to(world.device).train()
         probe.batch_norms = len(batch_norm_modules(model))
@@ -138,7 +138,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         for float64 in (True, False):
             exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
             try:
-                seed(trainer.config)
+                seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
                 samples = _samples(exact, train_samples, seed=seed_number, on_error=on_error)
                 batches = _batches(exact, samples, world.device)

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
 from lockstep.distributed import sharding
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.comparable_task import count_units
 
 _BATCH_SIZE = 64
