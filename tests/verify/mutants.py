@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import re
 import shutil
 import textwrap
 import time
@@ -137,7 +138,7 @@ _engine(
 _engine(
     "optimizer over a copy of the model",
     "loss",
-    ("assembly:optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+    ("build:optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
 )
 _config(
     "learning rate far too high",
@@ -170,7 +171,7 @@ _task("loss with the wrong sign", "metric", "Uphill")
 _engine(
     "checkpoint's weights not loaded for evaluation",
     "metric",
-    ("assembly:load", "states.restore(", "(lambda *_, **__: None)("),
+    ("build:load", "states.restore(", "(lambda *_, **__: None)("),
 )
 _engine("averages never updated", "metric", (STEP, "run.averages.update()", "pass"), base="ema")
 
@@ -234,7 +235,7 @@ _engine(
     "norm per parameter",
     "gradients",
     (
-        "dist.sharding:clip_grads",
+        "distributed.sharding:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
         "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]",
     ),
@@ -260,7 +261,7 @@ _engine(
 )
 _engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine(
-    "learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,")
+    "learning rate scaled twice", "gradients", ("build:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,")
 )
 _engine(
     "learning rate scaled by the number of ranks",
@@ -275,24 +276,24 @@ _engine(
 _engine(
     "model left in evaluation mode by an evaluation",
     "gradients",
-    ("engine.trainer:fit", "for micros in batches:", "for micros in batches:\n    run.forward.train(run.step < 6)"),
+    ("engine.loop:fit", "for micros in batches:", "for micros in batches:\n    run.forward.train(run.step < 6)"),
 )
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("engine.trainer:fit", "run.forward.train()", "run.forward.eval()"),
+    ("engine.loop:fit", "run.forward.train()", "run.forward.eval()"),
     base="dropout",
 )
 _engine(
     "norm of the local shard",
     "gradients",
-    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("distributed.sharding:grad_norm", "distributed.all_reduce(square,", "(lambda *_, **__: None)(square,"),
     base="fsdp",
 )
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
-    ("engine.trainer:fit", "run.forward.train()", "[setattr(one, 'training', True) for one in run.forward.modules()]"),
+    ("engine.loop:fit", "run.forward.train()", "[setattr(one, 'training', True) for one in run.forward.modules()]"),
     base="frozen-norm",
 )
 _task("dead branch", "gradients", "DeadBranch")
@@ -302,18 +303,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    ("assembly:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),"),
+    ("build:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("assembly:optimizer", "groups, rate.args,", "groups, {},"),
+    ("build:optimizer", "groups, rate.args,", "groups, {},"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"),
+    ("build:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"),
     base="groups",
 )
 _engine(
@@ -462,13 +463,13 @@ _engine(
 _engine(
     "weights drawn per rank, and DDP's first broadcast skipped",
     "probe",
-    ("assembly:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
-    ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
+    ("build:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
+    ("distributed.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
 )
 _engine(
     "gradients never reduced",
     "probe",
-    ("dist.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"),
+    ("distributed.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"),
 )
 _engine(
     "reduced on the first micro-batch only",
@@ -485,18 +486,18 @@ _engine(
     "BatchNorm statistics never synchronised",
     "probe",
     (
-        "dist.strategy:wrap",
+        "distributed.strategy:wrap",
         "static_graph=buckets.static_graph,",
         "static_graph=buckets.static_graph, broadcast_buffers=False,",
     ),
-    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("distributed.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("dist.strategy:_sharded_sync", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
-    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("distributed.strategy:_sharded_sync", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("distributed.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
     base="fsdp-norm",
 )
 
@@ -568,9 +569,9 @@ _engine(
 _engine(
     "logged losses packed in the rank's own order of heads",
     "ranks",
-    ("dist.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
+    ("distributed.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
     ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), "Task.loss", world)', "tuple(losses)"),
-    ("engine.meter:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
+    ("engine.log_window:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
 _engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
@@ -602,7 +603,7 @@ _engine(
 _engine(
     "initial weights depend on the world size",
     "ranks",
-    ("assembly:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"),
+    ("build:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"),
 )
 _engine(
     "a partial batch is divided by the full size",
@@ -665,13 +666,13 @@ _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 _engine(
     "norm of the local shard under the other strategy",
     "strategies",
-    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("distributed.sharding:grad_norm", "distributed.all_reduce(square,", "(lambda *_, **__: None)(square,"),
 )
 _engine(
     "a row lost where shards are filled",
     "strategies",
     (
-        "dist.sharding:_receive",
+        "distributed.sharding:_receive",
         "mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])",
         "mine.zero_()[first - rows.start : last - rows.start - 1].copy_(part[first - begin : last - begin - 1])",
     ),
@@ -679,7 +680,7 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [] if sharded else groups,"),
+    ("build:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [] if sharded else groups,"),
     base="groups",
 )
 _engine(
@@ -691,7 +692,7 @@ _engine(
     "shards drawn anew on each rank",
     "strategies",
     (
-        "dist.sharding:materialise",
+        "distributed.sharding:materialise",
         "made: dict[int, tuple[Tensor, Tensor]] = {}",
         "made = {}; values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
     ),
@@ -700,7 +701,7 @@ _engine(
     "clipping skipped for shards",
     "strategies",
     (
-        "dist.sharding:clip_grads",
+        "distributed.sharding:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
         "is_sharded(parameters[0]) or nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
     ),
@@ -1087,7 +1088,7 @@ _engine(
 _engine(
     "rank 0's metric states only",
     "evaluation",
-    ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
+    ("engine.metric_sync:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
 )
 _engine(
     "evaluation in training mode",
@@ -1112,7 +1113,7 @@ _engine(
     "weights read inexactly on several ranks",
     "evaluation",
     (
-        "assembly:load",
+        "build:load",
         "states.restore(files.read(found.path, found.index, part), found.values, model, averages=averages)",
         f"states.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in files.read(found.path, found.index, part)), found.values, model, averages=averages)",
     ),
@@ -1280,18 +1281,51 @@ def _source(function: FunctionType) -> str:
 
 
 def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """The function's code with texts replaced, each of which it holds once; at its own lines, so that tracebacks fit."""
+    """The code of a function after replacing texts, each of which it must hold once. Lines keep their numbers.
+
+    Texts are compared token by token, so that a formatter may break lines, add trailing commas and change quotes.
+    """
     source = _source(function)
     for old, new in edits:
-        assert source.count(old) == 1, f"{function.__qualname__} holds {old!r} {source.count(old)} times"
-        line = source[: source.index(old)].rpartition("\n")[2]
-        indent = " " * (len(line + old.split("\n")[0]) - len((line + old.split("\n")[0]).lstrip()))
-        source = source.replace(
-            old, new.rstrip("\n").replace("\n", f"\n{indent}") + ("\n" if new.endswith("\n") else "")
-        )
+        places = _places(source, old)
+        assert len(places) == 1, f"{function.__qualname__} holds {old!r} {len(places)} times"
+        start, stop = places[0]
+        line = source[:start].rpartition("\n")[2]
+        indent = " " * (len(line) - len(line.lstrip())) if line.strip() else line
+        source = source[:start] + new.strip("\n").replace("\n", f"\n{indent}") + source[stop:]
     text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(source)
     compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
-    return next(one for one in compiled.co_consts if isinstance(one, CodeType) and one.co_name == function.__name__)
+    return next(
+        constant
+        for constant in compiled.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == function.__name__
+    )
+
+
+_TOKEN = re.compile(
+    r"""\s+ | \#[^\n]* | (?P<token> [A-Za-z]{0,2}(?:\"{3}.*?\"{3} | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') | \w+ | . )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _tokens(text: str) -> list[tuple[str, int, int]]:
+    """(token, start, stop) of a piece of Python. Trailing commas are left out, and all quotes are double."""
+    found = [(m["token"], *m.span()) for m in _TOKEN.finditer(text) if m["token"]]
+    followed = zip(found, [*found[1:], ("", 0, 0)], strict=True)
+    kept = [token for token, after in followed if not (token[0] == "," and after[0] in (")", "]", "}", ""))]
+    return [(token.replace("'", '"') if token[-1] == "'" else token, start, stop) for token, start, stop in kept]
+
+
+def _places(source: str, text: str) -> list[tuple[int, int]]:
+    """Where `source` holds the tokens of `text`."""
+    held, wanted = _tokens(source), [token for token, _, _ in _tokens(text)]
+    names = [token for token, _, _ in held]
+    firsts = [n for n in range(len(names) - len(wanted) + 1) if names[n : n + len(wanted)] == wanted]
+    places = [(held[n][1], held[n + len(wanted) - 1][2]) for n in firsts]
+    if text.rstrip().endswith(","):  # the comma belongs to the text, also where it is a trailing one
+        comma = re.compile(r"\s*,")
+        places = [(start, match.end() if (match := comma.match(source, stop)) else stop) for start, stop in places]
+    return places
 
 
 def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
