@@ -260,9 +260,7 @@ _engine(
     base="overflow",
 )
 _engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
-_engine(
-    "learning rate scaled twice", "gradients", ("build:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,")
-)
+_engine("learning rate scaled twice", "gradients", ("build:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,"))
 _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
@@ -464,7 +462,11 @@ _engine(
     "weights drawn per rank, and DDP's first broadcast skipped",
     "probe",
     ("build:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
-    ("distributed.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
+    (
+        "distributed.strategy:wrap",
+        "static_graph=buckets.static_graph,",
+        "static_graph=buckets.static_graph, init_sync=False,",
+    ),
 )
 _engine(
     "gradients never reduced",

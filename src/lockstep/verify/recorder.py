@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
-from lockstep.distributed import sharding, strategy
+from lockstep.distributed import sharded_tensor
+from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
 from lockstep.trainer import Recorder
 from lockstep.verify.digest import digest, digest_of_batch
@@ -143,7 +144,7 @@ class TrainingRecorder(Recorder):
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
         recording.wrong_modes = modules_in_wrong_mode(model)
-        start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
+        start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
         handle = state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))
         try:
             for micro_batches in prepared.batches:
@@ -156,7 +157,7 @@ class TrainingRecorder(Recorder):
                     self.after_step(state.step)
         finally:
             handle.remove()
-            moved = [sharding.local(p.detach()) - start[name] for name, p in model.named_parameters()]
+            moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
             recording.moved = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
@@ -167,7 +168,7 @@ class TrainingRecorder(Recorder):
         state, model, recording = prepared.state, prepared.built.model, self.recording
         recording.stop, recording.length = prepared.stop, prepared.plan.length
         recording.steps_per_epoch = prepared.plan.steps_per_epoch
-        recording.sharded = strategy.is_sharded(state.forward)
+        recording.sharded = state.strategy.is_sharded
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         recording.parameters = [name for name, _ in model.named_parameters()]
         recording.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -208,7 +209,7 @@ class TrainingRecorder(Recorder):
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
             self._reference_optimizer.before_update(step)
-        recording.grad_norms.append((step, float(sharding.grad_norm(state.parameters))))
+        recording.grad_norms.append((step, float(grad_norm(state.parameters, state.strategy.shard_group))))
         group = optimizer.param_groups[-1]
         recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
         self._updates += 1
@@ -216,7 +217,9 @@ class TrainingRecorder(Recorder):
             self._note_unused(model)
         if self._gradient is not None:
             gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            whole = {name: sharding.gather_on_rank0(gradient, state.world) for name, gradient in gradients.items()}
+            whole = {
+                name: sharded_tensor.gather_on_rank0(gradient, state.world) for name, gradient in gradients.items()
+            }
             is_first = state.world.rank == 0
             recording.gradients[step] = self._gradient.compare(whole, state.clip_norm) if is_first else self._gradient
             self._gradient = None
@@ -224,7 +227,7 @@ class TrainingRecorder(Recorder):
     def _note_unused(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                grad = None if parameter.grad is None else sharding.local(parameter.grad)
+                grad = None if parameter.grad is None else sharded_tensor.local(parameter.grad)
                 zero = torch.tensor(grad is None or not bool(grad.any()))
                 self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
 
@@ -241,11 +244,11 @@ class TrainingRecorder(Recorder):
             values |= {f"ema.{name}": value for name, value in state.averages.tensors.items()}
         # Buffers that no checkpoint holds.
         values |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in values}
-        strategy.sync_buffers(state.forward, state.world)  # as before the next step, an evaluation and a checkpoint
+        state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
         digests: StateDigests = {}
         for name, value in values.items():
             if isinstance(value, Tensor):
-                shard = sharding.local_shard(value)
+                shard = sharded_tensor.local_shard(value)
                 digests[name] = (shard.start, len(shard.local) if shard.local.ndim else 1, digest(shard.local))
                 self.recording.shapes[name] = shard.shape
         return digests
@@ -254,13 +257,12 @@ class TrainingRecorder(Recorder):
         """The losses of rank 0's batch on every rank, as exact hexadecimal numbers; the same list on all ranks."""
         state, world = prepared.state, prepared.state.world
         batch = world.broadcast(batch)
-        strategy.sync_buffers(state.forward, world)
-        forward = strategy.unwrap_ddp(state.forward)
-        forward.eval()
-        with torch.no_grad(), state.precision.autocast():
-            losses = forward(batch)
-        forward.train()
-        sharding.reshard(forward)
+        state.strategy.sync_buffers()
+        with state.strategy.inference() as forward:
+            forward.eval()
+            with torch.no_grad(), state.precision.autocast():
+                losses = forward(batch)
+            forward.train()
         own = {head: float(loss).hex() for head, loss in losses.items()}
         of_all_ranks: list[dict[str, str]] = world.broadcast(world.gather(own))
         return of_all_ranks

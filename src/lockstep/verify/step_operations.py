@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.verify.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
+_DISTRIBUTED = f"{_PACKAGE}/distributed"  # its own reductions count units and compute norms
 _HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _REDUCTIONS = {  # by operator, the position of the argument that holds its input tensors
     "c10d::allreduce_": 0,
@@ -90,7 +92,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         results = result if isinstance(result, (list, tuple)) else [result]
         tensors = [item for item in results if isinstance(item, Tensor)]
-        tensors = [tensor for tensor in tensors if not tensor.is_meta and not hasattr(tensor, "device_mesh")]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor)]
         if tensors:
             digests = tuple(digest(tensor) for tensor in tensors if tensor.layout == torch.strided)
             self.results.append((name, hash(digests)))
@@ -100,7 +102,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _REDUCTIONS:
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            own = Path(_caller().f_code.co_filename).parent.name == "distributed"
+            own = str(Path(_caller().f_code.co_filename).parent) == _DISTRIBUTED
             reductions = communication.own_reductions if own else communication.reductions
             reductions.append(sum(tensor.numel() for tensor in tensors))
         elif name.startswith("c10d::"):

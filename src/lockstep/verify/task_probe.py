@@ -118,7 +118,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
     task.eval_data()
     seed_number, on_error = trainer.config.seed, trainer.config.data.on_error
     with join_world(trainer.config.device) as world:
-        built, _ = build_model(trainer.config, task, world, steps_per_epoch=1)
+        built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, built.model, built.blocks)
         seed_everything(trainer.config)
         probe = TaskProbe()

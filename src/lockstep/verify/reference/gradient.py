@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
-from lockstep.distributed import sharding
+from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.verify.comparable_task import count_units
@@ -100,7 +100,7 @@ def _copy_of_model(prepared: PreparedRun, task: Task) -> nn.Module | None:
     """A new model with the current weights, unsharded, on rank 0; None on other ranks."""
     model, world = prepared.built.model, prepared.state.world
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    weights = {name: sharding.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+    weights = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
     if world.rank:
         return None
     copy = task.model().to(world.device)
