@@ -327,3 +327,23 @@ def command(*arguments):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.stderr
     return done.stdout
+
+
+def fit_with_equal_neighbours(settings, neighbours):
+    """Weights and results of a training with evaluation in which so many neighbouring ranks see the same samples."""
+    import dataclasses
+
+    import lockstep.trainer
+
+    joined = lockstep.trainer.join_world
+
+    @contextlib.contextmanager
+    def joined_in_groups(*arguments):
+        with joined(*arguments) as world:
+            yield dataclasses.replace(world, model_parallel_size=neighbours)
+
+    lockstep.trainer.join_world = joined_in_groups
+    try:
+        return runs.fit_kind("Classes", {"eval_length": 21}, settings)
+    finally:
+        lockstep.trainer.join_world = joined
