@@ -91,7 +91,7 @@ class TrainState:
 
     @contextlib.contextmanager
     def guarded(self, batch: Any) -> Generator[None, None, None]:
-        """Around the forward and backward passes of a step: where it does not fit into memory, it is undone on all ranks.
+        """Around the forward and backward passes of a step: if it does not fit into memory, all ranks undo it.
 
         Raises:
             StepTooLarge: weights, buffers and `step` are as they were.
