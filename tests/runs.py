@@ -14,7 +14,7 @@ import torch
 
 from lockstep import Trainer, build, config_file
 from lockstep.data.order import permute
-from lockstep.distributed import sharding, strategy
+from lockstep.distributed.sharded_tensor import gather
 from lockstep.distributed.world import join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import loop
@@ -88,19 +88,15 @@ def fit_in_memory(task, settings):
 
 def evaluate(task, state, data):
     """Results of an evaluation within a training."""
-    strategy.sync_buffers(state.forward, state.world)
-    averages = contextlib.nullcontext()
-    if state.averages is not None:
-        sharding.reshard(state.forward)
-        averages = state.averages.applied()
-    with averages:
-        forward = strategy.unwrap_ddp(state.forward)
+    averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
+    state.strategy.sync_buffers()
+    with state.strategy.inference() as forward, averages:
         return evaluation.evaluate(task, forward, data.loader, data.plan, state.world, state.precision)
 
 
 def whole_weights(model):
     """All tensors of a model by name, gathered from the ranks' shards. A collective."""
-    return {name: sharding.gather(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+    return {name: gather(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
 
 
 class FinalWeights(Witness):
