@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.store import sync
+from lockstep import atomic
 from lockstep.distributed.sharding import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
@@ -67,8 +67,7 @@ def export_weights(
     from safetensors.torch import save_file
 
     folder = folder.resolve()
-    staging = written = folder.parent / f"{_STAGING}{folder.name}"
-    made: list[Path] = []
+    missing: list[Path] = []  # parents that are made
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
@@ -76,19 +75,13 @@ def export_weights(
                 where=str(folder),
                 remedy="give a new or empty folder",
             )
-        made = [parent for parent in staging.parents if not parent.exists()]
-        shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
-        staging.mkdir(parents=True)
-        save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
-        (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-        extras(staging)
-        for path in (*staging.rglob("*"), staging):
-            sync(path)
-        written = staging.rename(folder)
-        sync(folder.parent)
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
+            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
+            extras(staging)
     except BaseException as error:
-        shutil.rmtree(written, ignore_errors=True)
-        for parent in made:
+        for parent in missing:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if not isinstance(error, (OSError, SafetensorError)):

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep import atomic
 from lockstep.checkpoint import files
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.world import World
@@ -119,7 +120,7 @@ def commit(
             raise OSError(f"{name} is not what was written; do all ranks see the same run directory?")
     files.write_dcp_metadata(staged, index)
     (staged / INDEX).write_text(json.dumps({"tensors": index, "values": dict(values)}))
-    sync(staged / INDEX)
+    atomic.sync(staged / INDEX)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     more = {name: files.checksum(staged / name) for name in (INDEX, files.DCP_METADATA)}
     content = {**manifest, "saved_at": now, "files": {**manifest["files"], **more}}
@@ -129,13 +130,13 @@ def commit(
         fail_at("in-manifest", step)
         text.flush()
         os.fsync(text.fileno())
-    sync(staged)
+    atomic.sync(staged)
     fail_at("before-rename", step)
     if final.exists():
         remove(final)  # of the same step: damaged, or it would have been resumed
     staged.rename(final)
     fail_at("after-rename", step)
-    sync(folder)
+    atomic.sync(folder)
     return Checkpoint(final, content)
 
 
@@ -148,22 +149,15 @@ def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
     Raises:
         OSError: the manifest cannot be written.
     """
-    path, staged = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
+    path, staging = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
     content = _manifest(path)
     if not isinstance(content, dict):
         return False
     fail_at("before-metrics", step)
-    try:
-        with staged.open("w") as text:
-            text.write(_signed({**content, "metrics": dict(metrics)}))
-            fail_at("in-metrics", step)
-            text.flush()
-            os.fsync(text.fileno())
-        staged.replace(path / MANIFEST)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    sync(path)
+    with atomic.staged_file(path / MANIFEST, staging), staging.open("w") as text:
+        text.write(_signed({**content, "metrics": dict(metrics)}))
+        fail_at("in-metrics", step)
+    atomic.sync(path)
     return True
 
 
@@ -290,12 +284,3 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or a directory's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

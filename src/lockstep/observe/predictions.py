@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep import atomic
 from lockstep.errors import UsageError
 from lockstep.observe import arrays
 from lockstep.observe.plain import dumps, plain
@@ -48,24 +49,18 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[str]:
     Raises:
         UsageError: the disk is full, or not writable; values that the format cannot hold.
     """
-    staged = path.with_name(f".{path.name}.new")
     try:
-        if path.suffix in (".npz", ".safetensors"):
-            left_out = arrays.write(staged, rows, path)
-        else:
-            left_out = []
-            _write_text(staged, rows, path.suffix)
-        staged.replace(path)
-    except BaseException as error:
-        staged.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
+        with atomic.staged_file(path) as staging:
+            if path.suffix in (".npz", ".safetensors"):
+                return arrays.write(staging, rows, path)
+            _write_text(staging, rows, path.suffix)
+    except OSError as error:
         raise UsageError(
             f"cannot be written: {error.strerror}",
             where=f"--out {path}",
             remedy="free disk space, or choose another place",
         ) from error
-    return left_out
+    return []
 
 
 def _write_text(path: Path, rows: Sequence[Mapping[str, Any]], suffix: str) -> None:

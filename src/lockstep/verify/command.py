@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import lockstep
+from lockstep import atomic
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.verify import report, trial
 from lockstep.verify.bench import Bench, TrialFailed
@@ -90,8 +91,8 @@ def verify(
 
 def _write(result: Result, run_dir: Path) -> None:
     try:
-        (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
-        (run_dir / "verify.html").write_text(report.to_html(result))
+        atomic.write_text(run_dir / "verify.json", json.dumps(report.to_json(result), indent=1, allow_nan=False))
+        atomic.write_text(run_dir / "verify.html", report.to_html(result))
     except OSError as error:
         raise LockstepError(
             f"cannot write: {error.strerror}",
