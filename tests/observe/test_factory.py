@@ -95,7 +95,10 @@ def test_writer_of_an_installed_package_is_found(package):
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
-        ("text_logs", ["there is no writer 'text_logs'", "did you mean text_log? ", "There are: console, gone, json_lines"]),
+        (
+            "text_logs",
+            ["there is no writer 'text_logs'", "did you mean text_log? ", "There are: console, gone, json_lines"],
+        ),
         (
             "gone",
             ["made_up_gone:Gone of made-up", "cannot be imported: ModuleNotFoundError", "repair or remove made-up"],

@@ -28,7 +28,7 @@ class Task(abc.ABC):
 
     # ---- what it is made of
 
-    def attach(self, folder: Path, trained: bool) -> None:  # noqa: B027 - it may be left as it is
+    def setup(self, folder: Path, trained: bool) -> None:  # noqa: B027 - it may be left as it is
         """Called before anything else where the task belongs to a run, on rank 0 and then on the others: `folder` is kept with
         the run for what the task finds out from its data (label names, a vocabulary). trained: a checkpoint gives the weights."""
 

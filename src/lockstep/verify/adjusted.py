@@ -56,7 +56,7 @@ class Adjusted(Task):
 
     def __init__(self, task: Task, adjustment: Adjustment) -> None:
         self.task, self.how, self.weighed = task, adjustment, 0
-        unchanged = ["report", "attach", "coefficients", "metrics", "describe", "truth", "show", "notes"]
+        unchanged = ["report", "setup", "coefficients", "metrics", "describe", "truth", "show", "notes"]
         unchanged += [] if adjustment.plain and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if adjustment.reverse else ["collate"]
         unchanged += [] if adjustment.double else ["predict", "update_metrics"]

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
 from lockstep.distributed import sharding
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.adjusted import units_of
 
 _AT_ONCE = 64

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import trainer
+from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import sharding, strategy
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk

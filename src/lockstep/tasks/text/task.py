@@ -93,7 +93,7 @@ class Text(Task):
         self._parameters = 0
         self._moved: Tensor | None = None
 
-    def attach(self, folder: Path, trained: bool) -> None:
+    def setup(self, folder: Path, trained: bool) -> None:
         """Label names, the tokenizer and the model's config are kept in `folder`, in Hugging Face's own files."""
         self.trained = trained
         if not (folder / "config.json").exists():
