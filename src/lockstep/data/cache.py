@@ -17,7 +17,7 @@ _POLL_S = 0.1
 
 
 def cache_root() -> Path:
-    """`$LOCKSTEP_CACHE`, or `lockstep` in the user's cache folder. It may be deleted at any time, and is then made again."""
+    """`$LOCKSTEP_CACHE`, or `lockstep` in the user's cache folder. It may be deleted at any time."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"

@@ -61,7 +61,7 @@ def samples(bench: Bench) -> Verdict:
         chunks = (
             chunk
             for step in range(epoch_plan.steps_per_epoch)
-            for rank in epoch_plan.chunks(step)
+            for rank in epoch_plan.by_rank(step)
             for chunk in rank
             if not chunk.filler
         )

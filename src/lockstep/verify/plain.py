@@ -38,7 +38,7 @@ def evaluate_plainly(
     units: dict[str, float] = {}
     model.eval()
     with torch.no_grad(), precision.autocast():
-        for chunk in EvaluationPlan(length, micro_batch).chunks(1)[0]:
+        for chunk in EvaluationPlan(length, micro_batch).by_rank(1)[0]:
             samples = readable(chunks, chunk.indices, 0)
             bad += len(chunk.indices) - len(samples)
             if not samples:
