@@ -495,7 +495,7 @@ def test_evaluation_by_length_pads_least(lengths, micro):
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        # the first outputs of the published SplitMix64 generator for the seeds 0 and 1234567, and its second one for the latter
+        # first outputs of the published SplitMix64 generator for the seeds 0 and 1234567, and the second for 1234567
         ((0,), 0xE220A8397B1DCDAF),
         ((1234567,), 6457827717110365317),
         ((1234567 + 0x9E3779B97F4A7C15,), 3203168211198807973),

@@ -79,8 +79,8 @@ class MicroBatch:
 class MicroBatches(Dataset[MicroBatch]):
     """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
 
-    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone. Those of
-    `collate` depend on the seed, the epoch and the first index of the micro-batch.
+    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone.
+    Those of `collate` depend on the seed, the epoch and the first index of the micro-batch.
 
     Args:
         data: raw samples by index.

@@ -171,7 +171,7 @@ class StepPlan:
         return min(self.global_batch, self.length - start)
 
     def smallest_micro_batch(self) -> tuple[int, int]:
-        """Size of the smallest micro-batch of an epoch (without fillers), and the first step that has one of this size."""
+        """Size of the smallest micro-batch of an epoch (without fillers), and the first step of such a micro-batch."""
         sizes = []
         for step in (0, self.steps_per_epoch - 1):
             count = self.samples(step)
