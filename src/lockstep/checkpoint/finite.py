@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.sharding import local
+from lockstep.distributed.sharded_tensor import local
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingError
 
@@ -19,7 +19,7 @@ _WORDS = ("finite numbers", "infinite numbers", "NaN")
 
 
 def grade(tensor: Tensor) -> int:
-    """The grade of the worst element: FINITE, INFINITE or NAN. Reads the tensor once, without a copy except of float8."""
+    """The grade of the worst element: FINITE, INFINITE or NAN. Reads the tensor once, and copies float8 only."""
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return FINITE
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
