@@ -11,10 +11,10 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def staged_file(path: Path, staging: Path | None = None) -> Iterator[Path]:
-    """Yield a path to write to. At the end of the block the file there is flushed to disk and takes the place of `path`.
+    """Yield a path to write to. At the end of the block this file is flushed to disk, and takes the place of `path`.
 
-    If the block or the flush raises, `path` stays as it was, and the staged file is deleted. A power cut soon afterwards
-    may bring the old file back: where it must not, call `sync` on the folder.
+    If the block or the flush raises, `path` stays as it was, and the staged file is deleted. A power cut soon
+    afterwards may bring the old file back. If that must not be, call `sync` on the folder.
 
     Args:
         staging: path to write to, on the file system of `path`; None: a hidden file beside `path`.
