@@ -2,20 +2,20 @@
 
     python benchmarks/sharding.py [memory] [steps] [build] [--parameters MILLIONS] [--rounds N] [--fused]
 
-The model is a causal transformer in fp32, with AdamW and clipped gradients, and one torch thread per rank. "By hand" means
-`fully_shard` on each block and on the model.
+The model is a causal transformer in fp32, with AdamW and clipped gradients, and one torch thread per rank. "By hand"
+means `fully_shard` on each block and on the model.
 
-memory  Training through `Trainer.fit` with ddp and with fsdp, and by hand, each in new processes. Bytes are those of the
-        storages of the rank's own tensors just before an update. RSS is relative to the RSS just before the model was made,
-        after the training of a small model. It is measured as the last update begins; its peak is from the second step on.
-        glibc keeps freed memory in pieces of up to 32 MB. With MALLOC_MMAP_THRESHOLD_=1048576 in the environment it gives
-        the memory back.
-steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged every 50
-        steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU time that of both
-        ranks. The results are medians of ratios over rounds. Both begin with the same weights; the difference of the weights
-        at the end is a check.
-build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new processes that
-        have trained a small model before.
+memory  Training through `Trainer.fit` with ddp and with fsdp, and by hand, each in new processes. Bytes are those of
+        the storages of the rank's own tensors just before an update. RSS is relative to the RSS just before the model
+        was made, after the training of a small model. It is measured as the last update begins; its peak is from the
+        second step on. glibc keeps freed memory in pieces of up to 32 MB. With MALLOC_MMAP_THRESHOLD_=1048576 in the
+        environment it gives the memory back.
+steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged
+        every 50 steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU time
+        that of both ranks. The results are medians of ratios over rounds. Both begin with the same weights; the
+        difference of the weights at the end is a check.
+build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new
+        processes that have trained a small model before.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def build_rank(folder, options):
         build.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built, _ = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        built = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,

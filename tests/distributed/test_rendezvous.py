@@ -114,7 +114,9 @@ def test_a_lost_connection_is_not_blamed_on_memory_alone():
         error = board.explain(RuntimeError("gloo: Connection reset by peer"))
         board.close()
     assert "lost the connection to another rank" in error.what
-    assert error.remedy.startswith("the process of that rank was killed, or its machine or the network between them failed")
+    assert error.remedy.startswith(
+        "the process of that rank was killed, or its machine or the network between them failed"
+    )
 
 
 @pytest.mark.exhaustive

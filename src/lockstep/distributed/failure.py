@@ -78,8 +78,9 @@ class FailureBoard:
             return RankError(
                 f"lost the connection to another rank, which gave no reason: {str(error).splitlines()[0]}",
                 where=where,
-                remedy="the process of that rank was killed, or its machine or the network between them failed: look at the "
-                "output of that rank, and at the system log of its machine, where the out-of-memory killer leaves a line",
+                remedy="the process of that rank was killed, or its machine or the network between them failed: "
+                "look at the output of that rank, and at the system log of its machine, where the out-of-memory "
+                "killer leaves a line",
             )
         other = RankError(
             f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"

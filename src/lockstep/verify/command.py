@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import lockstep
+from lockstep import atomic
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.verify import html_report, report, worker_functions
 from lockstep.verify.checks import CHECKS
@@ -107,8 +108,8 @@ def _make_folder(run_dir: Path) -> Path:
 
 def _write(result: VerifyResult, run_dir: Path) -> None:
     try:
-        (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
-        (run_dir / "verify.html").write_text(html_report.to_html(result))
+        atomic.write_text(run_dir / "verify.json", json.dumps(report.to_json(result), indent=1, allow_nan=False))
+        atomic.write_text(run_dir / "verify.html", html_report.to_html(result))
     except OSError as error:
         raise LockstepError(
             f"cannot write: {error.strerror}",

@@ -7,6 +7,7 @@ get the environment variables of a rank from here instead of from torch's elasti
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import os
@@ -158,7 +159,13 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # ranks that each use all cores slow each other down
+    frozen_modules = 0
     while True:
+        if len(sys.modules) != frozen_modules:
+            # Every stay in a world collects garbage, which takes long where all of torch is looked through.
+            gc.collect()
+            gc.freeze()
+            frozen_modules = len(sys.modules)
         try:
             environment, function, arguments = connection.recv()
         except (EOFError, OSError):

@@ -82,7 +82,7 @@ def _wrong_plan(experiments: Experiments, total: int) -> str:
     counts = Counter(
         index
         for step in range(plan.steps_per_epoch)
-        for rank in plan.chunks(step)
+        for rank in plan.by_rank(step)
         for micro_batch in rank
         if not micro_batch.filler
         for index in micro_batch.indices

@@ -38,7 +38,7 @@ def evaluate_model(
     units: dict[str, float] = {}
     model.eval()
     with torch.no_grad(), precision.autocast():
-        for plan in EvaluationPlan(length, micro_batch).chunks(1)[0]:
+        for plan in EvaluationPlan(length, micro_batch).by_rank(1)[0]:
             samples = readable_samples(micro_batches, plan.indices, 0)
             bad += len(plan.indices) - len(samples)
             if not samples:
