@@ -27,7 +27,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.data.fingerprint import fingerprint
-from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
+from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator, is_default
 from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.distributed import sharding, signals, strategy
 from lockstep.distributed.heartbeat import Phase
@@ -109,7 +109,13 @@ class Trainer:
                 []
                 if world.rank
                 else run_directory.writers(
-                    self.run_dir, config, prepared.state, prepared.stop, prepared.built, task.notes(), self.quiet
+                    self.run_dir,
+                    config,
+                    prepared.state,
+                    prepared.stop,
+                    prepared.built,
+                    task.presenter(task).log_header(),
+                    self.quiet,
                 )
             )
             batches: Iterator[list[MicroBatch]] = prepared.batches
@@ -258,26 +264,27 @@ class Trainer:
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
-        """Predictions for people: of what `Task.input_data` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
+        """Predictions for people: of what `Presenter.inputs` reads from `inputs`, or of the first `samples` evaluation samples beside their truth."""
         task = task or self.task()
         if self._kept.is_dir():
-            task.attach(self._kept, trained=True)
-        data = task_checks.data(task.input_data(inputs), "Task.input_data") if inputs else _required(task)
+            task.setup(self._kept, trained=True)
+        presenter = task.presenter(task)
+        data = task_checks.data(presenter.inputs(inputs), "Presenter.inputs") if inputs else _required(task)
         count = len(data) if inputs else min(samples, len(data))  # type: ignore[arg-type]
         where = getattr(data, "where", lambda number: inputs[number])
         outputs = self.predict(task, data if inputs else Subset(data, range(count)))
         heads = [
-            {"input": where(number)} if inputs else {"sample": number, "truth": task.truth(data[number])}
+            {"input": where(number)} if inputs else {"sample": number, "truth": presenter.truth(data[number])}
             for number in range(count)
         ]
         return [
-            head | task.show(data[number]) | task.describe(output)
+            head | presenter.show(data[number]) | presenter.describe(output)
             for number, (head, output) in enumerate(zip(heads, outputs or [], strict=True))
         ]
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
         """Write the newest checkpoint's weights into `folder` as `model.safetensors`, under the names of the task's model,
-        and what `Task.export` adds. Returns the file. The errors are those of `export_weights`."""
+        and what `Presenter.export` adds. Returns the file. The errors are those of `export_weights`."""
         with self._join() as world:
             task = task or self.task()
             model, _ = self._trained(task, world)
@@ -285,7 +292,9 @@ class Trainer:
             # One tensor at a time is whole on every rank; rank 0 keeps them in host memory, writes, and speaks for all.
             tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
             whole = {name: sharding.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            return world.on_rank0(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
+            return world.on_rank0(
+                lambda: export_weights(whole, Path(folder), about, partial(task.presenter(task).export, model))
+            )
 
     # ---- the objects
 
@@ -461,12 +470,13 @@ class Trainer:
     ) -> Callable[[], dict[str, float]]:
         """A function that evaluates what `forward` gives, and tells of it; within a training its averaged weights, until somebody asks to stop."""
         data, loader, plan = reading.data, reading.loader, reading.plan
-        tables = run_directory.Tables(self.run_dir, tell)
+        tables, presenter = run_directory.Tables(self.run_dir, tell), task.presenter(task)
+        show_samples = not is_default(presenter.report)
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             if state is not None:
                 tables.keep(state.step, values)
-            if text := task.report(values, [(data[index], output) for index, output in outputs]):
+            if text := presenter.report(values, [(data[index], output) for index, output in outputs]):
                 tell(text)
 
         def tick() -> None:
@@ -484,7 +494,7 @@ class Trainer:
                         sharding.reshard(state.forward)
                         stack.enter_context(state.averages.applied())
                 bare = strategy.unwrap_ddp(forward())
-                return evaluation.evaluate(task, bare, loader, plan, world, precision, tick, show)
+                return evaluation.evaluate(task, bare, loader, plan, world, precision, tick, show, show_samples)
 
         return evaluate
 
@@ -519,11 +529,11 @@ class Trainer:
         def write() -> None:
             if not trained:  # an earlier start that came to no checkpoint may have had another config
                 shutil.rmtree(self._kept, ignore_errors=True)
-            task.attach(self._kept, trained)
+            task.setup(self._kept, trained)
 
         world.on_rank0(write)
         if world.rank:
-            task.attach(self._kept, trained)
+            task.setup(self._kept, trained)
 
     @property
     def _best(self) -> str | None:

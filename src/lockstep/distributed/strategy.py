@@ -43,7 +43,7 @@ class Forward(nn.Module):
     attributes, and means the same on one rank and on many.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor | Losses]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
@@ -52,7 +52,13 @@ class Forward(nn.Module):
         """Loss sums by head; a single loss is the head `loss`. Or whatever `call` makes of the model and the batch."""
         if call is not None:
             return call(self.model, batch)
-        return by_head(self.loss(self.model, batch))
+        losses, _ = split_output(self.loss(self.model, batch))
+        return by_head(losses)
+
+
+def split_output(returned: Any) -> tuple[Any, Any]:
+    """The losses and the output that `Task.loss` returned. The output is None if it returned the losses alone."""
+    return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 
 def by_head(losses: Any, where: str = "Task.loss") -> Losses:

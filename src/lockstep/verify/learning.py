@@ -104,11 +104,7 @@ def metric(bench: Bench) -> Verdict:
     if known.directed and not better:
         same = all(math.isclose(after[one], values[one], rel_tol=1e-3, abs_tol=1e-6) for one in known.directed)
         text = f"better than a constant output in {losses}, but {what} is {after[what]:.4g} against {values[what]:.4g}"
-        return (
-            not_shown(text, **more)
-            if same
-            else fault(f"{text}: look at Task.predict, update_metrics and metrics", **more)
-        )
+        return not_shown(text, **more) if same else fault(f"{text}: look at Task.predict and Task.metrics", **more)
     return passed(
         f"{what} {after[what]:.4g}, best constant output {values[what]:.4g}, before training {known.before[what]:.4g}",
         **more,

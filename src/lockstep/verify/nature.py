@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.build import assemble, optimizer, seed
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
-from lockstep.distributed.strategy import by_head
+from lockstep.distributed.strategy import by_head, split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
@@ -160,14 +160,14 @@ def _drawn(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) 
 
 def _measure(nature: Nature, task: Task, model: nn.Module, whole: Batch, halves: list[Batch]) -> None:
     """Whether the loss of each head is a sum over samples, with the same weights."""
-    losses = by_head(task.loss(model, whole[0]))
+    losses = by_head(split_output(task.loss(model, whole[0]))[0])
     objective = total(losses)
     torch.autograd.backward(objective)
     nature.epsilon = torch.finfo(objective.dtype).eps
     if len(halves) < 2:
         return
     with torch.no_grad():
-        parts = [by_head(task.loss(model, batch)) for batch, _ in halves]
+        parts = [by_head(split_output(task.loss(model, batch))[0]) for batch, _ in halves]
     units = [units_of(task, [half]) for half in halves]
     for head, loss in losses.items():
         value, one, other = float(loss.detach()), *(float(part[head]) for part in parts)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
 from lockstep.distributed import sharding
+from lockstep.distributed.strategy import split_output
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.trainer import PreparedRun
@@ -74,13 +75,13 @@ def plain_gradient(prepared: PreparedRun, task: Task) -> Update:
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     norms = epsilon = 0.0
     for batch, _ in batches:
-        losses = task.loss(model, batch)
+        losses, _ = split_output(task.loss(model, batch))
         heads: dict[str, Tensor] = losses if isinstance(losses, dict) else {"loss": losses}
         epsilon = max(torch.finfo(loss.dtype).eps for loss in heads.values())
         objective: Any = 0.0
         for head, loss in heads.items():
             count = units.get(head, units.get(SAMPLES, 0.0))
-            objective = objective + (task.coefficients().get(head, 1.0) * loss / count if count else 0.0 * loss)
+            objective = objective + (task.coefficients.get(head, 1.0) * loss / count if count else 0.0 * loss)
         parts = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
         added = {name: part for name, part in zip(parameters, parts, strict=True) if part is not None}
         norms += _norm(added)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.build import seed
 from lockstep.data.loader import MicroBatches, map_tensors
+from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
@@ -77,10 +78,10 @@ def fit(task: Task, outputs: Outputs, device: torch.device) -> tuple[float, floa
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch, _ in batches:
-            losses = task.loss(outputs, batch)
+            losses, _ = split_output(task.loss(outputs, batch))
             for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
                 count = units.get(head, units.get(SAMPLES, 0.0))
-                total = total + (task.coefficients().get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
+                total = total + (task.coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total
 
     value, parameters = objective(), list(outputs.outputs)

@@ -13,6 +13,7 @@ from lockstep.build import load, seed
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
 from lockstep.engine.evaluate import split
@@ -32,7 +33,7 @@ def evaluate_plainly(
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
     chunks = MicroBatches(data, task, 0, False, on_error)
-    metrics = task_checks.metrics(task)
+    metrics, update = task_checks.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
@@ -45,16 +46,16 @@ def evaluate_plainly(
             batch = task.collate(samples)
             weight = task.weight(batch)
             batch = map_tensors(batch, lambda tensor: tensor.to(device))
-            losses = task.loss(model, batch)
+            losses, _ = split_output(task.loss(model, batch))
             heads = losses if isinstance(losses, dict) else {"loss": losses}
             for head, loss in heads.items():
                 sums[head] = sums.get(head, 0.0) + float(loss)
                 count = len(samples) if weight is None else weight[head] if isinstance(weight, Mapping) else weight
                 units[head] = units.get(head, 0.0) + float(count)
             if metrics is not None:
-                task.update_metrics(metrics, task.predict(model, batch), batch)
+                update(metrics, task.predict(model, batch), batch)
     means = {head: sums[head] / units[head] for head in sums if units[head]}
-    found = {"loss": sum(task.coefficients().get(head, 1.0) * mean for head, mean in means.items())} if means else {}
+    found = {"loss": sum(task.coefficients.get(head, 1.0) * mean for head, mean in means.items())} if means else {}
     found |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
     found |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
     return found | {"samples": length - bad, "bad": bad}
@@ -73,11 +74,12 @@ def predict_by_hand(config: Mapping[str, Any], folder: str, adjustment: Adjustme
     with _loaded(config, folder, adjustment) as (task, model, precision, _), torch.no_grad(), precision.autocast():
         data: Any = task.eval_data()
         chunks = MicroBatches(data, task, 0, training=False)
+        presenter = task.presenter(task)
         found = []
         for index in range(len(data)):
             batch = map_tensors(task.collate([chunks.sample(index, 0)]), lambda tensor: tensor.to(precision.device))
             (output,) = split(task.predict(model.eval(), batch), 1)
-            found.append({"truth": task.truth(data[index])} | task.describe(output))
+            found.append({"truth": presenter.truth(data[index])} | presenter.describe(output))
         return found
 
 

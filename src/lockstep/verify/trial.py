@@ -110,7 +110,8 @@ def predict(config: Mapping[str, Any], folder: str, adjustment: Adjustment) -> l
     """The engine's predictions by a trial's newest checkpoint, as the task describes them, for all evaluation data; on rank 0."""
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = Adjusted(trainer.task(), adjustment)
-    return [task.describe(output) for output in trainer.predict(task) or []]
+    presenter = task.presenter(task)
+    return [presenter.describe(output) for output in trainer.predict(task) or []]
 
 
 def sizes(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -66,7 +66,7 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
                 {},
             )
             return found
-        metrics = task_checks.metrics(task)
+        metrics, _ = task_checks.metrics(task)
         for name, one in metrics.items() if metrics is not None else ():
             if one.higher_is_better is not None:
                 found.higher_is_better[str(name)] = bool(one.higher_is_better)
