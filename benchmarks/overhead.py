@@ -130,42 +130,26 @@ class Ours:
         self.trainer = Trainer(config, run_dir=folder / "ours")
 
     def run(self, _):
-        from lockstep import run_directory
         from lockstep.distributed.signals import StopConsensus, StopFlag
         from lockstep.engine import loop
 
         self.trainer.config = self.trainer.config.model_copy(update={"batch": self.trainer.config.batch.resolve(1)})
         self.trainer.run_dir.mkdir(exist_ok=True)
-        prepared = self.trainer._training(self.task, self.world)
-        writers = (
-            []
-            if self.world.rank
-            else run_directory.writers(
-                self.trainer.run_dir,
-                self.trainer.config,
-                prepared.state,
-                prepared.stop,
-                prepared.built,
-                (),
-                quiet=False,
-            )
-        )
-        asked = StopConsensus(self.world, StopFlag())
+        prepared = self.trainer._prepare(self.task, self.world)
+        writers = self.trainer._writers(self.task, prepared)
         begun = time.perf_counter()
         loop.fit(
             prepared.state,
             prepared.batches,
-            prepared.plan,
-            prepared.stop,
-            loop.Intervals(log=50),
-            writers,
-            dict,
-            loop.SaveHooks(),
-            asked,
+            plan=prepared.plan,
+            stop=prepared.stop,
+            intervals=loop.Intervals(log=50),
+            hooks=loop.Hooks(stop_requested=StopConsensus(self.world, StopFlag())),
+            writers=writers,
         )
         seconds = time.perf_counter() - begun
-        for watcher in writers:
-            watcher.close()
+        for writer in writers:
+            writer.close()
         return seconds / prepared.stop
 
 

@@ -12,7 +12,7 @@ memory  Trained through `Trainer.fit` with ddp and with fsdp, and by hand, each 
 steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged every 50
         steps. Phases of both alternate in one process per rank. Time is the slower rank's, CPU time both ranks'. The medians of
         ratios over rounds count. Both begin with the same weights; how far these are apart in the end is a check.
-build   Peak RSS while `build.assemble` makes the model, relative to one full copy of its parameters, in new processes that
+build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new processes that
         have trained a small one before.
 """
 
@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, build, run_directory
+from lockstep import Trainer, build
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.distributed.world import join_world
 from lockstep.engine import loop as engine
@@ -209,7 +209,7 @@ def steps_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "run", options.fused)
     times = {"plain": [], "Lockstep": []}
     with join_world("cpu", folder=folder) as world:
-        prepared = lockstep._training(task, world)
+        prepared = lockstep._prepare(task, world)
         order = [
             [index for chunk in prepared.plan.rank_micro_batches(step, world.rank) for index in chunk.indices]
             for step in range(prepared.stop)
@@ -236,24 +236,14 @@ def steps_rank(folder, options):
                     yield from timed(name, phases[name])
 
         lockstep.run_dir.mkdir(exist_ok=True)
-        writers = (
-            []
-            if world.rank
-            else run_directory.writers(
-                lockstep.run_dir, lockstep.config, prepared.state, prepared.stop, prepared.built, (), quiet=False
-            )
-        )
-        asked = StopConsensus(world, StopFlag())
         engine.fit(
             prepared.state,
             alternating(),
-            prepared.plan,
-            prepared.stop,
-            engine.Intervals(log=LOG),
-            writers,
-            dict,
-            engine.SaveHooks(),
-            asked,
+            plan=prepared.plan,
+            stop=prepared.stop,
+            intervals=engine.Intervals(log=LOG),
+            hooks=engine.Hooks(stop_requested=StopConsensus(world, StopFlag())),
+            writers=lockstep._writers(task, prepared),
         )
         both = zip(prepared.built.model.parameters(), plain.model.parameters(), strict=True)
         apart = max(float((one.detach().to_local() - two.detach().to_local()).abs().max()) for one, two in both)
@@ -264,10 +254,10 @@ def build_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "small", False)
     lockstep.fit(Text(SMALL))
     with join_world("cpu") as world:
-        build.assemble(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
+        build.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built, _ = build.assemble(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        built, _ = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,

@@ -244,7 +244,7 @@ def fit_from_file(settings):
 
 def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
     """Weights after a training in which micro-batches of `least` or more samples do not fit, and how often one did not."""
-    import lockstep.trainer
+    import lockstep.build
     from lockstep.engine.out_of_memory import Guard
 
     rank, when, where = place
@@ -269,11 +269,11 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
             return loss
 
     if not real_guard:
-        lockstep.trainer.Guard = lambda enabled: Guard(True)
+        lockstep.build.Guard = lambda enabled: Guard(True)
     try:
         weights, _ = runs.fit(Large(), settings, Path(run_dir))
     finally:
-        lockstep.trainer.Guard = Guard
+        lockstep.build.Guard = Guard
     return weights, failures
 
 

@@ -1,4 +1,4 @@
-"""From a config and a task to a model that is ready to run on these ranks."""
+"""From a config and a task to objects: the model, the optimizer, the data, and a run that is ready to train."""
 
 from __future__ import annotations
 
@@ -7,88 +7,199 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from lockstep.checkpoint import files
-from lockstep.checkpoint import state as states
+from lockstep.checkpoint import finite
+from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.export import load_weights
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import ParallelConfig, RunConfig
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.loader import Loader, MicroBatches, StepIterator
+from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.distributed import sharding, strategy
+from lockstep.distributed.precision import Precision
 from lockstep.distributed.sharding import Sharding
 from lockstep.distributed.strategy import Buckets, Forward
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.engine.ema import Ema
+from lockstep.engine.loop import Intervals
 from lockstep.engine.optim import Group, build_optimizer
-from lockstep.engine.schedule import scaled_lr
+from lockstep.engine.out_of_memory import Guard
+from lockstep.engine.schedule import Schedule, scaled_lr
+from lockstep.engine.step import TrainState
 from lockstep.engine.unfreeze import Stage, Unfreezing
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import DataError, TrainingError, UsageError
 from lockstep.tasks.task import Task
 
-# Found by training with every class of torch.optim (tests/dist/test_sharding.py). Muon would train another model without a word.
-_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
+# Found by training with every class of torch.optim (tests/distributed/test_sharding.py). Muon would silently train
+# another model.
+_NEED_WHOLE_MATRICES = ("Muon", "Adafactor", "Rprop")
 _NO_SHARDED_KERNEL = ("SGD", "Adagrad")
 
 
 @dataclass
 class BuiltModel:
-    """A model on this rank. blocks: names of the repeated ones. told: for people."""
+    """A model on this rank."""
 
     model: nn.Module
+    """What the task made."""
     blocks: list[str]
+    """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None
-    told: list[str]
+    messages: list[str]
+    """What the log should say about the model."""
 
 
-def seed(config: RunConfig) -> None:
-    """What a task draws while it makes its data or its model is the same in every process."""
+@dataclass
+class EvaluationData:
+    """Samples to evaluate, and how they are read."""
+
+    data: Dataset[Any]
+    loader: Loader
+    plan: EvaluationPlan
+
+
+@dataclass
+class PreparedRun:
+    """A run on this rank that is ready to begin, or to go on from a checkpoint."""
+
+    built: BuiltModel
+    state: TrainState
+    batches: StepIterator
+    """This rank's micro-batches, step by step, from `state.step` on."""
+    stop: int
+    """The step at which the training ends."""
+    fingerprint: dict[str, Any]
+    """Of the training data."""
+    evaluated: dict[str, float]
+    """Results of the evaluation at `state.step`, where the checkpoint has them."""
+    may_be_infinite: finite.Grades
+    """Tensors that a checkpoint may hold although they are not finite: they began so."""
+    warnings: list[str]
+    """What every start of the run shows at its beginning and at its end."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """How the batches are cut now."""
+        return self.batches.plan
+
+
+def seed_everything(config: RunConfig) -> None:
+    """Seed torch, NumPy and Python, so that a task draws the same data and the same model in every process."""
     torch.manual_seed(config.seed)
     random.seed(config.seed)
     np.random.seed(config.seed % 2**32)
 
 
-def assemble(
-    config: RunConfig, task: Task, world: World, steps_per_epoch: int | None = None, step: int = 0, init: bool = False
-) -> tuple[BuiltModel, nn.Module]:
-    """The task's model with the weights that it makes itself, or with those of `train.init_from`; and what `strategy.wrap` made of it.
+def prepare_run(
+    config: RunConfig,
+    task: Task,
+    world: World,
+    *,
+    micro_batch: int,
+    checkpoint: Checkpoint | None,
+) -> PreparedRun:
+    """Everything that a new run needs. `resume.restore` then loads `checkpoint` into the result.
 
     Args:
-        steps_per_epoch: to train it; None: only to run it forward.
+        micro_batch: most samples in one forward pass.
+        checkpoint: where the run goes on; None for a new run.
+
+    Raises:
+        DataError: the training data cannot be used.
+        TrainingError: the model cannot be trained.
+        UsageError: the config does not fit the model, the data or the ranks.
+    """
+    seed_everything(config)
+    data = task_checks.data(task.train_data(), "Task.train_data")
+    plan = step_plan(config, data, world, micro_batch)
+    train = config.train
+    stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
+    print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
+    step = checkpoint.step if checkpoint else 0
+    built, forward = build_model(
+        config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None
+    )
+    state = TrainState(
+        forward=forward,
+        optimizer=make_optimizer(config, built.model, built.blocks, sharded=strategy.is_sharded(forward)),
+        precision=Precision(config.precision, world.device, world.size),
+        schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
+        world=world,
+        seed=config.seed,
+        clip_norm=config.optim.clip_norm,
+        coefficients=task_checks.coefficients(task),
+        must_agree_on_weights=config.data.on_error == "skip",
+        averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
+        buckets=_buckets(config.parallel),
+        unfreezing=built.unfreezing,
+        guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
+    )
+    checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, where a state cannot be saved
+    loader = make_loader(config, data, task, world, training=True)
+    batches = StepIterator(loader, plan, world.rank, step, stop)
+    warnings = list(checkpoint.manifest.get("warnings", ())) if checkpoint else []
+    evaluated = checkpoint.metrics if checkpoint else {}
+    return PreparedRun(built, state, batches, stop, print_of_data, evaluated, {}, warnings)
+
+
+# ---- the model and the optimizer
+
+
+def build_model(
+    config: RunConfig,
+    task: Task,
+    world: World,
+    *,
+    steps_per_epoch: int | None = None,
+    step: int = 0,
+    init: bool = False,
+) -> tuple[BuiltModel, nn.Module]:
+    """The task's model, with the weights that the task gave it or with the weights of `train.init_from`.
+
+    Args:
+        steps_per_epoch: to train the model; None: only to run it forward.
         step: at which training begins or goes on.
         init: load `train.init_from`.
 
+    Returns:
+        the model, and the module that runs it: a `Forward`, wrapped by the strategy. Only the TrainState keeps that
+        module: DDP is wrapped anew when other parameters train, and the old wrapper must go.
+
     Raises:
-        TrainingError: nothing to train, or parameters that cannot be trained.
-        UsageError: a config that does not fit the model or the ranks.
+        TrainingError: the model has nothing to train, or parameters that cannot be trained.
+        UsageError: the config does not fit the model or the ranks.
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
     if training:
         strategy.resolve(parallel.strategy, world)
-    # What only runs forward has no gradients to synchronise, so `single` will do on any number of ranks.
+    # A model that only runs forward has no gradients to synchronise: `single` will do on any number of ranks.
     sharded = parallel.strategy == "fsdp" and world.size > 1
     values: dict[str, Tensor] = {}
-    told: list[str] = []
-    seed(config)
+    messages: list[str] = []
+    seed_everything(config)
     if sharded:
-        model, values, told = sharding.build(lambda: _check_parameters(task_checks.model(task)), world)
+        model, values, messages = sharding.build(lambda: _check_parameters(task_checks.model(task)), world)
     else:
         model = _check_parameters(task_checks.model(task)).to(world.device)
         if compute.channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.zero_grad(
-        set_to_none=True
-    )  # a task may have trained it before, and left a gradient that the first step would add to
+    model.zero_grad(set_to_none=True)  # a task may have left gradients, to which the first step would add
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
     if steps_per_epoch is not None:
         unfreezing = _unfreezing(config, model, steps_per_epoch, step)
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            remedy = "set requires_grad_(True) on some, or unfreeze fewer of them later"
+            remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()))
@@ -97,17 +208,18 @@ def assemble(
     forward: nn.Module = Forward(model, task.loss)
     if sharded or training:
         forward = strategy.wrap(
-            forward, parallel.strategy, world, buckets(parallel), list(blocks.values()), _sharding(parallel)
+            forward, parallel.strategy, world, _buckets(parallel), list(blocks.values()), _sharding(parallel)
         )
     if sharded:
-        sharding.materialise(model, values, world, torch.device("cpu") if parallel.cpu_offload else world.device)
+        device = torch.device("cpu") if parallel.cpu_offload else world.device
+        sharding.materialise(model, values, world, device)
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return BuiltModel(model, list(blocks), unfreezing, told), forward
+    return BuiltModel(model, list(blocks), unfreezing, messages), forward
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
-    """`model`, where its parameters have shapes and dense gradients.
+    """Return `model`, where its parameters have shapes and dense gradients.
 
     Raises:
         TrainingError: names the modules that are lazy or sparse, and the remedy.
@@ -121,7 +233,11 @@ def _check_parameters(model: nn.Module) -> nn.Module:
         )
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-    sparse = [name or "the model" for name, one in embeddings.items() if one.sparse and one.weight.requires_grad]
+    sparse = [
+        name or "the model"
+        for name, embedding in embeddings.items()
+        if embedding.sparse and embedding.weight.requires_grad
+    ]
     if sparse:
         raise TrainingError(
             f"{', '.join(sparse[:5])} would have sparse gradients, which most optimizers cannot use, nor can clipping",
@@ -143,8 +259,7 @@ def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step:
     return unfreezing
 
 
-def buckets(parallel: ParallelConfig) -> Buckets:
-    """What the config says for DDP."""
+def _buckets(parallel: ParallelConfig) -> Buckets:
     return Buckets(
         parallel.find_unused_parameters, parallel.static_graph, parallel.bucket_mb, parallel.gradient_as_bucket_view
     )
@@ -162,32 +277,125 @@ def _sharding(parallel: ParallelConfig) -> Sharding:
     )
 
 
-def optimizer(
-    config: RunConfig, model: nn.Module, blocks: Sequence[str] = (), sharded: bool = False
+def make_optimizer(
+    config: RunConfig, model: nn.Module, blocks: Sequence[str] = (), *, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """As the config says, with learning rates scaled by the global batch.
+    """The config's optimizer, with learning rates scaled by the global batch.
+
+    Args:
+        blocks: names of the model's repeated blocks, in order.
+        sharded: the parameters are shards.
 
     Raises:
-        UsageError: an optimizer that cannot train shards: it looks at whole matrices, or torch has no kernel for it.
+        UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
     """
-    rate = config.optim
-    fused = rate.fused or bool(rate.args.get("fused"))
-    if sharded and (rate.name in _WHOLE_MATRICES or (fused and rate.name in _NO_SHARDED_KERNEL)):
-        remedy = "use AdamW, SGD or another that updates each element by itself, or parallel.strategy=ddp"
-        what = f"{'fused ' if rate.name in _NO_SHARDED_KERNEL else ''}{rate.name} cannot train sharded parameters"
+    optim = config.optim
+    fused = optim.fused or bool(optim.args.get("fused"))
+    if sharded and (optim.name in _NEED_WHOLE_MATRICES or (fused and optim.name in _NO_SHARDED_KERNEL)):
+        remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
+        what = f"{'fused ' if optim.name in _NO_SHARDED_KERNEL else ''}{optim.name} cannot train sharded parameters"
         raise UsageError(what, where="optim.name", remedy=remedy)
-    scale = scaled_lr(1.0, rate.lr_scaling, config.batch.global_ or 1, rate.reference_batch)
-    groups = [Group(g.name, g.match, g.lr * scale if g.lr else None, g.weight_decay) for g in rate.groups]
+    scale = scaled_lr(1.0, optim.lr_scaling, config.batch.global_ or 1, optim.reference_batch)
+    groups = [
+        Group(group.name, group.match, group.lr * scale if group.lr else None, group.weight_decay)
+        for group in optim.groups
+    ]
     return build_optimizer(
-        model, rate.name, rate.lr * scale, rate.weight_decay, groups, rate.args, rate.fused, rate.layer_decay, blocks
+        model,
+        optim.name,
+        optim.lr * scale,
+        weight_decay=optim.weight_decay,
+        groups=groups,
+        args=optim.args,
+        fused=optim.fused,
+        layer_decay=optim.layer_decay,
+        blocks=blocks,
     )
 
 
-def load(found: Checkpoint, model: nn.Module) -> None:
-    """A checkpoint's weights: their average, where the run kept one."""
-    states.check_fits(found.index, model)
-    averages = dict(model.named_parameters())
-    needed = states.wanted(found.index, model, averages=averages)
-    for kind in ("model.", "ema."):
-        part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
-        states.restore(files.read(found.path, found.index, part), found.values, model, averages=averages)
+# ---- the data
+
+
+def asked_micro_batch(config: RunConfig, world: World) -> int:
+    """The size of micro-batches, in samples, that the config asks for."""
+    batch = config.batch
+    global_batch = batch.global_ or 1
+    return min(batch.micro or global_batch, -(-global_batch // world.size))
+
+
+def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
+    """Which samples every step takes.
+
+    Raises:
+        DataError: the data set is empty, or smaller than the only batch of an epoch.
+    """
+    length = len(data)  # type: ignore[arg-type]
+    if length == 0:
+        raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
+    global_batch = config.batch.global_ or 1
+    if config.data.drop_last and length < global_batch:
+        remedy = "lower batch.global, or set data.drop_last=false"
+        raise DataError(
+            f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
+        )
+    return StepPlan(
+        length, global_batch, micro_batch, world.size, config.seed, config.data.drop_last, _sample_lengths(data)
+    )
+
+
+def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
+    """The loader of this rank's micro-batches of `data`."""
+    micro_batches = MicroBatches(data, task, config.seed, training, config.data.on_error)
+    return Loader(micro_batches, config.data.workers, world.device, config.compute.channels_last)
+
+
+def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:
+    """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
+
+    Raises:
+        DataError: the task has no evaluation data, or an empty data set.
+    """
+    if data is None:
+        data = required_evaluation_data(task)
+    else:
+        data = task_checks.data(data, "the data to predict")
+    micro_batch = config.batch.micro or min(config.batch.global_ or 32, 256)
+    plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data))  # type: ignore[arg-type]
+    return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
+
+
+def required_evaluation_data(task: Task) -> Dataset[Any]:
+    """The task's evaluation data.
+
+    Raises:
+        DataError: the task has none, or an empty data set.
+    """
+    found = task.eval_data()
+    if found is None:
+        remedy = "set data.eval, or train.eval_every_epochs=0"
+        raise DataError("there is no evaluation data", where="Task.eval_data", remedy=remedy)
+    data = task_checks.data(found, "Task.eval_data")
+    if len(data) == 0:  # type: ignore[arg-type]
+        raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")
+    return data
+
+
+def _sample_lengths(data: Dataset[Any]) -> Any:
+    """Lengths of the samples, where the data set has the attribute `lengths`."""
+    lengths = getattr(data, "lengths", None)
+    return None if lengths is None else np.asarray(lengths)
+
+
+def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
+    """How often the loop logs, evaluates and saves."""
+    train, checkpoint = config.train, config.checkpoint
+    evaluate = train.eval_every_steps
+    if evaluate is None:
+        evaluate = plan.steps_per_epoch * (train.eval_every_epochs or 0)
+    return Intervals(
+        log=config.log.every_steps,
+        evaluate=evaluate,
+        save=checkpoint.every_steps or 2**62,
+        save_s=60 * (checkpoint.every_minutes or 0),
+        save_evaluated=checkpoint.keep_best is not None,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -39,7 +38,7 @@ from lockstep.tasks.task import Task
 _LOGS = ("metrics.jsonl", "train.log", "tensorboard", "tables.jsonl")
 _OURS = ("checkpoints", "config.yaml", "environment.json", *_LOGS, "micro.json", "task", "source")
 _MICRO = "micro.json"
-_CURVE = (
+SCHEDULE_LENGTH_KEYS = (
     "train.steps",
     "train.epochs",
     "train.min_steps",
@@ -208,7 +207,7 @@ def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_c
     )  # a tuple is the list it was written as
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
-    known = {*keys, *_CURVE, "data", "task"}
+    known = {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"}
     for allowed in allow_change:
         if not any(f"{key}.".startswith(f"{allowed}.") for key in known):
             hint = did_you_mean(allowed, known)
@@ -274,40 +273,6 @@ def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     found = source_code.of_task(task, config.task.get("kind"), kept)
     change = source_code.difference(kept, found) if kept and found else None
     return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
-
-
-def same_curve(
-    config: RunConfig, state: TrainState, manifest: Mapping[str, Any], allow_change: Sequence[str]
-) -> list[str]:
-    """Compare the length of the schedule's curve with that of a checkpoint, before `state` goes on from it.
-
-    Returns:
-        what is to be told of a change that is allowed.
-
-    Raises:
-        UsageError: the updates so far would have had other rates on the curve that the config asks for now.
-    """
-    now = state.schedule
-    then = dataclasses.replace(now, total_steps=manifest.get("schedule_steps", now.length))
-    done = manifest["step"] - manifest["skipped"]
-    if now.same_until(then, done):
-        return []
-    train = config.train
-    key, value = ("train.steps", train.steps) if train.steps else ("train.epochs", train.epochs or 1)
-    if config.schedule.total_steps:
-        key, value = "schedule.total_steps", config.schedule.total_steps
-    group = state.optimizer.param_groups[0]
-    before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
-    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
-    text += f": after {done} updates the learning rate goes from {before} to {after}"
-    if any(f"{one}.".startswith(f"{allowed}.") for one in _CURVE for allowed in allow_change):
-        return [f"warning: {text}"]
-    raise UsageError(
-        text,
-        where=f"{key}={value}",
-        remedy=f"schedule.total_steps={then.length} keeps the curve, and its last rate from its end on; "
-        f"--allow-change {key} goes on on the new curve; --fresh deletes the run and starts anew",
-    )
 
 
 def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any: bool = False) -> None:
@@ -441,7 +406,7 @@ def model_summary(built: BuiltModel, state: TrainState) -> list[str]:
             else "as a whole: no repeated blocks; see parallel.shard_modules"
         )
         lines.append(f"  sharded over {state.world.size} ranks, {blocks}")
-    return lines + built.told
+    return lines + built.messages
 
 
 def _count(parameters: Any) -> int:

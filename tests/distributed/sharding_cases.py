@@ -372,7 +372,7 @@ def stay_again(groups_before):
             for _ in range(count):
                 world.in_background()
             config = config_file.parse(runs.config(parallel={"strategy": "fsdp", "shard_ranks": 1}), needs_task=False)
-            made, _ = build.assemble(config, own_tasks.Deep(), world, 10)
+            made, _ = build.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
             found.append(
                 {name: sharding.gather(tensor.detach()).clone() for name, tensor in made.model.state_dict().items()}
             )

@@ -93,7 +93,7 @@ def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
 def test_steps_that_do_not_log_measure_nothing(monkeypatch):
     counted, measured = [], []
     count, status = Memory._count, memory_gauge._status
-    monkeypatch.setattr(Memory, "_count", lambda self: counted.append(self.run.step) or count(self))
+    monkeypatch.setattr(Memory, "_count", lambda self: counted.append(self.state.step) or count(self))
     monkeypatch.setattr(memory_gauge, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
     assert counted == [0, 5, 20]
@@ -120,7 +120,7 @@ def training(model, device="cpu", optimizer=None, **options):
 
 
 def step(run, memory, loss=None):
-    memory.ask()
+    memory.count_in_next_step()
     run.step += 1
     (loss() if loss else sum(p.sum() for p in run.forward.parameters())).backward()
     run.optimizer.step()
@@ -156,7 +156,7 @@ def test_sparse_gradient_counts_what_it_holds():
 def test_step_that_is_repeated_is_counted_once():
     run = training(nn.Linear(2, 2))
     memory = Memory(run, 9, False)
-    memory.ask()
+    memory.count_in_next_step()
     step(run, memory)
     assert memory.report()[1]
     assert not run.optimizer._optimizer_step_post_hooks
@@ -165,7 +165,7 @@ def test_step_that_is_repeated_is_counted_once():
 def test_update_that_was_skipped_is_made_up_for_at_the_next_entry():
     run = training(nn.Linear(2, 2))
     memory = Memory(run, 9, False)
-    memory.ask()
+    memory.count_in_next_step()
     run.step += 1
     assert memory.report() == ({}, [])
     assert not run.optimizer._optimizer_step_post_hooks  # or a step that does not log would count

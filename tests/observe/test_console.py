@@ -50,9 +50,9 @@ def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
 def test_reader_that_goes_away_ends_no_training():
     code = """
 import os, sys
-from lockstep.observe.console import ConsoleWatcher
+from lockstep.observe.console import ConsoleWriter
 from lockstep.observe.writer import together
-(console,) = together({"the console": lambda: ConsoleWatcher(9)})
+(console,) = together({"the console": lambda: ConsoleWriter(9)})
 for _ in range(3):
     console.message("text")
 console.close()

@@ -108,24 +108,24 @@ def test_of_few_classes_the_whole_matrix_is_shown():
 
 
 def test_of_many_classes_the_pairs_confused_most_are_shown():
-    confusion = torch.diag(torch.full((13,), 9999))
+    matrix = torch.diag(torch.full((13,), 9999))
     for count, (truth, said) in enumerate(
         [(0, 1), (1, 0), (12, 3), (4, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 12)], start=1
     ):
-        confusion[truth, said] = count * 1000
-    before = confusion.clone()
-    lines = confusion.confusions(confusion, [f"c{number}" for number in range(13)]).split("\n")
+        matrix[truth, said] = count * 1000
+    before = matrix.clone()
+    lines = confusion.confusions(matrix, [f"c{number}" for number in range(13)]).split("\n")
     assert lines[:3] == ["  confused most:", "  11,000  c11 taken for c12", "  10,000  c10 taken for c11"]
     assert lines[9:] == ["   3,000  c12 taken for c3", "   2,000  c1 taken for c0"]
-    assert torch.equal(confusion, before)
+    assert torch.equal(matrix, before)
 
 
 def test_only_pairs_that_were_confused_are_shown():
-    confusion = torch.diag(torch.full((13,), 5))
+    matrix = torch.diag(torch.full((13,), 5))
     labels = [f"c{number}" for number in range(13)]
-    assert confusion.confusions(confusion, labels) == "  nothing was confused"
-    confusion[2, 1] = 1
-    assert confusion.confusions(confusion, labels) == "  confused most:\n       1  c2 taken for c1"
+    assert confusion.confusions(matrix, labels) == "  nothing was confused"
+    matrix[2, 1] = 1
+    assert confusion.confusions(matrix, labels) == "  confused most:\n       1  c2 taken for c1"
 
 
 def test_few_classes_are_listed_in_their_order_and_of_many_the_ends():

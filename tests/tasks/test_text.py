@@ -211,7 +211,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
 
 def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
-    Text(**few).attach(tmp_path / "run" / "task", trained=False)  # and then it was killed
+    Text(**few).setup(tmp_path / "run" / "task", trained=False)  # and then it was killed
     rows = [(text, label.upper()) for text, label in ROWS]
     settings = runs.config(
         task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1}
@@ -599,7 +599,7 @@ def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
 def test_unwritable_run_directory_is_an_error(few, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        Text(**few).attach(tmp_path / "file" / "task", trained=False)
+        Text(**few).setup(tmp_path / "file" / "task", trained=False)
 
 
 def test_text_is_a_task():

@@ -10,12 +10,14 @@ import math
 import random
 import warnings
 from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, micro_batches
 from lockstep.data.randomness import seed_forward
@@ -167,6 +169,21 @@ def check_best(best: str | None, names: Sequence[str]) -> None:
     if best is not None and best not in names:
         remedy = f"{did_you_mean(best, names)}There are: {', '.join(names)}"
         raise UsageError(f"there is no metric {best}", where="checkpoint.keep_best", remedy=remedy)
+
+
+def check_is_evaluated(evaluates: bool) -> None:
+    """Raises UsageError where the best checkpoint is to be kept, and nothing is evaluated."""
+    if not evaluates:
+        remedy = "set train.eval_every_epochs or train.eval_every_steps, or checkpoint.keep_best=null"
+        what = "nothing is evaluated that the best could be chosen by"
+        raise UsageError(what, where="checkpoint.keep_best", remedy=remedy)
+
+
+def check_best_of_saved(best: str | None, checkpoints: Path, world: World) -> None:
+    """Raises UsageError where checkpoints hold results of evaluations, and none of them is called `best`."""
+    saved = world.on_rank0(lambda: store.listed(checkpoints))
+    known = sorted({name for checkpoint in saved for name in checkpoint.metrics})
+    check_best(best if known else None, known)
 
 
 def _read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:

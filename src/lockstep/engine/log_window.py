@@ -18,7 +18,7 @@ RANKS_SHOWN = 16  # beyond, only the largest memory figures are entries
 
 
 class LogWindow:
-    """Collects outcomes without touching the device; `entry` reads and reduces them."""
+    """Collects the results of steps without touching the device; `entry` reads and reduces them."""
 
     def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
@@ -28,12 +28,12 @@ class LogWindow:
 
     def reset(self) -> None:
         """Begin a new window."""
-        self.outcomes: list[StepResult] = []
+        self.results: list[StepResult] = []
         self.wait_s = self.step_s = 0.0
 
-    def add(self, outcome: StepResult, wait_s: float, step_s: float) -> None:
+    def add(self, result: StepResult, wait_s: float, step_s: float) -> None:
         """Take in a step: `wait_s` of waiting for its data, `step_s` of computing."""
-        self.outcomes.append(outcome)
+        self.results.append(result)
         self.wait_s += wait_s
         self.step_s += step_s
 
@@ -47,7 +47,7 @@ class LogWindow:
         """
         sums: dict[str, list[Tensor]] = {}
         units: dict[str, float] = {}
-        for o in self.outcomes:
+        for o in self.results:
             for by_head, counts in zip(o.losses, o.counted, strict=False):
                 for head, value in by_head.items():
                     sums.setdefault(head, []).extend([value] if counts else [])
@@ -55,7 +55,7 @@ class LogWindow:
                 units[head] = units.get(head, 0.0) + o.totals.get(head, o.totals.get(SAMPLES, 0.0))
         sums = {head: sums[head] for head in sorted(sums)}  # as on every rank
         fault = self._first_fault()
-        bad = [message for o in self.outcomes for message in o.bad]
+        bad = [message for o in self.results for message in o.bad]
         size, rank = self.world.size, self.world.rank
         memory = [0.0] * 2 * size
         memory[rank], memory[size + rank] = mib(self.gauge.most()), mib(self.gauge.reserved())
@@ -80,13 +80,13 @@ class LogWindow:
         entry["train/lr"] = next(iter(rates.values()))
         if len(rates) > 1:
             entry |= {f"train/lr/{name}": rate for name, rate in rates.items()}
-        norm = next((o.grad_norm for o in reversed(self.outcomes) if o.applied), None)  # of the last update, or of none
+        norm = next((o.grad_norm for o in reversed(self.results) if o.applied), None)  # of the last update, or of none
         if norm is not None:
             entry["train/grad_norm"] = float(norm)
         if state.precision.name == "fp16":
             entry["train/loss_scale"] = state.precision.loss_scale
         seconds = total_s / size
-        entry["train/samples_per_s"] = round(sum(o.samples for o in self.outcomes) / max(seconds, 1e-9), 1)
+        entry["train/samples_per_s"] = round(sum(o.samples for o in self.results) / max(seconds, 1e-9), 1)
         entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
         entry["train/skipped"] = state.skipped
         if bad_count:
@@ -99,7 +99,7 @@ class LogWindow:
         self.reset()
         return entry, told
 
-    def check(self) -> None:
+    def check_finite(self) -> None:
         """Raise where a loss since the last entry was not finite. Every rank calls it at the same step."""
         fault = self._first_fault()
         if self.world.all_sum([float(fault is not None)])[0]:
@@ -107,11 +107,11 @@ class LogWindow:
 
     def _first_fault(self) -> tuple[int, str, str] | None:
         """(step, what, where) of the first loss or gradient norm on this rank that is not finite."""
-        losses = [loss for o in self.outcomes for by_head in o.losses for loss in by_head.values()]
-        norms = [o.grad_norm for o in self.outcomes if o.grad_norm is not None and o.applied]
+        losses = [loss for o in self.results for by_head in o.losses for loss in by_head.values()]
+        norms = [o.grad_norm for o in self.results if o.grad_norm is not None and o.applied]
         if not losses or bool(torch.stack([value.double() for value in (*losses, *norms)]).isfinite().all()):
             return None
-        for o in self.outcomes:
+        for o in self.results:
             for indices, by_head in zip(o.indices, o.losses, strict=False):
                 for head, loss in by_head.items():
                     if not bool(loss.isfinite()):

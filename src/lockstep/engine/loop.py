@@ -36,128 +36,131 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Intervals:
-    """After how many steps to do what; 0 is never. Each is also done after the last step (if not 0).
+    """How many steps lie between two log entries, evaluations and saves. 0 means never.
 
-    save_s: save also when so many seconds have passed since the last time; 0 is never.
-    save_evaluated: save also before each evaluation, so that the best weights are there to keep.
+    What is not "never" also happens after the last step.
     """
 
     log: int = 50
+    """Steps."""
     evaluate: int = 0
+    """Steps."""
     save: int = 0
+    """Steps."""
     save_s: float = 0.0
+    """Seconds: a save is also due when so much time has passed since the last save. 0 means never."""
     save_evaluated: bool = False
+    """Also save before each evaluation, so that the best weights can be kept."""
 
     def due(self, every: int, step: int, stop: int) -> bool:
+        """Whether what happens every `every` steps happens after `step` steps of a training that ends at `stop`."""
         return every > 0 and (step % every == 0 or step == stop)
 
 
 @dataclass(frozen=True)
-class SaveHooks:
-    """What keeps the state of a training. Each is called on all ranks after the same step.
+class Hooks:
+    """What the loop calls. All ranks call each hook after the same step. Each default does nothing."""
 
-    save: this state, with what the evaluation of this very step gave, if there was one.
-    add_metrics: add the results of an evaluation to the checkpoint of the step.
-    kept: what is on the disk, in words.
-    elapsed_s: seconds, the same on all ranks.
-    """
-
+    evaluate: Callable[[], dict[str, float]] = dict
+    """Evaluate the model; returns results by name."""
     save: Callable[[dict[str, float]], None] = lambda results: None
+    """Save the state, with the results of the evaluation of this very step, if there was any."""
     add_metrics: Callable[[dict[str, float]], None] = lambda results: None
-    kept: Callable[[], str] = lambda: "No checkpoint is saved"
+    """Add the results of an evaluation to the checkpoint of this step."""
+    describe_checkpoints: Callable[[], str] = lambda: "No checkpoint is saved"
+    """Say what is on the disk."""
     elapsed_s: Callable[[], float] = lambda: 0.0
+    """Seconds since the training began: the same number on all ranks."""
+    stop_requested: Callable[[], bool] = lambda: False
+    """Whether any rank was asked to stop: the same answer on all ranks."""
+    on_out_of_memory: Callable[[], None] | None = None
+    """Cut the batches from this step on into smaller micro-batches. None: a step that does not fit is an error."""
 
 
 def fit(
     state: TrainState,
     batches: Iterator[list[MicroBatch]],
+    *,
     plan: StepPlan,
     stop: int,
-    cadence: Intervals,
-    writers: Sequence[Writer],
-    evaluate: Callable[[], dict[str, float]],
-    keeper: SaveHooks,
-    asked_to_stop: Callable[[], bool],
+    intervals: Intervals,
+    hooks: Hooks,
+    writers: Sequence[Writer] = (),
     evaluated: dict[str, float] | None = None,
-    on_out_of_memory: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """Train from `state.step` to `stop`.
 
-    What is due to be saved is saved before it is evaluated: an evaluation that fails loses nothing. The state is also
-    saved before the first evaluation of this process, which nobody has seen to succeed.
+    A due checkpoint is saved before the evaluation of the same step: an evaluation that fails loses nothing. The state
+    is also saved before the first evaluation of this process, because nobody has seen that evaluation succeed.
 
     Args:
         batches: this rank's micro-batches, step by step.
-        evaluate: called on all ranks.
-        asked_to_stop: whether any rank was; called on all ranks after each step, with the same answer on all.
-        evaluated: what the evaluation at `state.step` gave, where the run goes on from there.
-        shrink: called on all ranks when a step did not fit into memory; `batches` then goes on with smaller ones, from `state.step`.
+        plan: which samples the steps take.
+        evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
 
     Returns:
-        the last values of everything logged.
+        the last value of everything logged.
 
     Raises:
         Preempted: on all ranks, after saving.
+        TrainingError: a loss or a gradient is not finite; names the step, the rank and the samples.
     """
-    meter, memory = (
-        LogWindow(state.world, state.coefficients, plan.steps_per_epoch),
-        Memory(state, stop, cadence.evaluate > 0),
-    )
-    evaluate, save = memory.during("evaluation", evaluate), memory.during("saving", keeper.save)
+    window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch)
+    memory = Memory(state, stop, intervals.evaluate > 0)
+    evaluate, save = memory.during("evaluation", hooks.evaluate), memory.during("saving", hooks.save)
     heartbeat, results = state.world.heartbeat, dict(evaluated or {})
-    log = _Log(state, meter, memory, writers, dict(results))
-    saved_at, saved_s, late, has_evaluated = state.step, keeper.elapsed_s(), False, False
+    log = _Log(state, window, memory, writers, dict(results))
+    saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
     shown = done = time.perf_counter()
     heartbeat.step = state.step
     state.forward.train()
     try:
-        if state.step and not results and cadence.due(cadence.evaluate, state.step, stop):  # stopped before it was done
-            results, has_evaluated = log.evaluation(evaluate, keeper), True
-            keeper.add_metrics(results)
+        if state.step and not results and intervals.due(intervals.evaluate, state.step, stop):
+            results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before this evaluation
+            hooks.add_metrics(results)
         heartbeat.enter(Phase.FIRST_STEP)
-        for micros in batches:
-            ready = time.perf_counter()
-            logs = cadence.due(cadence.log, state.step + 1, stop)
-            evaluates = cadence.due(cadence.evaluate, state.step + 1, stop)
-            saves = late or cadence.due(cadence.save, state.step + 1, stop)
-            saves = saves or (evaluates and (cadence.save_evaluated or not has_evaluated))
+        for micro_batches in batches:
+            ready, step = time.perf_counter(), state.step + 1
+            logs = intervals.due(intervals.log, step, stop)
+            evaluates = intervals.due(intervals.evaluate, step, stop)
+            saves = save_is_late or intervals.due(intervals.save, step, stop)
+            saves = saves or (evaluates and (intervals.save_evaluated or not has_evaluated))
             if logs:
-                memory.ask()
+                memory.count_in_next_step()
             try:
-                outcome = train_step(state, micros, plan.samples(state.step), want_norm=logs or saves)
+                result = train_step(state, micro_batches, plan.samples(state.step), want_norm=logs or saves)
             except StepTooLarge:
-                if on_out_of_memory is None:
+                if hooks.on_out_of_memory is None:
                     raise
-                on_out_of_memory()
+                hooks.on_out_of_memory()
                 continue
             begun, done = done, time.perf_counter()
             heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
             heartbeat.beats += 1
-            meter.add(outcome, ready - begun, done - ready)
+            window.add(result, ready - begun, done - ready)
             results = {}
             if logs:
-                log.window()
+                log.window_entry()
             if done - shown > _PROGRESS_S:
                 shown = done
-                for watcher in writers:
-                    watcher.progress(state.step)
-            if asked_to_stop() and state.step < stop:
+                log.progress()
+            if hooks.stop_requested() and state.step < stop:
                 raise Preempted
             if saves or evaluates:
-                meter.check()
+                window.check_finite()
             if saves:
                 save(results)
-                saved_at, saved_s = state.step, keeper.elapsed_s()
+                saved_at, saved_s = state.step, hooks.elapsed_s()
             if evaluates:
-                results = log.evaluation(evaluate, keeper, save if not saves and state.world.size == 1 else None)
+                results = log.evaluation(evaluate, hooks, save if not saves and state.world.size == 1 else None)
                 has_evaluated = True
                 if saves:
-                    keeper.add_metrics(results)
-            late = cadence.save_s > 0 and keeper.elapsed_s() - saved_s >= cadence.save_s
+                    hooks.add_metrics(results)
+            save_is_late = intervals.save_s > 0 and hooks.elapsed_s() - saved_s >= intervals.save_s
             done = time.perf_counter()
     except Preempted:
         if saved_at < state.step:
-            meter.check()
+            window.check_finite()
             save(results)
         raise
     return log.latest
@@ -165,36 +168,42 @@ def fit(
 
 @dataclass
 class _Log:
-    """Gives entries to the watchers. latest: the last value of everything that they were given."""
+    """Gives entries to the writers."""
 
     state: TrainState
-    meter: LogWindow
+    window: LogWindow
     memory: Memory
     writers: Sequence[Writer]
     latest: dict[str, float]
+    """The last value of everything that the writers were given."""
 
-    def window(self) -> None:
-        """An entry of the steps since the last one."""
-        remarks = _idle(self.meter.outcomes)
-        entry, complaints = self.meter.entry(self.state)
-        figures, table = self.memory.report()
-        self._tell(entry | figures, [*complaints, *remarks], table)
+    def window_entry(self) -> None:
+        """Write an entry of the steps since the last entry."""
+        warnings = _idle_warning(self.window.results)
+        entry, unreadable = self.window.entry(self.state)
+        figures, lines = self.memory.report()
+        self._write(entry | figures, before=[*unreadable, *warnings], after=lines)
         self.latest |= entry | figures
+
+    def progress(self) -> None:
+        """Tell the writers how far the training is."""
+        for writer in self.writers:
+            writer.progress(self.state.step)
 
     def evaluation(
         self,
         evaluate: Callable[[], dict[str, float]],
-        keeper: SaveHooks,
+        hooks: Hooks,
         save: Callable[[dict[str, float]], None] | None = None,
     ) -> dict[str, float]:
-        """What `evaluate` gives, and an entry of it. Where it fails, the error says what is saved.
+        """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved.
 
         Args:
-            save: saves the state first, where it fails. None: the state is saved already, or there are other ranks,
-                which may not have failed.
+            save: saves the state where the evaluation fails. None: the state is saved already, or there are other
+                ranks, which may not have failed.
         """
         state, heartbeat = self.state, self.state.world.heartbeat
-        before = heartbeat.phase
+        phase = heartbeat.phase
         heartbeat.enter(Phase.EVALUATING)
         fail_at("evaluating", state.step)
         try:
@@ -203,40 +212,39 @@ class _Log:
             if save is not None:
                 with contextlib.suppress(LockstepError):
                     save({})
-            _remark(error, keeper.kept())
+            _add_to_message(error, hooks.describe_checkpoints())
             raise
-        heartbeat.enter(Phase(before))
-        elapsed = round(time.perf_counter() - self.meter.started, 3)
-        figures, table = self.memory.report(evaluated=True)
-        entry = {"step": state.step, "epoch": round(state.step / self.meter.steps_per_epoch, 4), "time_s": elapsed}
-        self._tell(entry | results | figures, [], table)
+        heartbeat.enter(Phase(phase))
+        elapsed = round(time.perf_counter() - self.window.started, 3)
+        figures, lines = self.memory.report(evaluated=True)
+        entry = {"step": state.step, "epoch": round(state.step / self.window.steps_per_epoch, 4), "time_s": elapsed}
+        self._write(entry | results | figures, before=[], after=lines)
         self.latest |= results | figures
         return results
 
-    def _tell(self, entry: dict[str, float], complaints: Sequence[str], remarks: Sequence[str]) -> None:
-        """Give watchers an entry, and what is to be told before and after it."""
-        for watcher in self.writers:
-            for complaint in complaints:
-                watcher.message(complaint)
-            watcher.record(entry)
-            for remark in remarks:
-                watcher.message(remark)
+    def _write(self, entry: dict[str, float], *, before: Sequence[str], after: Sequence[str]) -> None:
+        for writer in self.writers:
+            for text in before:
+                writer.message(text)
+            writer.record(entry)
+            for text in after:
+                writer.message(text)
 
 
-def _idle(outcomes: Sequence[StepResult]) -> list[str]:
+def _idle_warning(results: Sequence[StepResult]) -> list[str]:
     """A warning where no update of a window was applied."""
-    if not outcomes or any(outcome.applied for outcome in outcomes):
+    if not results or any(result.applied for result in results):
         return []
-    overflowed = sum(any(outcome.totals.values()) for outcome in outcomes)
-    if 0 < overflowed == len(outcomes) < _FIRST_OVERFLOWS:
+    overflowed = sum(any(result.totals.values()) for result in results)
+    if 0 < overflowed == len(results) < _FIRST_OVERFLOWS:
         return []
     causes = [f"{overflowed} gradients overflowed in fp16"] if overflowed else []
-    causes += [f"{len(outcomes) - overflowed} global batches had no valid unit"] if overflowed < len(outcomes) else []
-    return [f"warning: the last {len(outcomes)} steps changed no weight: {', '.join(causes)}"]
+    without_units = len(results) - overflowed
+    causes += [f"{without_units} global batches had no valid unit"] if without_units else []
+    return [f"warning: the last {len(results)} steps changed no weight: {', '.join(causes)}"]
 
 
-def _remark(error: Exception, text: str) -> None:
-    """Add `text` to what an error says."""
+def _add_to_message(error: Exception, text: str) -> None:
     if isinstance(error, LockstepError):
         error.remedy = f"{error.remedy}. {text}" if error.remedy else text
     else:
@@ -244,10 +252,10 @@ def _remark(error: Exception, text: str) -> None:
 
 
 def check_any_update(state: TrainState) -> None:
-    """Raise at the end of a run of which no update was applied.
+    """Raise at the end of a run in which no update was applied.
 
     Raises:
-        TrainingError: says what may be the cause.
+        TrainingError: names the likely causes.
     """
     if state.step > state.skipped or not state.step:
         return
@@ -262,11 +270,15 @@ def check_any_update(state: TrainState) -> None:
 
 
 def set_training_mode(forward: nn.Module) -> list[str]:
-    """Put a model into training mode. A note of the parts for which that is a change, though the whole was in it."""
-    idle = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
+    """Put a model into training mode.
+
+    Returns:
+        a note, where a part of the model was in evaluation mode although the whole was in training mode.
+    """
+    modes = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
     forward.train()
-    changed = [name for name, module in idle.items() if module.training]
-    if not changed or "" in idle:
+    changed = [name for name, module in modes.items() if module.training]
+    if not changed or "" in modes:
         return []
     more = f" and {len(changed) - 1} more modules" if len(changed) > 1 else ""
     return [

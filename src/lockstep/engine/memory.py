@@ -73,7 +73,7 @@ class Memory:
         if peak > self.begun:  # else the mark may be that of what came before
             self.tops["training"] = max(self.tops["training"], peak)
 
-    def ask(self) -> None:
+    def count_in_next_step(self) -> None:
         """Before a step that logs, or its repetition: count in it, where that was not done yet or it is the last."""
         if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
             self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._measure())

@@ -124,13 +124,13 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
     state.unfreeze()
     totals = _count(state, micros, samples)  # W: by head, or one for all heads where the unit is the sample
     bad = [message for micro in micros for _, message in micro.bad]
-    outcome = StepResult(
+    result = StepResult(
         state.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad
     )
     state.step += 1
     if not any(totals.values()):  # nothing to learn from anywhere: every rank knows, so every rank skips
         state.skipped += 1
-        return outcome
+        return result
 
     rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
     with state.guard.step(state, micros[0].batch) if state.guard.enabled else contextlib.nullcontext():
@@ -142,7 +142,7 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
             state.must_warm_up_buckets = state.check_unused = False
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
-            seed_forward(derive_seed(state.seed, outcome.step, world.rank, number), world.device)
+            seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
             without_trace = batch_norm.without_trace(state.forward) if micro.filler else contextlib.nullcontext()
             with strategy.sync(state.forward, last, world), without_trace:
                 with state.precision.autocast():
@@ -161,25 +161,25 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
                     torch.autograd.backward(tensors, gradients)
                 if last and not check_unused:
                     strategy.check_reduced(state.forward)
-            outcome.losses.append({head: value.detach() for head, value in losses.items()})
+            result.losses.append({head: value.detach() for head, value in losses.items()})
     if rest != 1.0:
         sharding.scale_grads(state.parameters, rest)
 
     scaler.unscale_(optimizer)
     if want_norm or state.clip_norm is not None:
-        outcome.grad_norm = sharding.grad_norm(state.parameters)
+        result.grad_norm = sharding.grad_norm(state.parameters)
         if state.clip_norm is not None:
-            sharding.clip_grads(state.parameters, state.clip_norm, outcome.grad_norm)
-    set_lr(optimizer, state.schedule(outcome.step - state.skipped))
+            sharding.clip_grads(state.parameters, state.clip_norm, result.grad_norm)
+    set_lr(optimizer, state.schedule(result.step - state.skipped))
     scale = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    outcome.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
-    state.skipped += not outcome.applied
-    if state.averages is not None and outcome.applied:
+    result.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
+    state.skipped += not result.applied
+    if state.averages is not None and result.applied:
         state.averages.update()
-    return outcome
+    return result
 
 
 def _count(state: TrainState, micros: Sequence[MicroBatch], samples: int) -> dict[str, float]:

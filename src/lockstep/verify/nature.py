@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import assemble, optimizer, seed
+from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.distributed.strategy import by_head, split_output
 from lockstep.distributed.world import join_world
@@ -92,9 +92,9 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
     task = trainer.task()
     task.eval_data()
     with join_world(trainer.config.device) as world:
-        built, _ = assemble(trainer.config, task, world, steps_per_epoch=1)
-        optimizer(trainer.config, built.model, built.blocks)
-        seed(trainer.config)
+        built, _ = build_model(trainer.config, task, world, steps_per_epoch=1)
+        make_optimizer(trainer.config, built.model, built.blocks)
+        seed_everything(trainer.config)
         nature = Nature()
         model = task.model().to(world.device).train()
         nature.norms = len(batch_norms(model))
@@ -111,7 +111,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
         for double in (True, False):
             exact = Adjusted(task, Adjustment(exact=True, double=double, part=part))
             try:
-                seed(trainer.config)
+                seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
                 whole, *halves = _halves(exact, world.device, part, trainer.config.seed, trainer.config.data.on_error)
                 nature.still_random = _drawn(exact.loss, model, whole[0])

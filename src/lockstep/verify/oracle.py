@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
 from lockstep.distributed import sharding
 from lockstep.distributed.strategy import split_output
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.adjusted import units_of
 
 _AT_ONCE = 64

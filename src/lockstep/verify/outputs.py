@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.build import seed
+from lockstep.build import seed_everything
 from lockstep.data.loader import MicroBatches, map_tensors
 from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
@@ -116,7 +116,7 @@ def least_loss(config: Mapping[str, Any], adjustment: Adjustment) -> float:
     trainer = Trainer(config, quiet=True)
     task = Adjusted(trainer.task(), adjustment)
     with join_world(trainer.config.device) as world:
-        seed(trainer.config)
+        seed_everything(trainer.config)
         try:
             first, least = fit(task, Outputs(task.model().to(world.device).eval(), constant=False), world.device)
         except Exception:

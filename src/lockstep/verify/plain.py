@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import load, seed
+from lockstep.build import seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.precision import Precision
@@ -18,6 +18,7 @@ from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
 from lockstep.engine.evaluate import split
 from lockstep.engine.metric_sync import flatten
+from lockstep.resume import load_trained_weights
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify.adjusted import Adjusted, Adjustment, readable
@@ -91,9 +92,9 @@ def _loaded(
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = Adjusted(trainer.task(), adjustment)
     with join_world(trainer.config.device) as world:
-        seed(trainer.config)
+        seed_everything(trainer.config)
         model = task.model().to(world.device)
         found = last_checkpoint(folder)
         assert found is not None
-        load(found, model)
+        load_trained_weights(found, model)
         yield task, model, Precision(trainer.config.precision, world.device), trainer.config.data.on_error

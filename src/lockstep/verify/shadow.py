@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.build import PreparedRun
 from lockstep.engine.schedule import scaled_lr
-from lockstep.trainer import PreparedRun
 
 
 class Shadow:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.build import seed
+from lockstep.build import seed_everything
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
@@ -46,7 +46,7 @@ def trivial(config: Mapping[str, Any], samples: int) -> Trivial:
     trainer = Trainer(config, quiet=True)
     task = Adjusted(trainer.task(), Adjustment(part=samples, eval_part=_EVALUATED))
     with join_world(trainer.config.device) as world:
-        seed(trainer.config)
+        seed_everything(trainer.config)
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return Trivial(obstacle="there is no evaluation data", no_data=True)

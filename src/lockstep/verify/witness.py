@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import sharding, strategy
 from lockstep.tasks.task import Task
-from lockstep.trainer import PreparedRun
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.operations import Operations, Talk

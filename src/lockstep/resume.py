@@ -1,0 +1,165 @@
+"""What a checkpoint holds of a run, and how a run goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.build import PreparedRun
+from lockstep.checkpoint import files, finite
+from lockstep.checkpoint import state as checkpoint_state
+from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.store import Checkpoint
+from lockstep.config import RunConfig, config_digest
+from lockstep.distributed import strategy
+from lockstep.distributed.heartbeat import Phase
+from lockstep.engine.ema import Ema
+from lockstep.engine.schedule import set_lr
+from lockstep.engine.step import TrainState
+from lockstep.errors import UsageError
+from lockstep.run_directory import SCHEDULE_LENGTH_KEYS
+
+
+def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, allow_change: Sequence[str]) -> list[str]:
+    """Load a checkpoint into a prepared run.
+
+    Args:
+        allow_change: keys of the config (or `data`) that may differ from the run's.
+
+    Returns:
+        messages for the log.
+
+    Raises:
+        UsageError: the data or the schedule are not the run's, and `allow_change` does not name them.
+        CheckpointError: the checkpoint does not fit the model, or is damaged.
+    """
+    manifest, state, model = checkpoint.manifest, prepared.state, prepared.built.model
+    _check_data(checkpoint, prepared.fingerprint, allow_change)
+    messages = _check_schedule(config, state, manifest, allow_change)
+    has_averages = any(name.startswith("ema.") for name in checkpoint.index)
+    averages = state.averages.tensors if state.averages and has_averages else None
+    checkpoint_state.check_fits(checkpoint.index, model, averages)
+    optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config) else None
+    if optimizer is None:
+        messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
+    needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
+    tensors = files.read(checkpoint.path, checkpoint.index, needed)
+    checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages)
+    if state.averages and averages is None:
+        state.averages = Ema(model, config.train.ema_decay or 0.0)
+        messages.append("averages begin with the weights of this step")
+    state.precision.load(manifest["loss_scale"])
+    state.step, state.skipped = checkpoint.step, manifest["skipped"]
+    if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
+        set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
+    return messages
+
+
+def _check_data(checkpoint: Checkpoint, fingerprint: dict[str, Any], allow_change: Sequence[str]) -> None:
+    saved = checkpoint.manifest["data"]
+    if saved == fingerprint or "data" in allow_change:
+        return
+    change = "samples differ"
+    if saved["samples"] != fingerprint["samples"]:
+        change = f"{saved['samples']} samples then, {fingerprint['samples']} now"
+    raise UsageError(
+        f"the training data are not those that the run began with: {change}",
+        where=str(checkpoint.path),
+        remedy="give the same data, --allow-change data to go on with these, or --fresh to start anew",
+    )
+
+
+def _check_schedule(
+    config: RunConfig, state: TrainState, manifest: Mapping[str, Any], allow_change: Sequence[str]
+) -> list[str]:
+    """Compare the length of the schedule's curve with the length that a checkpoint was trained with.
+
+    Returns:
+        a warning, where the lengths differ and `allow_change` allows it.
+
+    Raises:
+        UsageError: on the config's curve, the updates so far would have had other learning rates.
+    """
+    now = state.schedule
+    then = dataclasses.replace(now, total_steps=manifest.get("schedule_steps", now.length))
+    done = manifest["step"] - manifest["skipped"]
+    if now.same_until(then, done):
+        return []
+    train = config.train
+    key, value = ("train.steps", train.steps) if train.steps else ("train.epochs", train.epochs or 1)
+    if config.schedule.total_steps:
+        key, value = "schedule.total_steps", config.schedule.total_steps
+    group = state.optimizer.param_groups[0]
+    before, after = (f"{group['base_lr'] * factor:.4g}" for factor in (then(done - 1), now(done)))
+    text = f"the {now.name} schedule had {then.length} steps and has {now.length} now"
+    text += f": after {done} updates the learning rate goes from {before} to {after}"
+    if any(f"{name}.".startswith(f"{allowed}.") for name in SCHEDULE_LENGTH_KEYS for allowed in allow_change):
+        return [f"warning: {text}"]
+    raise UsageError(
+        text,
+        where=f"{key}={value}",
+        remedy=f"schedule.total_steps={then.length} keeps the curve, and the last rate after its end; "
+        f"--allow-change {key} goes on with the new curve; --fresh deletes the run and starts anew",
+    )
+
+
+def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
+    """The tensors that are not finite at the start: checkpoints may hold them. A collective."""
+    state = prepared.state
+    averages = state.averages.tensors if state.averages else None
+    tensors, _ = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
+    return finite.at_start(prepared.built.model, tensors, state.world)
+
+
+def save_function(prepared: PreparedRun, saver: Saver, config: RunConfig) -> Callable[[dict[str, float]], None]:
+    """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any."""
+    state = prepared.state
+
+    def save(evaluated: dict[str, float]) -> None:
+        phase = state.world.heartbeat.phase
+        state.world.heartbeat.enter(Phase.SAVING)
+        strategy.sync_buffers(state.forward, state.world)
+        averages = state.averages.tensors if state.averages else None
+        tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
+        saver.save(state.step, tensors, values, _manifest(prepared, config, evaluated))
+        state.world.heartbeat.enter(Phase(phase))
+
+    return save
+
+
+def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, float]) -> dict[str, Any]:
+    state = prepared.state
+    return {
+        "step": state.step,
+        "skipped": state.skipped,
+        "loss_scale": state.precision.state(),
+        "metrics": evaluated,
+        "data": prepared.fingerprint,
+        "optimizer": _kind_of_optimizer(config),
+        "config": config_digest(config),
+        "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
+        "schedule_steps": state.schedule.length,
+        "warnings": prepared.warnings,
+    }
+
+
+def _kind_of_optimizer(config: RunConfig) -> list[Any]:
+    """What decides how the optimizer's state looks: the class and its arguments."""
+    return [config.optim.name, json.loads(json.dumps(config.optim.args, sort_keys=True))]
+
+
+def load_trained_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Load a checkpoint's weights: their moving average, where the run kept an average."""
+    checkpoint_state.check_fits(checkpoint.index, model)
+    averages = dict(model.named_parameters())
+    needed = checkpoint_state.wanted(checkpoint.index, model, averages=averages)
+    for kind in ("model.", "ema."):
+        part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
+        tensors = files.read(checkpoint.path, checkpoint.index, part)
+        checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages)
