@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import BUILT_IN, RunConfig, training_keys
+from lockstep.config import RunConfig, training_keys
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
+from lockstep.tasks import registry
 
 TOY = {"task": {"kind": "toy"}}
 
@@ -338,7 +339,7 @@ def test_a_key_that_is_no_text_is_refused(values):
 )
 def test_a_name_that_is_not_one_folder_is_refused(name):
     text = refusal(TOY | {"name": name})
-    assert f"file.yaml: name: {name!r} cannot be the name of one folder in runs/" in text
+    assert f"file.yaml: name: {name!r} cannot be the name of a folder in runs/" in text
     assert "--run-dir" in text
 
 
@@ -351,7 +352,7 @@ def test_a_name_that_is_one_folder_is_taken(name):
 def test_what_keep_best_wants_is_said_in_words(text):
     found = refusal(TOY | {"checkpoint": {"keep_best": text}})
     assert (
-        f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`"
+        f"file.yaml: checkpoint.keep_best: {text!r} does not say which result is best; write `max eval/NAME` or `min eval/NAME`"
         in found
     )
 
@@ -649,7 +650,7 @@ def test_warm_up_is_given_in_one_way():
 
 
 def test_least_steps_go_with_epochs():
-    assert "give either min_steps (with epochs) or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
+    assert "give either min_steps or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
     found = toy("train.steps=3", train={"epochs": 2, "min_steps": 9})
     assert (found.train.epochs, found.train.min_steps, found.train.steps) == (None, None, 3)
 
@@ -796,6 +797,7 @@ def sections(model):
     )
 
 
+OPTIONS = {kind: registry.options_class(kind) for kind in registry.kinds()}
 TASKS = st.one_of(
     ANYTHING,
     st.fixed_dictionaries(
@@ -803,7 +805,7 @@ TASKS = st.one_of(
     ),
     *(
         st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind))
-        for kind, model in BUILT_IN.items()
+        for kind, model in OPTIONS.items()
     ),
 )
 

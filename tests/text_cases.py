@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from lockstep import Task
 from lockstep.data.order import permute
+from lockstep.tasks.text.options import TextOptions
 from lockstep.tasks.text.task import Text
 from lockstep.verify.adjusted import Adjusted, Adjustment
 from tests import runs
@@ -27,6 +28,10 @@ SMALL = {
 BAG = {"train": "docstrings", "max_length": 48, "scratch": {"vocab_size": 500}}
 
 
+def text_task(train, eval=None, **options):
+    return Text(TextOptions.model_validate(options), train, eval)
+
+
 def kept(task):
     """`task`, whose `built` is the model that it made: for `runs.fit`."""
     make = task.model
@@ -41,7 +46,7 @@ def kept(task):
 
 def train(options, settings, run_dir=None):
     """A text task in float64."""
-    return runs.fit(kept(Adjusted(Text(**options), Adjustment(double=True))), settings, run_dir)
+    return runs.fit(kept(Adjusted(text_task(**options), Adjustment(double=True))), settings, run_dir)
 
 
 def difference(one, other):
@@ -57,7 +62,7 @@ def by_hand(options, steps, global_batch, weights=None):
     """
     from transformers import AutoModelForSequenceClassification
 
-    task = Text(**options)
+    task = text_task(**options)
     data = task.train_data()
     tokenizer, names = task.tokenizer, task.labels
     samples = [(data[index].text, data[index].label) for index in range(len(data))]

@@ -129,9 +129,9 @@ class TrainConfig(Section):
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
     init_from: str | None = None
     """Weights to begin with: a safetensors file, or a folder with such a file."""
-    init_skip: list[str] = []
+    init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
-    unfreeze: list[UnfreezeConfig] = []
+    unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
 
 
 class GroupConfig(Section):
@@ -165,8 +165,8 @@ class OptimConfig(Section):
     """Whether a single kernel does the whole update."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
-    groups: list[GroupConfig] = []
-    args: dict[str, Any] = {}
+    groups: list[GroupConfig] = Field(default_factory=list)
+    args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the optimizer (momentum, betas, ...)."""
 
     @model_validator(mode="after")
@@ -284,7 +284,7 @@ class RunConfig(Section):
     """Name of the run directory in `runs/`."""
     seed: Annotated[int, Field(ge=0)] = 0
     device: Annotated[Literal["auto", "cpu", "cuda"], DOES_NOT_DETERMINE] = "auto"
-    task: dict[str, Any] = {}
+    task: dict[str, Any] = Field(default_factory=dict)
     """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
     batch: BatchConfig = Field(default_factory=lambda: BatchConfig.model_validate({}))

@@ -28,7 +28,7 @@ class ScratchOptions(Section):
 
     architecture: str = EMBEDDING_BAG
     """`embedding_bag`, or a model type of transformers, such as `bert`."""
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, Any] = Field(default_factory=dict)
     """Keys of the architecture's config, such as `hidden_size`."""
     vocab_size: Annotated[int, Field(ge=100)] = 20000
     """The largest number of tokens that the tokenizer may have."""
