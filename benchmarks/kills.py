@@ -47,7 +47,7 @@ SETTINGS = [
     "optim.lr=0.003",
     "optim.clip_norm=1.0",
 ]
-SETTINGS += ["schedule.name=cosine", "schedule.warmup_steps=20", "log.tensorboard=false", "device=cpu"]
+SETTINGS += ["schedule.name=cosine", "schedule.warmup_steps=20", "log.writers=[text_log,json_lines]", "device=cpu"]
 
 
 def start(run, environment, restarts):

@@ -128,7 +128,7 @@ def lockstep(train, test, overrides, folder):
             csv.writer(file).writerows([("text", "label"), *rows])
     data = [f"data.train={folder}/train.csv", f"data.eval={folder}/test.csv"]
     # The same training, cut to be faster on a CPU, and evaluated at its end.
-    faster = ["batch.micro=8", "optim.fused=true", "train.eval_every_epochs=1000", "log.tensorboard=false"]
+    faster = ["batch.micro=8", "optim.fused=true", "train.eval_every_epochs=1000", "log.writers=[text_log,json_lines]"]
     config = config_file.load("text", [*data, *faster, *overrides])
     results = Trainer(config, run_dir=Path(folder, "run"), quiet=True).fit()
     history = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]

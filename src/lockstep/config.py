@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -268,13 +269,20 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this number are kept."""
 
 
+def _writer(name: str) -> str:
+    """A writer in a file is found from every working directory."""
+    return os.path.abspath(name) if ".py:" in name else name
+
+
 class LogConfig(Section):
-    """The log."""
+    """What is logged, how often, and by which writers."""
 
     every_steps: PositiveInt = 50
     """Steps between two entries."""
-    tensorboard: bool = True
-    """Whether TensorBoard files are written."""
+    writers: list[Annotated[str, AfterValidator(_writer)]] = Field(
+        default_factory=lambda: ["text_log", "json_lines", "tensorboard"]
+    )
+    """Built-in writers, names of installed writers, or FILE.py:MyWriter."""
 
 
 class RunConfig(Section):
