@@ -700,6 +700,22 @@ def test_a_wrong_section_is_told_and_nothing_is_suggested():
     assert "optim" in refusal(TEXT | {"optim": 3})
 
 
+def test_the_keys_that_determine_a_training_are_these():
+    keys = {key for key in training_keys(load("toy")) if not key.startswith("task.")}
+    assert keys == {
+        "seed",
+        "precision",
+        *(f"data.{key}" for key in ("train", "eval", "on_error", "drop_last")),
+        *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
+        *(f"train.{key}" for key in ("ema_decay", "init_from", "init_skip", "unfreeze")),
+        *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),
+        *(f"optim.{key}" for key in ("layer_decay", "groups")),
+        *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),
+        *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power")),
+        *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype")),
+    }
+
+
 def test_another_task_determines_the_run():
     old, new = training_keys(load("toy")), training_keys(parse({"task": {"kind": "classification"}}))
     assert old["task.kind"] != new["task.kind"]

@@ -62,8 +62,9 @@ def recipes() -> dict[str, Traversable]:
     """
     found = _yaml_files(resources.files(_SHIPPED_RECIPES))
     for entry in _entry_points("lockstep.recipes").values():
-        found = _yaml_files(resources.files(_load(entry))) | found
-    return dict(found)
+        files = _yaml_files(resources.files(_load(entry)))
+        found |= {name: file for name, file in files.items() if name not in found}
+    return found
 
 
 def shipped_recipe(name: str) -> Traversable | None:
