@@ -59,8 +59,8 @@ class Ema:
 
         Values are exchanged in place: parameters and their storages stay, and at most one temporary tensor exists besides
         a copy of the parameters with fewer than 32 bits. Inside, `tensors` is not to be used: it may hold the raw weights.
-        Inside itself it changes nothing. FSDP2 modules that an evaluation left unsharded must be `reshard()`ed before and
-        after, or they go on with the values that they gathered.
+        Inside itself it changes nothing. Sharded models use it inside `Strategy.inference`, or they go on with the
+        values that they gathered before.
         """
         if self._inside:
             yield

@@ -55,7 +55,7 @@ class LogWindow:
                 units[head] = units.get(head, 0.0) + o.totals.get(head, o.totals.get(SAMPLES, 0.0))
         sums = {head: sums[head] for head in sorted(sums)}  # as on every rank
         fault = self._first_fault()
-        bad = [message for o in self.results for message in o.bad]
+        bad = [message for o in self.results for message in o.bad if self.world.counts_samples]
         size, rank = self.world.size, self.world.rank
         memory = [0.0] * 2 * size
         memory[rank], memory[size + rank] = mib(self.gauge.most()), mib(self.gauge.reserved())
@@ -65,7 +65,7 @@ class LogWindow:
             self.wait_s,
             self.wait_s + self.step_s,
             *memory,
-            *map(_total, sums.values()),
+            *(_total(values) if self.world.counts_samples else 0.0 for values in sums.values()),
         ]
         faults, bad_count, wait_s, total_s, *rest = self.world.all_sum(packed)
         peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed import sharding
+from lockstep.distributed.sharded_tensor import local
 from lockstep.engine.log_window import RANKS_SHOWN
 from lockstep.engine.memory_gauge import MB, MemoryGauge, mib
 from lockstep.engine.step import TrainState
@@ -162,7 +162,7 @@ def _size(values: list[Any], device: str, seen: set[int]) -> int:
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors that are here, of whatever holds them: state may be nested, a gradient sharded or sparse."""
     if isinstance(value, Tensor):
-        plain = sharding.local(value.detach())
+        plain = local(value.detach())
         whole = plain.coalesce() if plain.is_sparse else plain
         yield from (whole.indices(), whole.values()) if plain.is_sparse else (whole,)
     elif isinstance(value, Mapping):
