@@ -295,7 +295,9 @@ def make_optimizer(
         remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
         what = f"{'fused ' if optim.name in _NO_SHARDED_KERNEL else ''}{optim.name} cannot train sharded parameters"
         raise UsageError(what, where="optim.name", remedy=remedy)
-    scale = scaled_lr(1.0, optim.lr_scaling, config.batch.global_ or 1, optim.reference_batch)
+    scale = scaled_lr(
+        1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
+    )
     groups = [
         Group(group.name, group.match, group.lr * scale if group.lr else None, group.weight_decay)
         for group in optim.groups

@@ -61,7 +61,7 @@ class TrainState:
     guard: Guard = field(default_factory=Guard)
     step: int = 0
     skipped: int = 0
-    weight_heads: heads.Names | None = None
+    weight_heads: heads.HeadNames | None = None
     agreed: heads.AgreedLosses | None = None
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def _count(state: TrainState, micros: Sequence[MicroBatch], samples: int) -> dic
     for micro in micros:
         names = tuple(micro.weights or ())
         if names != state.weight_heads:
-            state.weight_heads = heads.agree(state.weight_heads, names, "Task.weight", state.world)
+            state.weight_heads = heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)
     if not state.weight_heads:
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
@@ -215,9 +215,12 @@ def _factors(
     units = set(losses) if micro.weights is None else {head for head, weight in micro.weights.items() if weight}
     if state.agreed is None:
         heads.check_coefficients(state.coefficients, losses)
-        state.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not state.all_train, state.world)
+        with_units = set() if micro.filler else units
+        state.agreed = heads.agree_on_losses(
+            losses, with_units=with_units, may_be_frozen=not state.all_train, world=state.world
+        )
     if tuple(losses) != state.agreed.names:
-        heads.agree(state.agreed.names, tuple(losses), "Task.loss", state.world)
+        heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
     whole = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
     coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0

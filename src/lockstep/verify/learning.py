@@ -218,7 +218,9 @@ def _wrong_rates(seen: Seen, bench: Bench) -> list[str]:
     config = bench.natural(train__steps=seen.stop)
     schedule = Schedule(total=seen.stop, steps_per_epoch=seen.steps_per_epoch, **config["schedule"])
     optim = config["optim"]
-    base = scaled_lr(optim["lr"], optim["lr_scaling"], bench.global_batch, optim["reference_batch"])
+    base = scaled_lr(
+        optim["lr"], optim["lr_scaling"], global_batch=bench.global_batch, reference_batch=optim["reference_batch"]
+    )
     own = any(group.get("lr") for group in optim["groups"])  # the last group may be one of these
     if not own and not math.isclose(seen.base_lr, base, rel_tol=1e-9):
         return [

@@ -41,7 +41,12 @@ class Shadow:
     def _optimizer(self) -> torch.optim.Optimizer:
         optim = self.config["optim"]
         groups: dict[tuple[float, float | None], list[Tensor]] = {}
-        scale = scaled_lr(1.0, optim["lr_scaling"], int(self.config["batch"]["global"]), optim["reference_batch"])
+        scale = scaled_lr(
+            1.0,
+            optim["lr_scaling"],
+            global_batch=int(self.config["batch"]["global"]),
+            reference_batch=optim["reference_batch"],
+        )
         for name, twin in self.twins.items():
             own: Mapping[str, Any] = next(
                 (g for g in optim["groups"] if any(fnmatchcase(name, one) for one in g["match"])), {}
