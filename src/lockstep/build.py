@@ -204,7 +204,9 @@ def build_model(
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
-        compile_modules(model, list(blocks.values()), compute.compile, compute.compile_backend)
+        compile_modules(
+            model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend
+        )
     forward: nn.Module = Forward(model, task.loss)
     if sharded or training:
         forward = strategy.wrap(

@@ -52,7 +52,7 @@ class Schedule:
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
 
     def same_until(self, other: Schedule, updates: int) -> bool:
-        """Whether the first `updates` updates have the same factors with `other`: the same schedule, of another length."""
+        """Whether the first `updates` updates have the same factors with `other`, which differs only in length."""
         if self.length == other.length or updates == 0 or (self.name not in _WITH_LENGTH and not self.warmup_share):
             return True
         # Warm-ups of different lengths differ from the first update on. After the warm-up, curves of different lengths
