@@ -233,5 +233,5 @@ def settings_of(case: Case) -> dict[str, Any]:
         "compute": {"activation_checkpointing": case.recompute},
         "parallel": {"strategy": case.strategy, "timeout_s": 30.0} | buckets,
         "checkpoint": {"every_steps": case.resume_at, "keep_last": 100, "mode": "sync"},
-        "log": {"every_steps": case.log_every, "tensorboard": False},
+        "log": {"every_steps": case.log_every, "writers": ["text_log", "json_lines"]},
     }

@@ -22,7 +22,7 @@ def config(**sections):
         "batch": {"global": 24},
         "train": {"steps": 20},
         "optim": {"name": "AdamW", "lr": 0.01, "weight_decay": 0.1},
-        "log": {"tensorboard": False, "every_steps": 5},
+        "log": {"writers": ["text_log", "json_lines"], "every_steps": 5},
         "device": "cpu",
     }
     for name, section in sections.items():

@@ -24,8 +24,8 @@ def test_recipes_are_listed(call):
 
 
 def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_path):
-    assert call("train", "toy", "train.steps=4", "log.tensorboard=false").exit_code == 0
-    again = call("train", "toy", "train.steps=8", "log.tensorboard=false")
+    assert call("train", "toy", "train.steps=4", "log.writers=[text_log,json_lines]").exit_code == 0
+    again = call("train", "toy", "train.steps=8", "log.writers=[text_log,json_lines]")
     assert again.exit_code == 0
     assert "resuming runs/toy at step 4" in again.stdout
     results = json.loads(call("evaluate", "runs/toy").stdout)
@@ -117,7 +117,7 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
             "train.steps=8",
             "checkpoint.every_steps=2",
             "checkpoint.keep_last=4",
-            "log.tensorboard=false",
+            "log.writers=[text_log,json_lines]",
         ).exit_code
         == 0
     )
@@ -145,7 +145,7 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
 def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     from safetensors.torch import load_file
 
-    assert call("train", "mine.py:Mine", "train.steps=2", "log.tensorboard=false").exit_code == 0
+    assert call("train", "mine.py:Mine", "train.steps=2", "log.writers=[text_log,json_lines]").exit_code == 0
     done = call("export", "runs/mine", "out")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "out" / "model.safetensors")

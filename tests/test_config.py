@@ -234,7 +234,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(values, wrong, right):
 def test_an_unknown_key_is_refused_with_all_there_are():
     text = refusal(TOY | {"zzz": 1, "log": {"qqq": 2}})
     assert "zzz: unknown key; known here: name, seed, device, task," in text
-    assert "log.qqq: unknown key; known here: every_steps, tensorboard" in text
+    assert "log.qqq: unknown key; known here: every_steps, writers" in text
 
 
 def test_keys_are_shown_as_they_are_written():
@@ -261,7 +261,7 @@ def test_keys_are_shown_as_they_are_written():
         ({"batch": {"global": 0}}, "batch.global", "0"),
         ({"batch": {"micro": "big"}}, "batch.micro", "'big'"),
         ({"train": {"epochs": 0}}, "train.epochs", "0"),
-        ({"log": {"tensorboard": 3}}, "log.tensorboard", "3"),
+        ({"log": {"writers": [3]}}, "log.writers.0", "3"),
         ({"task": {"kind": "toy", "hidden": "wide"}}, "task.hidden", "'wide'"),
         ({"task": {"kind": "classification", "channels": 2}}, "task.channels", "2"),
         ({"task": {"kind": "classification", "width": 10}}, "task.width", "10"),
@@ -549,7 +549,7 @@ def full():
             "schedule": {"name": "polynomial", "warmup_steps": 5, "end_factor": 1 / 3, "power": 2},
             "precision": "bf16",
             "parallel": {"strategy": "single", "timeout_s": 0.5},
-            "log": {"every_steps": 3, "tensorboard": False},
+            "log": {"every_steps": 3, "writers": ["text_log", "json_lines"]},
         }
     )
 
@@ -596,7 +596,7 @@ def test_a_damaged_config_of_a_run_is_refused_with_its_path(text, tmp_path):
         "data.workers=3",
         "batch.micro=8",
         "log.every_steps=1",
-        "log.tensorboard=false",
+        "log.writers=[text_log,json_lines]",
         "checkpoint.every_steps=5",
         "checkpoint.keep_last=1",
         "parallel.strategy=single",

@@ -8,6 +8,7 @@ import pytest
 from lockstep import LockstepError, Trainer
 from lockstep.tasks import source
 from tests import own_tasks, runs
+from tests.observe.cases import run_info
 
 
 def entries(folder):
@@ -134,7 +135,7 @@ def test_task_whose_source_cannot_be_read_trains_and_says_so(tmp_path, monkeypat
 
 
 class Tabled(own_tasks.Classes):
-    """Its accuracy is a number that is not finite; its confusion matrix goes into tables.jsonl."""
+    """Its accuracy is a number that is not finite; its confusion matrix goes into metric_arrays.jsonl."""
 
     def loss(self, model, batch):
         return super().loss(model, batch) * (1.0 if model.training else float("nan"))
@@ -144,12 +145,12 @@ class Tabled(own_tasks.Classes):
 def test_damaged_logs_are_repaired_with_one_message_each_and_hold_json(tmp_path):
     settings = runs.config(train={"steps": 5, "eval_every_steps": 5})
     runs.fit(Tabled(), settings, tmp_path)
-    for name in ("metrics.jsonl", "tables.jsonl"):
+    for name in ("metrics.jsonl", "metric_arrays.jsonl"):
         with (tmp_path / name).open("ab") as file:
             file.write(b"\0" * 100 + b"\n" + b'{"step": 5, "torn')
     runs.fit(Tabled(), settings | {"train": {"steps": 10, "eval_every_steps": 5}}, tmp_path)
     log = (tmp_path / "train.log").read_text()
-    for name, steps in (("metrics.jsonl", [5, 5, 10, 10]), ("tables.jsonl", [5, 10])):
+    for name, steps in (("metrics.jsonl", [5, 5, 10, 10]), ("metric_arrays.jsonl", [5, 10])):
         lines = (tmp_path / name).read_text().splitlines()
         assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == steps
         assert log.count(f"{name}: 2 of ") == 1
@@ -158,10 +159,12 @@ def test_damaged_logs_are_repaired_with_one_message_each_and_hold_json(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
-@pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "tables.jsonl", "tensorboard"])
+@pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "metric_arrays.jsonl", "tensorboard"])
 def test_log_that_cannot_be_opened_ends_no_training(tmp_path, capsys, name):
     (tmp_path / name).touch() if name == "tensorboard" else (tmp_path / name).mkdir()
-    settings = runs.config(train={"steps": 10, "eval_every_steps": 5}, log={"tensorboard": True})
+    settings = runs.config(
+        train={"steps": 10, "eval_every_steps": 5}, log={"writers": ["text_log", "json_lines", "tensorboard"]}
+    )
     assert Trainer(settings, run_dir=tmp_path).fit(own_tasks.Classes())["step"] == 10
     said = capsys.readouterr()
     assert said.err.count(f"warning: {name} cannot be written: ") == 1
@@ -173,9 +176,9 @@ def test_log_that_cannot_be_opened_ends_no_training(tmp_path, capsys, name):
 def test_tensorboard_on_a_full_disk_goes_on_in_another_file(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from lockstep.observe.tensorboard import TensorBoard
+    from lockstep.observe.writers.tensorboard import TensorBoard
 
-    writer = TensorBoard(tmp_path)
+    writer = TensorBoard(run_info(tmp_path))
     writer.record({"step": 1, "loss": 0.5})
     whole = writer.writer._writer
     writer.writer._writer = io.BytesIO()
@@ -186,7 +189,7 @@ def test_tensorboard_on_a_full_disk_goes_on_in_another_file(tmp_path):
     writer.record({"step": 3, "loss": 0.125})
     writer.close()
     found = {}
-    for path in tmp_path.iterdir():
+    for path in (tmp_path / "tensorboard").iterdir():
         events = EventAccumulator(str(path))
         events.Reload()
         found |= {event.step: event.value for event in events.Scalars("loss")}

@@ -17,14 +17,14 @@ from tests.processes import children, handles, has_logged, is_running, launched,
 from tests.ranks import run_ranks
 
 SETTINGS = [
-    "log.tensorboard=false",
+    "log.writers=[text_log,json_lines]",
     "optim.clip_norm=0.5",
     "train.steps=60",
     "train.eval_every_steps=20",
     "checkpoint.every_steps=10",
     "log.every_steps=10",
 ]
-ENDLESS = ["log.tensorboard=false", "train.steps=1000000", "train.eval_every_steps=0", "log.every_steps=10"]
+ENDLESS = ["log.writers=[text_log,json_lines]", "train.steps=1000000", "train.eval_every_steps=0", "log.every_steps=10"]
 
 TASKS = """
 import os, time
@@ -223,7 +223,7 @@ def test_second_request_ends_at_once_and_leaves_the_checkpoint_before(launch):
 
 
 STOPPED_IN_EVALUATION = [
-    "log.tensorboard=false",
+    "log.writers=[text_log,json_lines]",
     "train.steps=12",
     "train.eval_every_steps=10",
     "batch.global=8",
@@ -315,7 +315,7 @@ def test_crash_at_the_same_step_twice_is_not_tried_for_ever(launch):
 
 
 SLOW = [
-    "log.tensorboard=false",
+    "log.writers=[text_log,json_lines]",
     "train.steps=10",
     "parallel.timeout_s=2",
     "train.eval_every_steps=10",
@@ -346,7 +346,7 @@ def test_full_disk_is_told_at_once_survived_and_seen_in_the_exit_code(launch):
 
 
 FAILING = [
-    "log.tensorboard=false",
+    "log.writers=[text_log,json_lines]",
     "train.steps=4",
     "train.eval_every_steps=4",
     "task.eval_length=20",

@@ -245,7 +245,7 @@ def test_what_does_not_change_the_weights_is_free(begun):
         batch={"micro": 3},
         train={"steps": None, "epochs": 9, "eval_every_steps": 4},
         data={"workers": 2},
-        log={"every_steps": 1, "tensorboard": True},
+        log={"every_steps": 1, "writers": ["text_log", "json_lines", "tensorboard"]},
         checkpoint={"every_steps": 7, "keep_last": 1},
         parallel={"timeout_s": 5.0},
     )

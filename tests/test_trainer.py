@@ -18,7 +18,11 @@ def entries(folder):
 
 
 def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
-    settings = runs.config(task={"kind": "toy"}, train={"steps": 10, "eval_every_steps": 5}, log={"tensorboard": True})
+    settings = runs.config(
+        task={"kind": "toy"},
+        train={"steps": 10, "eval_every_steps": 5},
+        log={"writers": ["text_log", "json_lines", "tensorboard"]},
+    )
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit()
     written = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
     assert written == {"config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints"}
@@ -48,7 +52,9 @@ def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
 def test_tensorboard_holds_the_logged_values(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    settings = runs.config(task={"kind": "toy"}, train={"steps": 10}, log={"tensorboard": True})
+    settings = runs.config(
+        task={"kind": "toy"}, train={"steps": 10}, log={"writers": ["text_log", "json_lines", "tensorboard"]}
+    )
     Trainer(settings, run_dir=tmp_path, quiet=True).fit()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -59,7 +65,9 @@ def test_tensorboard_holds_the_logged_values(tmp_path):
 def test_tensorboard_hides_what_a_dead_run_wrote_after_its_checkpoint(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    settings = runs.config(train={"steps": 20}, log={"tensorboard": True}, checkpoint={"every_steps": 12})
+    settings = runs.config(
+        train={"steps": 20}, log={"writers": ["text_log", "json_lines", "tensorboard"]}, checkpoint={"every_steps": 12}
+    )
 
     class Interrupted(own_tasks.Plain):
         calls = 0

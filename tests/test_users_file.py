@@ -34,7 +34,7 @@ def test_outputs_of_any_kind_are_printed_and_written_whole(call):
     import numpy as np
     from safetensors.torch import load_file
 
-    assert call("train", "mine.py:Outputs", "train.steps=1", "log.tensorboard=false").exit_code == 0
+    assert call("train", "mine.py:Outputs", "train.steps=1", "log.writers=[text_log,json_lines]").exit_code == 0
     results = json.loads(call("evaluate", "runs/mine").stdout, parse_constant=not_json)
     assert results["eval/loss"] is None
     rows = [json.loads(line)["output"] for line in call("predict", "runs/mine").stdout.splitlines()]
@@ -73,7 +73,7 @@ def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where
         f"task.where={where}",
         f"task.code={json.dumps(code)}",
         "train.steps=3",
-        "log.tensorboard=false",
+        "log.writers=[text_log,json_lines]",
     )
     assert done.exit_code == 1
     assert "mine.py:31, in exit: the task called sys.exit(" in done.stderr
@@ -86,7 +86,12 @@ def test_exit_in_a_users_code_is_a_failure_that_says_where(call, tmp_path, where
     ("command", "where"), [("evaluate", "loss"), ("predict", "predict"), ("predict", "describe"), ("export", "model")]
 )
 def test_exit_after_training_is_a_failure_too(call, tmp_path, command, where):
-    assert call("train", "mine.py:Exits", "task.where=nowhere", "train.steps=1", "log.tensorboard=false").exit_code == 0
+    assert (
+        call(
+            "train", "mine.py:Exits", "task.where=nowhere", "train.steps=1", "log.writers=[text_log,json_lines]"
+        ).exit_code
+        == 0
+    )
     config = tmp_path / "runs" / "mine" / "config.yaml"
     config.write_text(config.read_text().replace("where: nowhere", f"where: {where}"))
     done = call(command, "runs/mine", *(["out"] if command == "export" else []))
@@ -116,7 +121,9 @@ def test_parameters_that_cannot_be_trained_are_refused_by_name(call):
 
 
 def test_data_keys_reach_a_constructor_that_takes_any(call):
-    done = call("train", "mine.py:Loads", "data.train=a", "data.eval=b", "train.steps=1", "log.tensorboard=false")
+    done = call(
+        "train", "mine.py:Loads", "data.train=a", "data.eval=b", "train.steps=1", "log.writers=[text_log,json_lines]"
+    )
     assert done.exit_code == 0, done.stderr
     assert "loads a {'eval': 'b'}" in done.stdout
 
@@ -133,7 +140,7 @@ def test_file_of_a_package_may_import_from_it(call, tmp_path, monkeypatch):
     (package / "util.py").write_text("width = 5\n")
     (package / "first.py").write_text(RELATIVE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = ["train.steps=1", "log.tensorboard=false"]
+    settings = ["train.steps=1", "log.writers=[text_log,json_lines]"]
     done = call("train", "lab/tasks_of_mine/first.py:Here", *settings)
     assert done.exit_code == 2
     assert f"put an empty __init__.py into {package}" in done.stderr
@@ -155,7 +162,7 @@ def test_package_with_the_name_of_another_is_told_so(call, tmp_path, monkeypatch
     done = call("train", "yaml/first.py:Here")
     assert done.exit_code == 2
     assert f"give the folder {tmp_path / 'yaml'} another name: Python finds " in done.stderr
-    assert call("train", "yaml/second.py:Mine", "train.steps=1", "log.tensorboard=false").exit_code == 0
+    assert call("train", "yaml/second.py:Mine", "train.steps=1", "log.writers=[text_log,json_lines]").exit_code == 0
 
 
 # ---- the task's source
@@ -177,7 +184,7 @@ def edited(call, tmp_path, monkeypatch):
     sys.modules.pop("losses", None)
 
 
-SHORT = ["log.tensorboard=false", "optim.lr=0.001"]
+SHORT = ["log.writers=[text_log,json_lines]", "optim.lr=0.001"]
 CHANGED = "losses.py differs in 1 place, first in squared (from line 1): now "
 
 

@@ -37,6 +37,9 @@ from lockstep.engine.schedule import Schedule, scaled_lr
 from lockstep.engine.step import TrainState
 from lockstep.engine.unfreeze import Stage, Unfreezing
 from lockstep.errors import DataError, TrainingError, UsageError
+from lockstep.observe import factory
+from lockstep.observe.model_summary import model_summary, warm_up_warning
+from lockstep.observe.writer import RunInfo, Writer
 from lockstep.tasks.task import Task
 
 # Found by training with every class of torch.optim (tests/distributed/test_sharding.py). Muon would silently train
@@ -403,3 +406,44 @@ def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
         save_s=60 * (checkpoint.every_minutes or 0),
         save_evaluated=checkpoint.keep_best is not None,
     )
+
+
+# ---- the log
+
+
+def open_writers(
+    config: RunConfig,
+    folder: Path,
+    state: TrainState,
+    *,
+    stop: int,
+    built: BuiltModel,
+    log_header: Sequence[str],
+    quiet: bool,
+) -> list[Writer]:
+    """The writers of a training, after they were given the lines on the data, the model and the schedule.
+
+    Args:
+        folder: the run directory.
+        stop: step at which the training ends.
+        log_header: lines of the task on its data.
+        quiet: leave out the console.
+    """
+    world = state.world
+    run = RunInfo(
+        name=config.name,
+        folder=folder,
+        first_step=state.step,
+        last_step=stop,
+        world_size=world.size,
+        device=world.device.type,
+        config=config.model_dump(by_alias=True),
+    )
+    writers: list[Writer] = [*factory.open_writers(run, config.log.writers, quiet=quiet)]
+    sharded_over = world.size if strategy.is_sharded(state.forward) else None
+    summary = model_summary(built.model, state.optimizer, sharded_over=sharded_over, blocks=built.blocks)
+    warning = warm_up_warning(state.schedule, stop, config.schedule.warmup_share)
+    for text in (*log_header, *summary, *built.messages, *warning):
+        for writer in writers:
+            writer.message(text)
+    return writers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -324,11 +325,16 @@ class CheckpointConfig(Section):
     keep_every_steps: PositiveInt | None = None
 
 
+def _writer(name: str) -> str:
+    """A writer in a file is found from every working directory."""
+    return os.path.abspath(name) if ".py:" in name else name
+
+
 class LogConfig(Section):
-    """What is written how often."""
+    """What is logged, how often, and by which writers: built-in ones, names of installed ones, or FILE.py:MyWriter."""
 
     every_steps: PositiveInt = 50
-    tensorboard: bool = True
+    writers: list[Annotated[str, AfterValidator(_writer)]] = ["text_log", "json_lines", "tensorboard"]
 
 
 class RunConfig(Section):

@@ -1,4 +1,4 @@
-"""The run directory: whose it is, what is written into it, and by whom it is watched."""
+"""The run directory: who may train in it, and what is kept in it besides checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,18 @@ import torch
 
 import lockstep
 from lockstep import config_file
-from lockstep.build import BuiltModel
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
-from lockstep.distributed import strategy
 from lockstep.distributed.launch import RESTARTS
 from lockstep.distributed.world import World
-from lockstep.engine.loop import Writer
-from lockstep.engine.step import TrainState
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.observe.json_lines import JsonLines
-from lockstep.observe.tensorboard import TensorBoard
-from lockstep.observe.text_log import TextLog
-from lockstep.observe.writer import Guard, together
+from lockstep.observe import metric_arrays
+from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source
 from lockstep.tasks.task import Task
 
-_LOGS = ("metrics.jsonl", "train.log", "tensorboard", "tables.jsonl")
-_OURS = ("checkpoints", "config.yaml", "environment.json", *_LOGS, "micro.json", "task", "source")
+_OURS = ("checkpoints", "config.yaml", "environment.json", "micro.json", "task", "source", metric_arrays.FILE)
 _MICRO = "micro.json"
 SCHEDULE_LENGTH_KEYS = (
     "train.steps",
@@ -95,8 +88,9 @@ def _claim(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _lock(folder, held)
+        logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
         if fresh and not _was_restarted(folder):
-            for name in _OURS:
+            for name in (*_OURS, *logs):
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         store.clear_leftovers(folder / "checkpoints")
@@ -314,100 +308,3 @@ def _environment(world: World) -> dict[str, Any]:
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
-
-
-def writers(
-    folder: Path, config: RunConfig, state: TrainState, stop: int, built: BuiltModel, notes: Sequence[str], quiet: bool
-) -> list[Writer]:
-    """Everything that receives the log, after it was told what is about to be trained. notes: on the data."""
-    writers: dict[str, Callable[[], Any]] = {
-        "train.log": lambda: TextLog(folder / "train.log", stop),
-        "metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl", state.step),
-    }
-    if config.log.tensorboard:
-        writers["tensorboard"] = lambda: TensorBoard(folder / "tensorboard", state.step)
-    if not quiet:
-        writers["the console"] = lambda: _console(stop, state.step)
-    found = together(writers)
-    log, console = found[0], found[-1]
-    log.message(
-        f"lockstep {lockstep.__version__}, torch {torch.__version__}, {state.world.size} ranks on {state.world.device.type}, from step {state.step}"
-    )
-    if not quiet:
-        batch = config.batch
-        console.message(
-            f"{config.name}: {state.world.size} x {state.world.device.type}, global batch {batch.global_}, steps {state.step} to {stop}, {folder}"
-        )
-    for text in (*notes, *model_summary(built, state), *_endless_warmup(config, state, stop)):
-        for one in found:
-            one.message(text)
-    return [*found]
-
-
-def _console(stop: int, start: int) -> Any:
-    from lockstep.observe.console import ConsoleWriter  # rich takes a while to import
-
-    return ConsoleWriter(stop, start)
-
-
-def _endless_warmup(config: RunConfig, state: TrainState, stop: int) -> list[str]:
-    """A line where the learning rate never leaves its warm-up. No error: a recipe is often tried for a few steps first."""
-    warmup, length = state.schedule.warmup, min(stop, state.schedule.length)
-    if warmup < max(length, 2):
-        return []
-    share, best = config.schedule.warmup_share, state.schedule(length - 1)
-    key = f"warmup_steps={warmup}" if share is None else f"warmup_share={share}"
-    return [
-        f"warning: schedule.{key} lasts for all {length} steps: the learning rate only rises, to {best:.3g} of optim.lr"
-    ]
-
-
-class Tables:
-    """Appends what an evaluation's metrics computed in two and more dimensions to tables.jsonl.
-
-    What a run that died wrote of later steps goes.
-    """
-
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        self.path, self.tell = folder / "tables.jsonl", tell
-        self.guard = Guard(self.path.name, tell)
-
-    def keep(self, step: int, values: Mapping[str, Any]) -> None:
-        """Those of the evaluation at `step`, by name."""
-        tables = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.ndim > 1}
-        if tables:
-            self.guard(self._write, {"step": step, **tables})
-
-    def _write(self, entry: Mapping[str, Any]) -> None:
-        lines = JsonLines(self.path, entry["step"] - 1)
-        if lines.note:
-            self.tell(lines.note)
-        try:
-            lines.record(entry)
-        finally:
-            lines.close()
-
-
-def model_summary(built: BuiltModel, state: TrainState) -> list[str]:
-    """Lines on the parameters of each group (how many, how many of them train, learning rate, weight decay), and on what is sharded."""
-    lines = [f"{type(built.model).__name__}: {_count(built.model.parameters()):,} parameters"]
-    for group in state.optimizer.param_groups:
-        total, trainable = _count(group["params"]), _count(p for p in group["params"] if p.requires_grad)
-        frozen = f", {total - trainable:,} frozen" if total > trainable else ""
-        decay = group.get("weight_decay", 0)
-        lines.append(
-            f"  group {group['name']}: {trainable:,} trainable{frozen}, lr {group['base_lr']:.4g}, weight decay {decay:g}"
-        )
-    if strategy.is_sharded(state.forward):
-        shown = ", ".join(built.blocks[:3]) + (f", ..., {built.blocks[-1]}" if len(built.blocks) > 3 else "")
-        blocks = (
-            f"{len(built.blocks)} blocks one by one ({shown})"
-            if built.blocks
-            else "as a whole: no repeated blocks; see parallel.shard_modules"
-        )
-        lines.append(f"  sharded over {state.world.size} ranks, {blocks}")
-    return lines + built.messages
-
-
-def _count(parameters: Any) -> int:
-    return sum(parameter.numel() for parameter in parameters)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from lockstep.distributed.world import World, join_world
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError, exits_are_failures
+from lockstep.observe import metric_arrays
+from lockstep.observe.metric_arrays import MetricArrays
+from lockstep.observe.writer import WriteGuard, Writer
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
 
@@ -120,11 +123,17 @@ class Trainer:
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
-    def _writers(self, task: Task, prepared: PreparedRun) -> list[loop.Writer]:
+    def _writers(self, task: Task, prepared: PreparedRun) -> list[Writer]:
         if prepared.state.world.rank:
             return []
-        return run_directory.writers(
-            self.run_dir, self.config, prepared.state, prepared.stop, prepared.built, task.notes(), self.quiet
+        return build.open_writers(
+            self.config,
+            self.run_dir,
+            prepared.state,
+            stop=prepared.stop,
+            built=prepared.built,
+            log_header=task.notes(),
+            quiet=self.quiet,
         )
 
     def _train(
@@ -133,7 +142,7 @@ class Trainer:
         prepared: PreparedRun,
         batches: Iterator[list[MicroBatch]],
         flag: StopFlag,
-        writers: Sequence[loop.Writer],
+        writers: Sequence[Writer],
     ) -> dict[str, float]:
         """Check what can be checked before the first step, then run the loop."""
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
@@ -154,7 +163,7 @@ class Trainer:
             self.config.checkpoint.mode == "async",
             prepared.may_be_infinite,
         )
-        arrays = run_directory.Tables(self.run_dir, tell)
+        arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
         hooks = loop.Hooks(
             evaluate=partial(self._evaluate_in_training, task, prepared, evaluated_data, consensus, tell, arrays),
             save=resume.save_function(prepared, saver, self.config),
@@ -237,7 +246,7 @@ class Trainer:
         evaluated: EvaluationData | None,
         consensus: StopConsensus,
         tell: Callable[[str], None],
-        arrays: run_directory.Tables,
+        arrays: WriteGuard,
     ) -> dict[str, float]:
         """Evaluate the averaged weights, where there are averages, until somebody asks to stop."""
         state = prepared.state
@@ -248,7 +257,7 @@ class Trainer:
                 raise Preempted
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            arrays.keep(state.step, values)
+            arrays.record({"step": state.step, **values})
             _report(task, evaluated, values, outputs, tell)
 
         with contextlib.ExitStack() as stack:
@@ -431,12 +440,12 @@ class Trainer:
         return self.run_dir / "task"
 
 
-class Witness(loop.Writer, Protocol):
+class Witness(Writer):
     """Sees a training on every rank, between its steps, and leaves no trace in it."""
 
     def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
-        ...
+        raise NotImplementedError
 
 
 def _report(
@@ -455,6 +464,6 @@ def _say_nothing(_: str) -> None:
     pass
 
 
-def _tell_all(writers: Sequence[loop.Writer], text: str) -> None:
+def _tell_all(writers: Sequence[Writer], text: str) -> None:
     for writer in writers:
         writer.message(text)

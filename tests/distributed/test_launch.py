@@ -68,7 +68,7 @@ def test_torchrun_does_the_same_as_nproc(tmp_path):
             "train",
             "toy",
             "train.steps=10",
-            "log.tensorboard=false",
+            "log.writers=[text_log,json_lines]",
             "--run-dir",
             tmp_path / name,
             *options,

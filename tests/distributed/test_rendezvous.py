@@ -140,7 +140,7 @@ def test_a_killed_worker_comes_back_under_the_users_own_torchrun_on_two_nodes(tm
         "train.steps=1000000",
         "train.eval_every_epochs=null",
         "log.every_steps=20",
-        "log.tensorboard=false",
+        "log.writers=[text_log,json_lines]",
         "checkpoint.every_steps=100",
     ]
     worker = ["-m", "lockstep", "train", "toy", *settings, "parallel.timeout_s=20", "--run-dir", str(run)]

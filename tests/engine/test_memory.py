@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import memory as engine_memory
 from lockstep.engine.memory import MB, MemoryGauge, MemoryMonitor, mib, table
-from lockstep.observe.text_log import line
+from lockstep.observe.entry_line import entry_line
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -86,7 +86,7 @@ def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
         "memory/gradients_mb": 1,
         "memory/reserved_mb": 400,
     }
-    assert line(entry, 10) == "step 5/10  epoch 1.00  peak MB 300"
+    assert entry_line(entry, 10) == "step 5/10  epoch 1.00  peak MB 300"
 
 
 def test_steps_that_do_not_log_measure_nothing(monkeypatch):

@@ -43,7 +43,7 @@ COMMON = (
     "batch.global=24",
     "batch.micro=4",
     "train.steps=20",
-    "log.tensorboard=false",
+    "log.writers=[text_log,json_lines]",
 )
 
 

@@ -6,8 +6,9 @@ import sys
 
 from rich.console import Console
 
-from lockstep.observe.console import ConsoleWriter
-from lockstep.observe.text_log import line
+from lockstep.observe.entry_line import entry_line
+from lockstep.observe.writers.console import ConsoleWriter
+from tests.observe.cases import run_info
 
 ENTRY = {
     "step": 50,
@@ -23,17 +24,19 @@ ENTRY = {
 
 def shown(terminal):
     output = io.StringIO()
-    watcher = ConsoleWriter(100, console=Console(file=output, force_terminal=terminal, width=120, highlight=False))
-    watcher.record(ENTRY)
-    watcher.progress(70)
-    watcher.message("a [warning] about samples")
-    watcher.close()
+    console = Console(file=output, force_terminal=terminal, width=120, highlight=False)
+    writer = ConsoleWriter(run_info("runs/one", last_step=100), console)
+    writer.record(ENTRY)
+    writer.progress(70)
+    writer.message("a [warning] about samples")
+    writer.close()
     return output.getvalue()
 
 
 def test_elsewhere_than_on_a_terminal_there_are_plain_lines():
     text = shown(terminal=False)
-    assert text.splitlines() == [line(ENTRY, 100), "a [warning] about samples"]
+    header = "one: 2 x cpu, global batch 24, steps 0 to 100, runs/one"
+    assert text.splitlines() == [header, entry_line(ENTRY, 100), "a [warning] about samples"]
     assert "\x1b" not in text
 
 
@@ -44,15 +47,15 @@ def test_on_a_terminal_there_is_a_bar_as_well():
 
 
 def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
-    assert line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
+    assert entry_line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
 
 
 def test_reader_that_goes_away_ends_no_training():
     code = """
-import os, sys
-from lockstep.observe.console import ConsoleWriter
-from lockstep.observe.writer import together
-(console,) = together({"the console": lambda: ConsoleWriter(9)})
+import sys
+from lockstep.observe.factory import open_writers
+from tests.observe.cases import run_info
+(console,) = open_writers(run_info("runs/one"), [], quiet=False)
 for _ in range(3):
     console.message("text")
 console.close()

@@ -1,21 +1,21 @@
-"""metrics.jsonl: JSON, one object a line, and no damage that spoils more than its own line."""
+"""metrics.jsonl: JSON, one object a line, and damage to a line spoils no other line."""
 
 import json
 import os
 
 import pytest
 
-from lockstep.observe.json_lines import JsonLines
+from lockstep.observe.json_lines_file import JsonLinesFile
 
 GOOD = [b'{"step": 5}\n', b'{"step": 10}\n']
 
 
 def resumed(path, content, at=10):
     path.write_bytes(content)
-    log = JsonLines(path, resumed_at=at)
-    log.record({"step": 11})
-    log.close()
-    return path.read_bytes(), log.note
+    file = JsonLinesFile(path, last_step=at)
+    file.append({"step": 11})
+    file.close()
+    return path.read_bytes(), file.note
 
 
 def test_entries_after_the_resumed_step_are_dropped(tmp_path):
@@ -58,9 +58,9 @@ def test_whole_file_of_zeros_is_an_empty_one(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
-    log = JsonLines(tmp_path / "metrics.jsonl")
-    log.record({"step": 1, "train/loss": float("nan"), "train/lr": float("inf"), "table": [[1.0, float("-inf")]]})
-    log.close()
+    file = JsonLinesFile(tmp_path / "metrics.jsonl")
+    file.append({"step": 1, "train/loss": float("nan"), "train/lr": float("inf"), "table": [[1.0, float("-inf")]]})
+    file.close()
     assert (
         tmp_path / "metrics.jsonl"
     ).read_text() == '{"step": 1, "train/loss": null, "train/lr": null, "table": [[1.0, null]]}\n'
@@ -68,14 +68,14 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
 
 def test_line_that_was_torn_by_a_full_disk_spoils_no_other(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    log = JsonLines(path)
-    log.record({"step": 1})
-    whole = log.file
-    log.file = type("Full", (), {"write": lambda self, line: whole.write(line[:4])})()
+    file = JsonLinesFile(path)
+    file.append({"step": 1})
+    whole = file.file
+    file.file = type("Full", (), {"write": lambda self, line: whole.write(line[:4])})()
     with pytest.raises(OSError, match=os.strerror(28)):
-        log.record({"step": 2})
-    log.file = whole
-    log.record({"step": 3})
-    log.close()
+        file.append({"step": 2})
+    file.file = whole
+    file.append({"step": 3})
+    file.close()
     assert path.read_text().splitlines() == ['{"step": 1}', '{"st', '{"step": 3}']
     assert [json.loads(line)["step"] for line in resumed(path, path.read_bytes())[0].splitlines()] == [1, 3, 11]

@@ -1,15 +1,15 @@
-"""What goes wrong with a log is told once, on stderr and in the other logs, and ends no training."""
+"""An error of a writer is shown once, on stderr and by the other writers, and ends no training."""
 
-import json
 import os
 
 import pytest
 
-from lockstep.observe.json_lines import JsonLines
-from lockstep.observe.writer import Guard, together
+from lockstep.observe.writer import WriteGuard, Writer, guard_writers
+from lockstep.observe.writers.json_lines import JsonLines
+from tests.observe.cases import run_info
 
 
-class Log:
+class Log(Writer):
     """Keeps what it gets; fails at what `fails` names, with an error of its own."""
 
     def __init__(self, fails=(), error=None):
@@ -51,7 +51,7 @@ EVERYTHING = [("open", None), ("record", 1), ("record", 2), ("progress", 2), ("m
 def test_log_that_fails_is_told_once_on_stderr_and_in_the_others(capsys, fails, first):
     good = []
     makers = {"good": lambda: good.append(Log()) or good[-1], "bad": lambda: Log(fails)}
-    logs = together(dict(reversed(makers.items())) if first else makers)
+    logs = guard_writers(dict(reversed(makers.items())) if first else makers)
     use(logs)
     told = "warning: bad cannot be written: No space left on device; training goes on"
     assert capsys.readouterr().err == f"{told}\n"
@@ -71,12 +71,12 @@ def test_log_that_fails_is_told_once_on_stderr_and_in_the_others(capsys, fails, 
     ],
 )
 def test_any_error_is_survived(capsys, error):
-    use(together({"bad": lambda: Log(["record"], error)}))
+    use(guard_writers({"bad": lambda: Log(["record"], error)}))
     assert capsys.readouterr().err.count("warning: bad cannot be written: ") == 1
 
 
 def test_all_logs_may_fail(capsys):
-    use(together({name: lambda: Log(["open"]) for name in ("one", "other")}))
+    use(guard_writers({name: lambda: Log(["open"]) for name in ("one", "other")}))
     assert sorted(capsys.readouterr().err.splitlines()) == [
         f"warning: {name} cannot be written: No space left on device; training goes on" for name in ("one", "other")
     ]
@@ -84,7 +84,7 @@ def test_all_logs_may_fail(capsys):
 
 def test_log_that_cannot_be_opened_is_tried_again(tmp_path, capsys):
     folder = tmp_path / "late"
-    (log,) = together({"metrics.jsonl": lambda: JsonLines(folder / "metrics.jsonl")})
+    (log,) = guard_writers({"metrics.jsonl": lambda: JsonLines(run_info(folder))})
     log.record({"step": 1})
     folder.mkdir()
     log.record({"step": 2})
@@ -95,14 +95,26 @@ def test_log_that_cannot_be_opened_is_tried_again(tmp_path, capsys):
 
 def test_request_to_stop_passes_through():
     with pytest.raises(KeyboardInterrupt):
-        together({"bad": lambda: Log(["record"], KeyboardInterrupt())})[0].record({"step": 1})
+        guard_writers({"bad": lambda: Log(["record"], KeyboardInterrupt())})[0].record({"step": 1})
 
 
-def test_guard_tells_once(capsys):
-    told = []
-    guard = Guard("tables.jsonl", told.append)
-    for _ in range(3):
-        guard(json.loads, "{")
-    assert len(told) == 1
-    assert capsys.readouterr().err == f"{told[0]}\n"
-    assert told[0].startswith("warning: tables.jsonl cannot be written: JSONDecodeError: ")
+def test_methods_that_a_writer_does_not_override_do_nothing(capsys):
+    use(guard_writers({"plain": lambda: Writer(run_info("."))}))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_note_of_a_writer_is_shown_by_the_others():
+    noting, other = Log(), Log()
+    noting.note = "two lines were dropped"
+    guard_writers({"noting": lambda: noting, "other": lambda: other})
+    assert other.got == [("open", None), ("message", "two lines were dropped")]
+    assert noting.got == [("open", None)]
+
+
+def test_guard_warns_once(capsys):
+    warnings = []
+    guard = WriteGuard("arrays", lambda: Log(["record"], ValueError("odd")), warnings.append)
+    for step in range(3):
+        guard.record({"step": step})
+    assert warnings == ["warning: arrays cannot be written: ValueError: odd; training goes on"]
+    assert capsys.readouterr().err == f"{warnings[0]}\n"

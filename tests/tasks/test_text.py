@@ -302,7 +302,7 @@ def test_log_has_data_tables_and_samples(trained):
     log = (folder / "train.log").read_text()
     for part in ("by label: mixed 8, neg 8, pos 8", "precision  recall", "truth \\ prediction", "truth 'pos'"):
         assert part in log
-    tables = [json.loads(line) for line in (folder / "tables.jsonl").read_text().splitlines()]
+    tables = [json.loads(line) for line in (folder / "metric_arrays.jsonl").read_text().splitlines()]
     assert [one["step"] for one in tables] == [3, 6]
     assert sum(map(sum, tables[-1]["confusion"])) == len(ROWS)
     assert not any("confusion" in line for line in (folder / "metrics.jsonl").read_text().splitlines())
@@ -311,7 +311,7 @@ def test_log_has_data_tables_and_samples(trained):
 def test_macro_f1_and_accuracy_are_those_of_the_confusion_matrix(trained):
     folder, results = trained
     confusion = torch.tensor(
-        json.loads((folder / "tables.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64
+        json.loads((folder / "metric_arrays.jsonl").read_text().splitlines()[-1])["confusion"], dtype=torch.float64
     )
     f1 = 2 * confusion.diagonal() / (confusion.sum(0) + confusion.sum(1))
     assert results["eval/macro_f1"] == pytest.approx(float(f1.mean()))
@@ -349,7 +349,7 @@ def bag(tmp_path_factory):
         "data": {"train": table(folder / "a.csv", ROWS * 4)},
         "train": {"epochs": 8, "eval_every_epochs": 8},
     }
-    settings |= {"log": {"tensorboard": False}, "device": "cpu"}
+    settings |= {"log": {"writers": ["text_log", "json_lines"]}, "device": "cpu"}
     return folder / "run", Trainer(settings, run_dir=folder / "run", quiet=True).fit()
 
 

@@ -50,7 +50,7 @@ def call(monkeypatch, tmp_path):
     options = [
         "batch.global=24",
         "optim.lr=0.05",
-        "log.tensorboard=false",
+        "log.writers=[text_log,json_lines]",
         "device=cpu",
         "--nproc",
         "1",

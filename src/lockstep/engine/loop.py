@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -21,17 +21,11 @@ from lockstep.engine.out_of_memory import StepTooLarge
 from lockstep.engine.step import StepResult, TrainState, train_step
 from lockstep.errors import LockstepError, Preempted, TrainingError
 
+if TYPE_CHECKING:
+    from lockstep.observe.writer import Writer
+
 _PROGRESS_S = 0.25
 _FIRST_OVERFLOWS = 10  # fp16 begins with a loss scale that is too large, and lowers it step by step
-
-
-class Writer(Protocol):
-    """Receives plain records; reads, and never steers."""
-
-    def record(self, entry: dict[str, float]) -> None: ...
-    def progress(self, step: int) -> None: ...
-    def message(self, text: str) -> None: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Watchers: they read, they never steer."""
+"""Logs, predictions and summaries: this package receives values of a training and never changes them."""

@@ -1,82 +1,134 @@
-"""Logs behind a guard: what goes wrong with one of them is told, and ends no training."""
+"""The base class of writers, what a writer is told about the run, and the guard that keeps its errors from the training."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
-class Guard:
-    """Calls what writes a log. What fails is let go; the first time it is told on stderr, and with `tell`.
+@dataclass(frozen=True)
+class RunInfo:
+    """What a writer is told about the run."""
 
-    Args:
-        name: of the log, for people.
-        tell: writes into other logs.
+    name: str
+    """`name` of the config."""
+    folder: Path
+    """The run directory. It exists."""
+    first_step: int
+    """Steps that were done before this start: 0 for a new run, the step of the checkpoint for a resumed run."""
+    last_step: int
+    """Step at which the training ends."""
+    world_size: int
+    """Number of ranks."""
+    device: str
+    """Type of the devices: `cpu` or `cuda`."""
+    config: Mapping[str, Any]
+    """The whole config as nested mappings, with the keys of config.yaml."""
+
+
+class Writer:
+    """Receives the log of a run, on rank 0. Override the methods that you need: those of this class do nothing.
+
+    A writer never changes the training. If one of its methods (also its constructor) raises, the user sees one warning,
+    and the training goes on. A constructor that raised is called again with the next record.
     """
 
-    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
-        self.name, self.tell, self.failed = name, tell, False
+    name: str = ""
+    """What warnings call the writer, such as `metrics.jsonl`. Empty: the name of the class."""
+    files: tuple[str, ...] = ()
+    """Files and folders in the run directory that the writer makes. `--fresh` deletes them."""
+    note: str = ""
+    """Text for the user that came up when the writer was made. The other writers show it."""
 
-    def __call__(self, call: Callable[..., None], *arguments: Any) -> None:
+    def __init__(self, run: RunInfo) -> None:
+        self.run = run
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        """Take an entry of the log: `step`, `epoch`, `time_s` and metrics by name, such as `train/loss`."""
+
+    def progress(self, step: int) -> None:
+        """Learn that `step` is done. Called a few times a second."""
+
+    def message(self, text: str) -> None:
+        """Take one or more lines for people, such as a warning."""
+
+    def close(self) -> None:
+        """Release files and connections. Called once, at the end of the training, also when it failed."""
+
+
+class WriteGuard(Writer):
+    """Passes every call on to one writer, and turns its first error into one warning. Further errors are dropped.
+
+    Args:
+        name: what the warning calls the writer.
+        make: makes the writer. While it raises, it is called again with every record, message and progress.
+        tell: shows the warning, and the writer's `note`, to the other writers. The warning also goes to stderr.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Writer], tell: Callable[[str], None]) -> None:
+        self.name, self.make, self.tell = name, make, tell
+        self.writer: Writer | None = None
+        self.has_failed = False
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        self._call(lambda: self._opened().record(entry))
+
+    def progress(self, step: int) -> None:
+        self._call(lambda: self._opened().progress(step))
+
+    def message(self, text: str) -> None:
+        self._call(lambda: self._opened().message(text))
+
+    def open(self) -> None:
+        """Make the writer now, not with the first record."""
+        self._call(self._opened)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self._call(self.writer.close)
+
+    def _opened(self) -> Writer:
+        if self.writer is None:
+            self.writer = self.make()
+            if self.writer.note:
+                self.tell(self.writer.note)
+        return self.writer
+
+    def _call(self, call: Callable[[], object]) -> None:
         try:
-            call(*arguments)
+            call()
         except Exception as error:
-            if self.failed:
+            if self.has_failed:
                 return
-            self.failed = True
-            known = error.strerror if isinstance(error, OSError) else None
-            why = known or f"{type(error).__name__}: {error}"
-            text = f"warning: {self.name} cannot be written: {why}; training goes on"
+            self.has_failed = True
+            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+            text = f"warning: {self.name} cannot be written: {reason}; training goes on"
             with contextlib.suppress(Exception):
                 print(text, file=sys.stderr, flush=True)
             self.tell(text)
 
 
-class IgnoreWriteErrors:
-    """Passes everything on to the watcher that `make` opens, behind a `Guard`. What cannot be opened is tried again."""
+def guard_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[WriteGuard]:
+    """Open writers, each behind a guard. When one of them fails, the others show the warning.
 
-    def __init__(self, name: str, make: Callable[[], Any]) -> None:
-        self.make = make
-        self.watcher: Any = None
-        self.others: list[IgnoreWriteErrors] = []
-        self.guard = Guard(name, self._tell_others)
+    Args:
+        makers: what makes each writer, by the name for warnings.
+    """
+    guards: list[WriteGuard] = []
 
-    def record(self, entry: dict[str, float]) -> None:
-        self.guard(lambda: self._opened().record(entry))
+    def tell_others(failed: str) -> Callable[[str], None]:
+        def tell(text: str) -> None:
+            for guard in guards:
+                if guard.name != failed:
+                    guard.message(text)
 
-    def progress(self, step: int) -> None:
-        self.guard(lambda: self._opened().progress(step))
+        return tell
 
-    def message(self, text: str) -> None:
-        self.guard(lambda: self._opened().message(text))
-
-    def open(self) -> None:
-        """Without writing anything."""
-        self.guard(self._opened)
-
-    def close(self) -> None:
-        if self.watcher is not None:
-            self.guard(self.watcher.close)
-
-    def _opened(self) -> Any:
-        if self.watcher is None:
-            self.watcher = self.make()
-            if note := getattr(self.watcher, "note", ""):
-                self._tell_others(note)
-        return self.watcher
-
-    def _tell_others(self, text: str) -> None:
-        for other in self.others:
-            other.message(text)
-
-
-def together(logs: Mapping[str, Callable[[], Any]]) -> list[IgnoreWriteErrors]:
-    """Open `logs`, by name. When one of them fails, the others tell of it too."""
-    found = [IgnoreWriteErrors(name, make) for name, make in logs.items()]
-    for one in found:
-        one.others = [other for other in found if other is not one]
-    for one in found:
-        one.open()
-    return found
+    guards += [WriteGuard(name, make, tell_others(name)) for name, make in makers.items()]
+    for guard in guards:
+        guard.open()
+    return guards

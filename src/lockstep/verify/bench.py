@@ -83,7 +83,7 @@ class Bench:
         warmup = min(config["schedule"]["warmup_steps"], steps // 4)
         short = {"train__epochs": None, "train__min_steps": None, "train__steps": steps}
         short |= {"train__eval_every_epochs": None, "train__eval_every_steps": 0}
-        short |= {"schedule__warmup_steps": warmup, "log__every_steps": 1, "log__tensorboard": False}
+        short |= {"schedule__warmup_steps": warmup, "log__every_steps": 1, "log__writers": ["text_log", "json_lines"]}
         short |= {
             "checkpoint__every_steps": 0,
             "checkpoint__keep_best": None,

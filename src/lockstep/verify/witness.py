@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import trainer
 from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import sharding, strategy
@@ -91,7 +92,7 @@ class Seen:
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
 
 
-class Witness:
+class Witness(trainer.Witness):
     """A `trainer.Witness`. after: called after each step, with its number (counted from 1)."""
 
     def __init__(self, task: Task, watch: Watch, after: Callable[[int], None]) -> None:
@@ -105,17 +106,8 @@ class Witness:
 
     # ---- what the trainer calls
 
-    def record(self, entry: dict[str, float]) -> None:
-        self.seen.entries.append(entry)
-
-    def progress(self, step: int) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.seen.entries.append(dict(entry))
 
     def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches on, and look at what happens between them."""

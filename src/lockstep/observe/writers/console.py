@@ -1,10 +1,11 @@
-"""What a person sees: a progress bar on a terminal, plain lines elsewhere."""
+"""The console: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.progress import (
@@ -17,25 +18,36 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from lockstep.observe.text_log import line
+from lockstep.observe.entry_line import entry_line
+from lockstep.observe.writer import RunInfo, Writer
 
 
 class _Console(Console):
-    """rich's, but a pipe whose reader has gone (`| head`) is an error like others; rich would end the process."""
+    """rich's Console, which would end the process when the reader of a pipe has gone (`| head`). This class raises."""
 
     def on_broken_pipe(self) -> None:
-        # Python would stumble at its end over what is left to be written.
+        # Python flushes stdout at its end, and would fail there again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
-class ConsoleWriter:
-    """Prints entries as lines; on a terminal under them a bar with the time left."""
+class ConsoleWriter(Writer):
+    """Prints a line on the run, then entries and messages as lines; on a terminal, under them, a bar with the time left.
 
-    def __init__(self, total: int, start: int = 0, console: Console | None = None) -> None:
-        self.total = total
+    Args:
+        console: where to print; None: stdout.
+    """
+
+    name = "the console"
+
+    def __init__(self, run: RunInfo, console: Console | None = None) -> None:
+        super().__init__(run)
         self.console = console or _Console(highlight=False)
         self.bar: Progress | None = None
+        self.message(
+            f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
+            f"steps {run.first_step} to {run.last_step}, {run.folder}"
+        )
         if self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -46,11 +58,11 @@ class ConsoleWriter:
                 TimeRemainingColumn(),
             )
             self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
-            self.task = self.bar.add_task("training", total=total, completed=start)
+            self.task = self.bar.add_task("training", total=run.last_step, completed=run.first_step)
             self.bar.start()
 
-    def record(self, entry: dict[str, float]) -> None:
-        self.console.print(line(entry, self.total), soft_wrap=True, markup=False)
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.message(entry_line(entry, self.run.last_step))
         self.progress(int(entry["step"]))
 
     def progress(self, step: int) -> None:

@@ -1,0 +1,26 @@
+"""metrics.jsonl: one flat JSON object per entry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.observe.json_lines_file import JsonLinesFile
+from lockstep.observe.writer import RunInfo, Writer
+
+
+class JsonLines(Writer):
+    """Appends entries to metrics.jsonl. Entries after the first step, which a killed process left, are dropped."""
+
+    name = "metrics.jsonl"
+    files = ("metrics.jsonl",)
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self.file = JsonLinesFile(run.folder / "metrics.jsonl", last_step=run.first_step)
+        self.note = self.file.note
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.file.append(entry)
+
+    def close(self) -> None:
+        self.file.close()

@@ -1,0 +1,66 @@
+"""TensorBoard scalars."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.observe.writer import RunInfo, Writer
+
+_numbers = itertools.count()
+
+
+class TensorBoard(Writer):
+    """Writes the values of an entry as scalars over the step, as one event, into the folder `tensorboard`.
+
+    The library is loaded with the first entry, after the first step. In a resumed run TensorBoard hides what a killed
+    process wrote after the first step: the file begins with a session start, as SummaryWriter's `purge_step` writes it.
+    """
+
+    name = "tensorboard"
+    files = ("tensorboard",)
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self.writer: Any = None
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        tags = [name for name in entry if name not in ("step", "time_s")]
+        values = [Summary.Value(tag=name, simple_value=entry[name]) for name in tags]
+        if self.writer is None:
+            self._open_file()
+        self._add(Event(wall_time=time.time(), step=int(entry["step"]), summary=Summary(value=values)))
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+    def _open_file(self) -> None:
+        """Begin a new file. Not with EventFileWriter: its thread writes up to two minutes late, and prints its errors."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder = self.run.folder / "tensorboard"
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers):08d}"
+        self.writer = RecordWriter((folder / name).open("xb"))
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if self.run.first_step:
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=self.run.first_step + 1, session_log=start))
+
+    def _add(self, event: Any) -> None:
+        try:
+            self.writer.write(event.SerializeToString())
+            self.writer.flush()
+        except OSError:  # TensorBoard reads nothing after half an event, so the next event begins another file
+            writer, self.writer = self.writer, None
+            writer.close()
+            raise

@@ -1,0 +1,124 @@
+"""Writers are found by name: built-in ones, those of installed packages, and those in a file."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from lockstep import Trainer
+from lockstep.errors import UsageError
+from lockstep.observe.factory import files_of_writers, find_writer, open_writers
+from lockstep.observe.writer import Writer
+from tests import own_tasks, runs
+from tests.observe.cases import run_info
+
+SOURCE = """
+from lockstep.observe.writer import RunInfo, Writer
+
+
+class Notes(Writer):
+    files = ("notes.txt",)
+
+    def __init__(self, run: RunInfo) -> None:
+        super().__init__(run)
+        self.file = (run.folder / "notes.txt").open("a")
+        self.file.write(f"{run.name} on {run.world_size} {run.device} from {run.first_step} to {run.last_step}\\n")
+
+    def record(self, entry):
+        self.file.write(f"{entry['step']} {entry['train/loss'] > 0}\\n")
+
+    def close(self):
+        self.file.close()
+
+
+class NoWriter:
+    pass
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return tmp_path / "mine.py"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package `made-up` with two entry points."""
+    site = tmp_path / "site"
+    (site / "made_up-1.dist-info").mkdir(parents=True)
+    (site / "made_up_writers.py").write_text(SOURCE)
+    (site / "made_up-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: made-up\nVersion: 1\n")
+    entries = (
+        "[lockstep.writers]\nnotes = made_up_writers:Notes\nnone = made_up_writers:NoWriter\ngone = made_up_gone:Gone\n"
+    )
+    (site / "made_up-1.dist-info" / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(site)
+    yield
+    sys.modules.pop("made_up_writers", None)
+
+
+@pytest.mark.parametrize("name", ["text_log", "json_lines", "tensorboard", "console"])
+def test_built_in_writers_are_found_by_their_module(name):
+    assert issubclass(find_writer(name), Writer)
+    assert find_writer(name).__module__ == f"lockstep.observe.writers.{name}"
+
+
+def test_files_are_those_of_all_built_in_writers_and_of_the_named(file):
+    built_in = {"train.log", "metrics.jsonl", "tensorboard"}
+    assert files_of_writers([]) == built_in
+    assert files_of_writers(["text_log", "mine.py:Notes"]) == built_in | {"notes.txt"}
+
+
+def test_writers_open_in_order_each_once_and_the_console_last(tmp_path):
+    writers = open_writers(run_info(tmp_path), ["json_lines", "text_log", "json_lines"], quiet=True)
+    assert [writer.name for writer in writers] == ["metrics.jsonl", "train.log"]
+    writers += open_writers(run_info(tmp_path), [], quiet=False)
+    assert writers[-1].name == "the console"
+    for writer in writers:
+        writer.close()
+
+
+def test_writer_in_a_file_receives_the_log_and_fresh_deletes_what_it_wrote(file, tmp_path):
+    settings = runs.config(name="mine", train={"steps": 10}, log={"writers": ["mine.py:Notes"]})
+    for fresh in (False, True):
+        Trainer(settings, run_dir=tmp_path / "run", quiet=True, fresh=fresh).fit(own_tasks.Plain())
+        assert (tmp_path / "run" / "notes.txt").read_text() == "mine on 1 cpu from 0 to 10\n5 True\n10 True\n"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_writer_of_an_installed_package_is_found(package):
+    assert find_writer("notes").__name__ == "Notes"
+
+
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        (
+            "text_logs",
+            ["there is no writer 'text_logs'", "did you mean text_log? ", "There are: console, gone, json_lines"],
+        ),
+        (
+            "gone",
+            ["made_up_gone:Gone of made-up", "cannot be imported: ModuleNotFoundError", "repair or remove made-up"],
+        ),
+        ("none", ["made_up_writers:NoWriter of made-up", "is not a subclass of lockstep.observe.writer.Writer"]),
+        ("mine.py:Nots", ["mine.py", "no subclass of Writer is called 'Nots'", "the file has: Notes"]),
+        ("mine.py:NoWriter", ["no subclass of Writer is called 'NoWriter'"]),
+        ("other.py:Notes", ["other.py", "no such file", "FILE.py:MyWriter"]),
+        ("broken.py:Notes", ["broken.py", "cannot be imported: ZeroDivisionError", "repair the file"]),
+    ],
+)
+def test_writer_that_cannot_be_used_is_named_before_anything_is_written(package, file, tmp_path, name, texts):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "train.log").write_text("kept")
+    settings = runs.config(log={"writers": ["text_log", name]})
+    with pytest.raises(UsageError) as caught:
+        Trainer(settings, run_dir=run_dir, fresh=True, quiet=True).fit(own_tasks.Plain())
+    for text in texts:
+        assert text in str(caught.value)
+    assert (run_dir / "train.log").read_text() == "kept"
+    assert "made-up" in {distribution.name for distribution in metadata.distributions()}

@@ -1,0 +1,61 @@
+"""The walk of one batch: every function of the package that one training step of `digits` calls, on two ranks with clipping."""
+
+import sys
+from pathlib import Path
+
+import lockstep
+from tests import runs
+
+PACKAGE = Path(lockstep.__file__).parent
+STEP = 6  # the step that is traced, counted from 1: neither the first step nor a step that logs
+
+
+def walk(run_dir):
+    """[(frames of the package below the loop, file, function)] of each call, from asking for the batch to the update.
+
+    Of rank 0. Files and functions of the shipped task count like all others.
+    """
+    from lockstep import Trainer
+    from lockstep.engine import loop
+
+    calls, steps = [], [0]
+    original = loop.train_step
+
+    def profile(frame, event, _):
+        if event != "call" or not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            return
+        depth, outer = 0, frame
+        while outer is not None and outer.f_code is not loop.fit.__code__:
+            depth += Path(outer.f_code.co_filename).is_relative_to(PACKAGE)
+            outer = outer.f_back
+        if outer is not None:
+            path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+            calls.append((depth, str(path), frame.f_code.co_qualname))
+
+    def traced(state, *arguments, **options):
+        steps[0] += 1
+        if steps[0] == STEP:
+            handle = state.optimizer.register_step_pre_hook(lambda *_: sys.setprofile(None))
+            result = original(state, *arguments, **options)
+            handle.remove()
+            return result
+        result = original(state, *arguments, **options)
+        if steps[0] == STEP - 1:
+            sys.setprofile(profile)
+        return result
+
+    loop.train_step = traced
+    try:
+        settings = runs.config(
+            task={"kind": "classification", "channels": 1, "shift": 1},
+            data={"train": "digits", "eval": "digits"},
+            batch={"global": 64},
+            optim={"clip_norm": 1.0},
+            train={"steps": 20},
+            log={"every_steps": 20},
+        )
+        Trainer(settings, run_dir=run_dir, quiet=True).fit()
+    finally:
+        sys.setprofile(None)
+        loop.train_step = original
+    return calls
