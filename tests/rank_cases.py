@@ -7,7 +7,9 @@ from pathlib import Path
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.distributed import failure, strategy
+from lockstep.distributed import failure
+from lockstep.distributed.ddp import DDP
+from lockstep.distributed.strategy import Forward
 from tests import own_tasks, runs
 
 
@@ -16,20 +18,19 @@ def count_reductions(settings):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     calls = []
-    wrap = strategy.wrap
+    wrap = DDP.wrap
 
-    def counting_wrap(*arguments, **options):
-        forward = wrap(*arguments, **options)
-        forward.register_comm_hook(
+    def counting_wrap(strategy, *arguments):
+        wrap(strategy, *arguments)
+        strategy.forward.register_comm_hook(
             None, lambda state, bucket: (calls.append(bucket.index()), allreduce_hook(state, bucket))[1]
         )
-        return forward
 
-    strategy.wrap = counting_wrap
+    DDP.wrap = counting_wrap
     try:
         runs.fit_kind("Masked", {}, settings)
     finally:
-        strategy.wrap = wrap
+        DDP.wrap = wrap
     return calls
 
 
@@ -103,7 +104,7 @@ def evaluate_and_predict(lengths, micro):
             torch.manual_seed(0)
             model = task.model()
             loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
-            arguments = (task, strategy.Forward(model, task.loss), loader)
+            arguments = (task, Forward(model, task.loss), loader)
             others = (world, Precision("fp32", world.device))
             outputs = predict(
                 *arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others
@@ -269,7 +270,7 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
             return loss
 
     if not real_guard:
-        lockstep.build.Guard = lambda enabled: Guard(True)
+        lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
     try:
         weights, _ = runs.fit(Large(), settings, Path(run_dir))
     finally:

@@ -13,7 +13,7 @@ import torch
 import lockstep.trainer
 from lockstep import Trainer
 from lockstep.data.order import permute
-from lockstep.distributed import sharding
+from lockstep.distributed.sharded_tensor import gather
 
 
 def config(**sections):
@@ -64,9 +64,7 @@ def whole_weights(task):
     def joined(*arguments):
         with join(*arguments) as world:
             yield world
-            task.built = {
-                name: sharding.gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()
-            }
+            task.built = {name: gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()}
 
     lockstep.trainer.join_world = joined
     try:

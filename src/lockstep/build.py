@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint import finite
@@ -22,10 +22,8 @@ from lockstep.config import ParallelConfig, RunConfig
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Loader, MicroBatches, StepIterator
 from lockstep.data.order import EvaluationPlan, StepPlan
-from lockstep.distributed import sharding, strategy
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.sharding import Sharding
-from lockstep.distributed.strategy import Buckets, Forward
+from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy, make_strategy
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
@@ -53,6 +51,8 @@ class BuiltModel:
     """A model on this rank."""
 
     model: nn.Module
+    strategy: Strategy
+    """How the model is spread over ranks; it holds the module that runs it."""
     """What the task made."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
@@ -128,27 +128,24 @@ def prepare_run(
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
     print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
     step = checkpoint.step if checkpoint else 0
-    built, forward = build_model(
-        config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None
-    )
+    built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
+    precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
-        forward=forward,
-        optimizer=make_optimizer(config, built.model, built.blocks, sharded=strategy.is_sharded(forward)),
-        precision=Precision(config.precision, world.device, world.size),
+        strategy=built.strategy,
+        optimizer=make_optimizer(config, built.model, built.blocks, sharded=built.strategy.is_sharded),
+        precision=precision,
         schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
-        world=world,
         seed=config.seed,
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),
         must_agree_on_weights=config.data.on_error == "skip",
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
-        buckets=_buckets(config.parallel),
         unfreezing=built.unfreezing,
-        guard=Guard(config.compute.halve_on_oom and world.device.type == "cuda"),
+        guard=Guard(built.strategy, precision, config.compute.halve_on_oom and world.device.type == "cuda"),
     )
     checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, where a state cannot be saved
     loader = make_loader(config, data, task, world, training=True)
-    batches = StepIterator(loader, plan, world.rank, step, stop)
+    batches = StepIterator(loader, plan, world.data_rank, step, stop)
     warnings = list(checkpoint.manifest.get("warnings", ())) if checkpoint else []
     evaluated = checkpoint.metrics if checkpoint else {}
     return PreparedRun(built, state, batches, stop, print_of_data, evaluated, {}, warnings)
@@ -165,7 +162,7 @@ def build_model(
     steps_per_epoch: int | None = None,
     step: int = 0,
     init: bool = False,
-) -> tuple[BuiltModel, nn.Module]:
+) -> BuiltModel:
     """The task's model, with the weights that the task gave it or with the weights of `train.init_from`.
 
     Args:
@@ -173,29 +170,19 @@ def build_model(
         step: at which training begins or goes on.
         init: load `train.init_from`.
 
-    Returns:
-        the model, and the module that runs it: a `Forward`, wrapped by the strategy. Only the TrainState keeps that
-        module: DDP is wrapped anew when other parameters train, and the old wrapper must go.
-
     Raises:
         TrainingError: the model has nothing to train, or parameters that cannot be trained.
         UsageError: the config does not fit the model or the ranks.
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
-    if training:
-        strategy.resolve(parallel.strategy, world)
-    # A model that only runs forward has no gradients to synchronise: `single` will do on any number of ranks.
-    sharded = parallel.strategy == "fsdp" and world.size > 1
-    values: dict[str, Tensor] = {}
-    messages: list[str] = []
+    strategy = make_strategy(
+        parallel.strategy, world, trains=training, ddp=_ddp_options(parallel), fsdp=_fsdp_options(parallel)
+    )
     seed_everything(config)
-    if sharded:
-        model, values, messages = sharding.build(lambda: _check_parameters(task_checks.model(task)), world)
-    else:
-        model = _check_parameters(task_checks.model(task)).to(world.device)
-        if compute.channels_last:
-            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model, messages = strategy.build_model(lambda: _check_parameters(task_checks.model(task)))
+    if compute.channels_last and not strategy.is_sharded:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(set_to_none=True)  # a task may have left gradients, to which the first step would add
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
@@ -207,20 +194,11 @@ def build_model(
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
-        compile_modules(
-            model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend
-        )
-    forward: nn.Module = Forward(model, task.loss)
-    if sharded or training:
-        forward = strategy.wrap(
-            forward, parallel.strategy, world, _buckets(parallel), list(blocks.values()), _sharding(parallel)
-        )
-    if sharded:
-        device = torch.device("cpu") if parallel.cpu_offload else world.device
-        sharding.materialise(model, values, world, device)
+        compile_modules(model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend)
+    strategy.wrap(Forward(model, task.loss), list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return BuiltModel(model, list(blocks), unfreezing, messages), forward
+    return BuiltModel(model, strategy, list(blocks), unfreezing, messages)
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
@@ -264,21 +242,24 @@ def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step:
     return unfreezing
 
 
-def _buckets(parallel: ParallelConfig) -> Buckets:
-    return Buckets(
-        parallel.find_unused_parameters, parallel.static_graph, parallel.bucket_mb, parallel.gradient_as_bucket_view
+def _ddp_options(parallel: ParallelConfig) -> DDPOptions:
+    return DDPOptions(
+        find_unused_parameters=parallel.find_unused_parameters,
+        static_graph=parallel.static_graph,
+        bucket_mb=parallel.bucket_mb,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
     )
 
 
-def _sharding(parallel: ParallelConfig) -> Sharding:
-    return Sharding(
-        parallel.reshard_after_forward,
-        parallel.shard_ranks,
-        parallel.cpu_offload,
-        parallel.forward_prefetch,
-        parallel.backward_prefetch,
-        parallel.param_dtype,
-        parallel.reduce_dtype,
+def _fsdp_options(parallel: ParallelConfig) -> FSDPOptions:
+    return FSDPOptions(
+        reshard_after_forward=parallel.reshard_after_forward,
+        shard_ranks=parallel.shard_ranks,
+        cpu_offload=parallel.cpu_offload,
+        forward_prefetch=parallel.forward_prefetch,
+        backward_prefetch=parallel.backward_prefetch,
+        param_dtype=parallel.param_dtype,
+        reduce_dtype=parallel.reduce_dtype,
     )
 
 
@@ -327,7 +308,7 @@ def asked_micro_batch(config: RunConfig, world: World) -> int:
     """The size of micro-batches, in samples, that the config asks for."""
     batch = config.batch
     global_batch = batch.global_ or 1
-    return min(batch.micro or global_batch, -(-global_batch // world.size))
+    return min(batch.micro or global_batch, -(-global_batch // world.data_size))
 
 
 def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
@@ -346,7 +327,7 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
             f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
         )
     return StepPlan(
-        length, global_batch, micro_batch, world.size, config.seed, config.data.drop_last, _sample_lengths(data)
+        length, global_batch, micro_batch, world.data_size, config.seed, config.data.drop_last, _sample_lengths(data)
     )
 
 
@@ -440,7 +421,7 @@ def open_writers(
         config=config.model_dump(by_alias=True),
     )
     writers: list[Writer] = [*factory.open_writers(run, config.log.writers, quiet=quiet)]
-    sharded_over = world.size if strategy.is_sharded(state.forward) else None
+    sharded_over = world.size if state.strategy.is_sharded else None
     summary = model_summary(built.model, state.optimizer, sharded_over=sharded_over, blocks=built.blocks)
     warning = warm_up_warning(state.schedule, stop, config.schedule.warmup_share)
     for text in (*log_header, *summary, *built.messages, *warning):

@@ -17,7 +17,6 @@ from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
-from lockstep.distributed import strategy
 from lockstep.distributed.heartbeat import Phase
 from lockstep.engine.ema import Ema
 from lockstep.engine.schedule import set_lr
@@ -124,7 +123,7 @@ def save_function(prepared: PreparedRun, saver: Saver, config: RunConfig) -> Cal
     def save(evaluated: dict[str, float]) -> None:
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
-        strategy.sync_buffers(state.forward, state.world)
+        state.strategy.sync_buffers()
         averages = state.averages.tensors if state.averages else None
         tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
         saver.save(state.step, tensors, values, _manifest(prepared, config, evaluated))

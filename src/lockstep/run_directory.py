@@ -94,7 +94,7 @@ def _claim(
                 path = folder / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         store.clear_leftovers(folder / "checkpoints")
-        resolved = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         _replace(folder / "config.yaml", config_file.to_yaml(resolved))

@@ -22,8 +22,9 @@ from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
-from lockstep.distributed import sharding, signals, strategy
+from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
@@ -148,10 +149,9 @@ class Trainer:
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
         intervals = build.intervals(self.config, prepared.plan)
         evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
-        notes = loop.set_training_mode(state.forward)
-        batch_norm.check_smallest_micro_batch(
-            strategy.unwrap_ddp(state.forward), prepared.plan, prepared.batches.loader.one, state.precision
-        )
+        notes = loop.set_training_mode(state.strategy)
+        with state.strategy.inference() as forward:
+            batch_norm.check_smallest_micro_batch(forward, prepared.plan, prepared.batches.loader.one, state.precision)
         for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
             tell(text)
         consensus = StopConsensus(world, flag)
@@ -224,8 +224,8 @@ class Trainer:
         if state.step:  # a restart is to be quick
             dry_run.check_best_of_saved(best, self._checkpoints, state.world)
             return []
-        forward = strategy.unwrap_ddp(state.forward)
-        with dry_run.without_trace(forward, state.world, self.config.compute.compile is not None):
+        compiled = self.config.compute.compile is not None
+        with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
             prepared.warnings += dry_run.look_at_losses(
                 forward,
                 prepared.batches.loader,
@@ -263,11 +263,10 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             consensus.restart()
             stack.callback(consensus.restart)
-            strategy.sync_buffers(state.forward, state.world)
+            state.strategy.sync_buffers()
+            forward = stack.enter_context(state.strategy.inference())
             if state.averages is not None:
-                sharding.reshard(state.forward)
                 stack.enter_context(state.averages.applied())
-            forward = strategy.unwrap_ddp(state.forward)
             return evaluation.evaluate(
                 task, forward, evaluated.loader, evaluated.plan, state.world, state.precision, tick, show
             )
@@ -310,19 +309,20 @@ class Trainer:
         """
         with self._join() as world:
             task = task or self.task()
-            _, forward = self._trained(task, world)
+            strategy = self._trained(task, world).strategy
             tell: Callable[[str], None] = _say_nothing if self.quiet else partial(print, file=sys.stderr)
             evaluated = build.evaluation_data(self.config, task, world)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.evaluate(
-                task,
-                forward,
-                evaluated.loader,
-                evaluated.plan,
-                world,
-                precision,
-                show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
-            )
+            with strategy.inference() as forward:
+                return evaluation.evaluate(
+                    task,
+                    forward,
+                    evaluated.loader,
+                    evaluated.plan,
+                    world,
+                    precision,
+                    show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
+                )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
@@ -332,10 +332,11 @@ class Trainer:
         """
         with self._join() as world:
             task = task or self.task()
-            _, forward = self._trained(task, world)
+            strategy = self._trained(task, world).strategy
             evaluated = build.evaluation_data(self.config, task, world, data)
             precision = Precision(self.config.precision, world.device)
-            return evaluation.predict(task, forward, evaluated.loader, evaluated.plan, world, precision)
+            with strategy.inference() as forward:
+                return evaluation.predict(task, forward, evaluated.loader, evaluated.plan, world, precision)
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
@@ -376,27 +377,27 @@ class Trainer:
         """
         with self._join() as world:
             task = task or self.task()
-            model = self._trained(task, world)[0].model
+            model = self._trained(task, world).model
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-            whole = {name: sharding.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+            whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
             return world.on_rank0(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
 
-    def _trained(self, task: Task, world: World) -> tuple[BuiltModel, nn.Module]:
-        """The model with the newest checkpoint's weights (their moving average, where there is an average); and what runs it."""
+    def _trained(self, task: Task, world: World) -> BuiltModel:
+        """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         if checkpoint is None:
             remedy = "train first, or give the run's own directory"
             raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy=remedy)
         self._set_up(task, world, trained=True)
-        built, forward = build.build_model(self.config, task, world)
+        built = build.build_model(self.config, task, world)
         if world.rank == 0 and not self.quiet:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
             for text in (*complaints, *built.messages, *changes):
                 print(text, file=sys.stderr)
         resume.load_trained_weights(checkpoint, built.model)
-        return built, forward
+        return built
 
     # ---- what all of these need
 

@@ -8,7 +8,7 @@ from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed import faults
-from lockstep.distributed.sharding import LocalShard
+from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.distributed.world import World, join_world
 
 ALONE = World(0, 1, 0, torch.device("cpu"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep import LockstepError
 from lockstep.checkpoint import files
-from lockstep.distributed.sharding import LocalShard
+from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import LockstepError, build, config_file
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
-from lockstep.distributed import sharding
-from lockstep.distributed.sharding import Sharding
-from lockstep.distributed.strategy import Forward
+from lockstep.distributed import meta_init, sharded_tensor
+from lockstep.distributed.fsdp import FSDP
+from lockstep.distributed.gradients import clip_grads, grad_norm
+from lockstep.distributed.strategy import Forward, FSDPOptions
 from lockstep.distributed.world import join_world
 from lockstep.engine.blocks import find_blocks
 from tests import own_tasks, runs
@@ -142,7 +143,7 @@ def contents(model):
     tensors = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
     numbers = {}
     same = {name: numbers.setdefault(id(tensor), len(numbers)) for name, tensor in tensors}
-    bits = {name: cases.bits(sharding.gather(tensor.detach()).resolve_conj()) for name, tensor in tensors}
+    bits = {name: cases.bits(sharded_tensor.gather(tensor.detach()).resolve_conj()) for name, tensor in tensors}
     return bits, {name: tensor.requires_grad for name, tensor in tensors}, same, list(model.state_dict())
 
 
@@ -159,7 +160,7 @@ class Largest(TorchDispatchMode):
         for one in made if isinstance(made, (tuple, list)) else [made]:
             if (
                 isinstance(one, torch.Tensor)
-                and not sharding.is_sharded(one)
+                and not sharded_tensor.is_sharded(one)
                 and not one.is_meta
                 and one.dtype != torch.uint8
             ):
@@ -169,11 +170,11 @@ class Largest(TorchDispatchMode):
 
 def build_each(makers, options, chunk):
     """For each maker what was made, as `contents`, what was told, and the memory it took; or the error."""
-    usual, sharding._CHUNK = sharding._CHUNK, chunk
+    usual, meta_init._MESSAGE_BYTES = meta_init._MESSAGE_BYTES, chunk
     try:
         return _build_each(makers, options)
     finally:
-        sharding._CHUNK = usual
+        meta_init._MESSAGE_BYTES = usual
 
 
 def _build_each(makers, options):
@@ -183,22 +184,24 @@ def _build_each(makers, options):
             torch.manual_seed(world.rank)  # only rank 0 has the right values
             try:
                 with Largest() as largest:
-                    model, values, told = sharding.build((MAKERS | TROUBLES)[name], world)
-                    held = len(values)
-                    forward = sharding.shard(Forward(model, None), list(find_blocks(model).values()), world, options)
-                    sharding.materialise(model, values, world, world.device)
+                    strategy = FSDP(world, options)
+                    model, told = strategy.build_model((MAKERS | TROUBLES)[name])
+                    held = len(strategy._values)
+                    strategy.wrap(Forward(model, None), list(find_blocks(model).values()))
                 answers[name] = {
                     "contents": contents(model),
                     "told": told,
-                    "held": (held, len(values)),
+                    "held": (held, len(strategy._values)),
                     "largest": largest.bytes,
                     "local": {
-                        key: sharding.local(p.detach()).untyped_storage().nbytes()
+                        key: sharded_tensor.local(p.detach()).untyped_storage().nbytes()
                         for key, p in model.named_parameters()
                     },
-                    "rows": {key: sharding.local_shard(p) for key, p in model.named_parameters()},
+                    "rows": {key: sharded_tensor.local_shard(p) for key, p in model.named_parameters()},
                     "tags": [getattr(tensor, "tag", None) for tensor in (*model.parameters(), *model.buffers())],
-                    "meta": any(tensor.is_meta for tensor in (*forward.parameters(), *forward.buffers())),
+                    "meta": any(
+                        tensor.is_meta for tensor in (*strategy.forward.parameters(), *strategy.forward.buffers())
+                    ),
                 }
                 answers[name]["rows"] = {
                     key: (rows.start, len(rows.local), rows.writer) for key, rows in answers[name]["rows"].items()
@@ -224,7 +227,7 @@ def build_unlike():
     with join_world("cpu") as world:
         for make in (wider, retyped, longer):
             try:
-                sharding.build(make, world)
+                FSDP(world, FSDPOptions()).build_model(make)
                 answers.append(None)
             except LockstepError as error:
                 answers.append(str(error))
@@ -232,14 +235,14 @@ def build_unlike():
 
 
 def sharded(make, world, options=None, dtype=torch.float64, seed=0):
-    """A model with the same values on any number of ranks, sharded, and the values themselves."""
+    """A strategy whose model has the same values on any number of ranks, sharded, and the whole model."""
+    strategy = FSDP(world, options or FSDPOptions())
     torch.manual_seed(seed)
-    model, values, _ = sharding.build(lambda: make().to(dtype), world)
+    model, _ = strategy.build_model(lambda: make().to(dtype))
     torch.manual_seed(seed)
     whole = make().to(dtype)
-    sharding.shard(Forward(model, None), list(find_blocks(model).values()), world, options or Sharding())
-    sharding.materialise(model, values, world, world.device)
-    return model, whole
+    strategy.wrap(Forward(model, None), list(find_blocks(model).values()))
+    return strategy, whole
 
 
 def spread(options):
@@ -247,19 +250,20 @@ def spread(options):
     answers = {}
     with join_world("cpu") as world:
         for make in (deep, Few):
-            model, whole = sharded(make, world, options)
+            strategy, whole = sharded(make, world, options)
+            model = strategy.model
             for (name, parameter), plain in zip(model.named_parameters(), whole.parameters(), strict=True):
-                rows = sharding.local_shard(parameter)
-                doubled = sharding.like(rows.local * 2, parameter)
-                again = sharding.local_shard(doubled)
+                rows = sharded_tensor.local_shard(parameter)
+                doubled = sharded_tensor.like(rows.local * 2, parameter)
+                again = sharded_tensor.local_shard(doubled)
                 answers[name] = (
                     torch.equal(rows.local, plain[rows.start : rows.start + len(rows.local)]),
                     rows.shape == plain.shape,
-                    torch.equal(sharding.gather(doubled), plain * 2),
-                    torch.equal(sharding.gather(parameter.detach()), plain),
+                    torch.equal(sharded_tensor.gather(doubled), plain * 2),
+                    torch.equal(sharded_tensor.gather(parameter.detach()), plain),
                     (again.start, again.shape, again.local.data_ptr())
                     == (rows.start, rows.shape, doubled.to_local().data_ptr()),
-                    sharding.local(parameter.detach()).data_ptr() == rows.local.data_ptr(),
+                    sharded_tensor.local(parameter.detach()).data_ptr() == rows.local.data_ptr(),
                 )
     return answers
 
@@ -267,8 +271,9 @@ def spread(options):
 def save_sharded(folder, options):
     """A checkpoint of a sharded model, written by all ranks."""
     with join_world("cpu") as world:
-        model, whole = sharded(deep, world, options)
-        few, whole_few = sharded(Few, world, options, seed=1)
+        strategy, whole = sharded(deep, world, options)
+        strategy_few, whole_few = sharded(Few, world, options, seed=1)
+        model, few = strategy.model, strategy_few.model
         saver = Saver(Path(folder), world, Retention(), print, in_background=False)
         saver.save(1, model.state_dict() | few.state_dict(), {}, cases.about(1))
         saver.finish()
@@ -281,20 +286,21 @@ def norms_and_clips(options, clips):
     with join_world("cpu") as world:
         for make in (deep, Few, lambda: nn.Linear(1, 1, bias=False)):
             for dtype in (torch.float64, torch.float32):
-                model, whole = sharded(make, world, options, dtype)
+                strategy, whole = sharded(make, world, options, dtype)
+                model = strategy.model
                 for clip in clips:
                     give_gradients(model, whole)
                     parameters, plain = list(model.parameters()), list(whole.parameters())
-                    norm = sharding.grad_norm(parameters)
-                    sharding.clip_grads(parameters, clip, norm)
+                    norm = grad_norm(parameters, strategy.shard_group)
+                    clip_grads(parameters, clip, norm)
                     expected = nn.utils.clip_grad_norm_(plain, clip)
-                    found = [sharding.gather(p.grad) for p in parameters if p.grad is not None]
+                    found = [sharded_tensor.gather(p.grad) for p in parameters if p.grad is not None]
                     pairs = list(zip(found, [p.grad for p in plain if p.grad is not None], strict=True))
                     apart = max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in pairs)
                     answers.append((str(dtype), float(norm), float(expected), apart, str(norm.dtype), norm.ndim))
         for parameter in parameters:
             parameter.grad = None
-        none = float(sharding.grad_norm(parameters))
+        none = float(grad_norm(parameters, strategy.shard_group))
     return answers, none
 
 
@@ -303,11 +309,11 @@ def give_gradients(model, whole):
     torch.manual_seed(3)
     for number, (parameter, plain) in enumerate(zip(model.parameters(), whole.parameters(), strict=True)):
         plain.grad = None if number == 1 else torch.randn_like(plain)
-        rows = sharding.local_shard(parameter)
+        rows = sharded_tensor.local_shard(parameter)
         parameter.grad = (
             None
             if number == 1
-            else sharding.like(plain.grad[rows.start : rows.start + len(rows.local)].clone(), parameter)
+            else sharded_tensor.like(plain.grad[rows.start : rows.start + len(rows.local)].clone(), parameter)
         )
 
 
@@ -372,8 +378,11 @@ def stay_again(groups_before):
             for _ in range(count):
                 world.in_background()
             config = config_file.parse(runs.config(parallel={"strategy": "fsdp", "shard_ranks": 1}), needs_task=False)
-            made, _ = build.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
+            made = build.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
             found.append(
-                {name: sharding.gather(tensor.detach()).clone() for name, tensor in made.model.state_dict().items()}
+                {
+                    name: sharded_tensor.gather(tensor.detach()).clone()
+                    for name, tensor in made.model.state_dict().items()
+                }
             )
     return found

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import store
-from lockstep.distributed import sharding, strategy
-from lockstep.distributed.sharding import Sharding
-from lockstep.distributed.strategy import Buckets, Forward
+from lockstep.distributed.fsdp import FSDP
+from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, make_strategy
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
 from tests import own_tasks, rank_cases, runs
@@ -21,7 +20,7 @@ FULL_IN_CASES = ("reads", "keeps")  # that cannot be made without values
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.exhaustive), 3], ids=["2 ranks", "3 ranks"])
 def built(request):
-    return run_ranks(request.param, sharding_cases.build_each, list(sharding_cases.MAKERS), Sharding(), CHUNK)
+    return run_ranks(request.param, sharding_cases.build_each, list(sharding_cases.MAKERS), FSDPOptions(), CHUNK)
 
 
 def alone(name):
@@ -113,7 +112,7 @@ def test_what_is_harder_to_build(troubles, name):
 
 @pytest.fixture(scope="module")
 def troubles():
-    return run_ranks(2, sharding_cases.build_each, list(sharding_cases.TROUBLES), Sharding(), CHUNK)
+    return run_ranks(2, sharding_cases.build_each, list(sharding_cases.TROUBLES), FSDPOptions(), CHUNK)
 
 
 def test_a_model_that_differs_between_ranks_is_an_error_that_names_the_rank_on_all_ranks():
@@ -127,10 +126,10 @@ def test_a_model_that_differs_between_ranks_is_an_error_that_names_the_rank_on_a
 
 
 MESHES = {
-    "2": (2, Sharding()),
-    "3": (3, Sharding()),
-    "2x2": (4, Sharding(shard_ranks=2)),
-    "3x1": (3, Sharding(shard_ranks=1)),
+    "2": (2, FSDPOptions()),
+    "3": (3, FSDPOptions()),
+    "2x2": (4, FSDPOptions(shard_ranks=2)),
+    "3x1": (3, FSDPOptions(shard_ranks=1)),
 }
 
 
@@ -205,7 +204,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_world_is_an_error_that_names
         UsageError,
         match=rf"parallel\.shard_ranks: 3 ranks cannot be cut into groups of {ranks}\s+remedy: use one of 1, 3",
     ):
-        sharding.shard(Forward(nn.Linear(3, 3), None), [], THREE, Sharding(shard_ranks=ranks))
+        FSDP(THREE, FSDPOptions(shard_ranks=ranks)).wrap(Forward(nn.Linear(3, 3), None), [])
 
 
 def test_a_parameter_without_dimensions_is_named():
@@ -214,17 +213,17 @@ def test_a_parameter_without_dimensions_is_named():
     with pytest.raises(
         UsageError, match=r"parallel\.strategy=fsdp: parameter 0\.factor has no dimension to shard[\s\S]*shape \(1,\)"
     ):
-        sharding.shard(Forward(model, None), [], THREE, Sharding())
+        FSDP(THREE, FSDPOptions()).wrap(Forward(model, None), [])
 
 
 def test_fsdp_with_unused_parameters_is_an_error_that_names_ddp():
     with pytest.raises(UsageError, match=r"parallel\.find_unused_parameters: [\s\S]*use ddp"):
-        strategy.wrap(Forward(nn.Linear(3, 3), None), "fsdp", THREE, Buckets(find_unused_parameters=True))
+        make_strategy("fsdp", THREE, ddp=DDPOptions(find_unused_parameters=True))
 
 
 def test_single_on_several_ranks_is_an_error():
     with pytest.raises(UsageError, match=r"parallel\.strategy=single: 3 ranks would train 3 models"):
-        strategy.resolve("single", THREE)
+        make_strategy("single", THREE)
 
 
 def test_an_unused_parameter_is_named_on_all_ranks():

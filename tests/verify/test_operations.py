@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.distributed import strategy
+from lockstep.distributed.ddp import DDP
 from lockstep.engine import step as engine
 from lockstep.verify import operations, trial
 from lockstep.verify.adjusted import Adjustment
@@ -36,13 +36,13 @@ def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
 
 def overheard_on_ranks(name, sections, wasteful=False):
     """The talk of the steps looked at, quietest first, and shapes of what was trained; wasteful: every micro-batch's gradients travel."""
-    sync = strategy.sync
+    sync = DDP.gradient_sync
     if wasteful:
-        strategy.sync = lambda forward, last, world: sync(forward, True, world)
+        DDP.gradient_sync = lambda strategy, last: sync(strategy, True)
     try:
         seen = overheard(name, **sections)
     finally:
-        strategy.sync = sync
+        DDP.gradient_sync = sync
     quietest_first = sorted(
         map(vars, seen.talk.values()), key=lambda talk: len(talk["small"])
     )  # about once a second, all agree whether to stop

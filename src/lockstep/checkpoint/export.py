@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.store import sync
-from lockstep.distributed.sharding import is_sharded, local_shard
+from lockstep.distributed.sharded_tensor import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"

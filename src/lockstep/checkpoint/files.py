@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
-from lockstep.distributed.sharding import LocalShard
+from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.errors import CheckpointError
 
 # By tensor name: shape, dtype and parts; each part has its first row (start), number of rows, and place (file, offset, length).

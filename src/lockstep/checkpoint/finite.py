@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.sharding import local
+from lockstep.distributed.sharded_tensor import local
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingError
 

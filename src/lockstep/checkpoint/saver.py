@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.checkpoint import files, finite, store
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed.faults import fail_at
-from lockstep.distributed.sharding import LocalShard, local_shard
+from lockstep.distributed.sharded_tensor import LocalShard, local_shard
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, TrainingError
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.distributed.sharding import is_sharded, like, local, local_shard
+from lockstep.distributed.sharded_tensor import is_sharded, like, local, local_shard
 from lockstep.errors import CheckpointError
 
 Plain = float | int | bool | str | None

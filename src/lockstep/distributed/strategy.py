@@ -1,46 +1,64 @@
-"""How a model is spread over ranks: single, DDP and FSDP2, as functions."""
+"""How a model is spread over ranks: what every strategy owes to training, and the strategy that a config asks for."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.distributed import sharding
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.sharding import Sharding
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingError, UsageError
 
 StrategyName = Literal["single", "ddp", "fsdp"]
+NumberFormat = Literal["fp32", "bf16", "fp16"]
 Losses = dict[str, Tensor]
+"""Loss sums by head: scalar tensors."""
 
 
 @dataclass(frozen=True)
-class Buckets:
-    """How DDP sends gradients. Its own names: see `torch.nn.parallel.DistributedDataParallel`.
-
-    find_unused_parameters: some trainable parameters get no gradient in some batches. static_graph: the same ones are used
-    in every step. bucket_mb: gradients that travel together, in MiB; None leaves it to DDP.
-    """
+class DDPOptions:
+    """How DDP sends gradients. The names are those of `torch.nn.parallel.DistributedDataParallel`."""
 
     find_unused_parameters: bool = False
+    """Some trainable parameters get no gradient in some batches."""
     static_graph: bool = False
+    """The same parameters are used in every step."""
     bucket_mb: float | None = None
+    """Gradients that travel together, in MiB. None: DDP's own default."""
     gradient_as_bucket_view: bool = True
+    """Gradients are views of the buckets, which saves one copy of them."""
+
+
+@dataclass(frozen=True)
+class FSDPOptions:
+    """How `fully_shard` is used."""
+
+    reshard_after_forward: bool = True
+    """Free the gathered parameters of a block after its forward pass, and gather them again for the backward pass."""
+    shard_ranks: int | None = None
+    """Shard over groups of this many neighbouring ranks, and replicate across groups (hybrid). None: shard over all."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    forward_prefetch: int = 0
+    """Blocks to gather ahead in the forward pass. 0: FSDP's default, which gathers the next block."""
+    backward_prefetch: int = 0
+    """Blocks to gather ahead in the backward pass. 0: FSDP's default, which gathers the next block."""
+    param_dtype: NumberFormat | None = None
+    """Number format in which parameters are gathered. None: the format in which they are stored."""
+    reduce_dtype: NumberFormat | None = None
+    """Number format in which gradients are reduced. None: fp32 where `param_dtype` is set, else the stored format."""
 
 
 class Forward(nn.Module):
     """From a batch to the task's loss sums, as one module.
 
-    DDP and FSDP wrap this, not the model: the task's loss may then call the model several times, or any of its methods and
-    attributes, and means the same on one rank and on many.
+    DDP and FSDP wrap this module and not the model. The task's loss may then call the model several times, or use any of
+    its methods and attributes, with the same meaning on one rank and on many.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor | Losses]) -> None:
@@ -49,17 +67,202 @@ class Forward(nn.Module):
         self.loss = loss
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Loss sums by head; a single loss is the head `loss`. Or whatever `call` makes of the model and the batch."""
+        """Loss sums by head; a single loss is the head `loss`. With `call`, the result of `call(model, batch)` instead."""
         if call is not None:
             return call(self.model, batch)
         return by_head(self.loss(self.model, batch))
 
 
-def by_head(losses: Any, where: str = "Task.loss") -> Losses:
-    """What a task's loss returned, by head, in the order of the heads' names; a single loss is the head `loss`.
+class Strategy(Protocol):
+    """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
+
+    A strategy is made by `make_strategy`. First it builds the model, then it wraps the `Forward` of the model, and then
+    it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a file of
+    its own; `Single` has a default for each, which is right where ranks share nothing.
+    """
+
+    world: World
+    """The ranks over which the model is spread."""
+    is_sharded: bool
+    """Each rank holds only some rows of each parameter. Every forward pass is then a collective, on all ranks alike."""
+    shard_group: Any
+    """The process group whose ranks together hold one copy of each parameter. None: every rank holds a full copy."""
+    must_warm_up: bool
+    """`warm_up` must run before the next step. A change of the trainable parameters sets it again."""
+    must_check_used: bool
+    """`check_all_used` must run in the next step. A change of the trainable parameters sets it again."""
+
+    @property
+    def forward(self) -> nn.Module:
+        """The module that a training step calls with a batch: the `Forward`, inside the wrapper if there is one."""
+        ...
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model, without `Forward` and wrapper."""
+        ...
+
+    def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+        """The model that `make` returns, in the place where `wrap` wants it; and messages for the log.
+
+        Raises:
+            TrainingError: `make` returns different models on different ranks.
+        """
+        ...
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+        """Spread `forward` over the ranks: from now on `self.forward` gives gradients that are the mean over ranks.
+
+        Args:
+            forward: holds the model that `build_model` returned.
+            blocks: the repeated blocks of the model, outermost first; they are the units of sharding.
+
+        Raises:
+            UsageError: the options do not fit the number of ranks or the model.
+        """
+        ...
+
+    def rewrap(self) -> None:
+        """Arrange the exchange of gradients anew, after other parameters became trainable or a step was given up."""
+        ...
+
+    def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
+        """Before the first step: run a forward and a backward pass of zeros. Gradients and buffers stay as they were.
+
+        Args:
+            batch: any batch of this rank.
+            ignored_heads: heads with coefficient 0, whose losses may be constants.
+        """
+        ...
+
+    def try_alone(self, batch: Any, precision: Precision) -> None:
+        """Run a forward and a backward pass of zeros on this rank alone, to find out whether its memory suffices.
+
+        Only for strategies that are not sharded. Gradients and buffers stay as they were.
+        """
+        ...
+
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the forward and the backward pass of one micro-batch. Gradients travel only with the last one of a step."""
+        ...
+
+    def check_all_used(self, losses: Losses) -> None:
+        """Raise where the losses on some rank do not depend on some trainable parameter. A collective.
+
+        It reads the autograd graph before the backward pass. Once DDP has begun to reduce, ranks that use different
+        parameters pair their collectives wrongly, which gloo does not always notice.
+
+        Raises:
+            TrainingError: on every rank; names the parameters and the remedy.
+        """
+        ...
+
+    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+        """Parameters that no loss reaches because the losses of some heads are constants.
+
+        In the last backward pass of a step they need gradients of zeros, because the other ranks wait for them.
+
+        Args:
+            constants: the heads whose losses depend on no parameter.
+            last: whether this is the last micro-batch of the step.
+
+        Raises:
+            TrainingError: the strategy cannot train with a constant loss.
+        """
+        ...
+
+    def check_reduced(self) -> None:
+        """After the last backward pass of a step: raise where the strategy still waits for gradients of this rank.
+
+        Raises:
+            TrainingError: this rank did not use some trainable parameters, and other ranks may have. Names them.
+        """
+        ...
+
+    def inference(self) -> contextlib.AbstractContextManager[Forward]:
+        """Around passes without gradient. Gives the `Forward` to call; where it is sharded, all ranks call it equally often.
+
+        At the beginning and at the end, sharded parameters that are gathered are let go of: values that are set
+        in between count, and no memory stays taken.
+        """
+        ...
+
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (such as BatchNorm statistics), before evaluating or saving.
+
+        The next step of training would begin with that anyway. So it changes no result, at whatever step it is done.
+        """
+        ...
+
+
+def make_strategy(
+    name: StrategyName,
+    world: World,
+    *,
+    trains: bool = True,
+    ddp: DDPOptions | None = None,
+    fsdp: FSDPOptions | None = None,
+) -> Strategy:
+    """The strategy called `name` on this world. On one rank there is nothing to synchronise or to shard: all are `Single`.
+
+    Args:
+        trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single` too.
 
     Raises:
-        TrainingError: something else than a scalar tensor of floating-point numbers, or a dict of these.
+        UsageError: `single` on several ranks, which would train as many models; or `fsdp` with unused parameters.
+    """
+    # Imported here, because each strategy's file imports this one.
+    from lockstep.distributed.ddp import DDP
+    from lockstep.distributed.fsdp import FSDP
+    from lockstep.distributed.single import Single
+
+    ddp = ddp or DDPOptions()
+    if world.size > 1 and name == "single" and trains:
+        raise UsageError(
+            f"{world.size} ranks would train {world.size} models",
+            where="parallel.strategy=single",
+            remedy="use ddp or fsdp, or one rank",
+        )
+    if world.size == 1 or name == "single" or (name == "ddp" and not trains):
+        return Single(world, find_unused_parameters=ddp.find_unused_parameters)
+    if name == "ddp":
+        return DDP(world, ddp)
+    if ddp.find_unused_parameters:
+        raise UsageError(
+            "fsdp cannot train with unused parameters",
+            where="parallel.find_unused_parameters",
+            remedy="use ddp, or a model whose trainable parameters are all part of each loss",
+        )
+    return FSDP(world, fsdp or FSDPOptions())
+
+
+def backward_roots(
+    strategy: Strategy, losses: Losses, gradients: Losses, *, last: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The arguments of `torch.autograd.backward` for the gradient of sum_k gradients[k] * losses[k].
+
+    Args:
+        gradients: by head; heads that are missing here take no part.
+        last: whether this is the last micro-batch of the step.
+
+    Raises:
+        TrainingError: see `Strategy.zero_roots`.
+    """
+    tensors = [losses[head] for head in gradients if losses[head].requires_grad]
+    grads = [gradient for head, gradient in gradients.items() if losses[head].requires_grad]
+    if len(tensors) < len(gradients):  # a head without units may be a constant
+        constants = [head for head in gradients if not losses[head].requires_grad]
+        parameters = strategy.zero_roots(losses, constants, last)
+        tensors += parameters
+        grads += [torch.zeros_like(parameter) for parameter in parameters]
+    return tensors, grads
+
+
+def by_head(losses: Any, where: str = "Task.loss") -> Losses:
+    """The losses that a task returned, by head, in the order of the heads' names; a single loss is the head `loss`.
+
+    Raises:
+        TrainingError: `losses` is neither a scalar tensor of floating-point numbers nor a dict of such tensors.
     """
     remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
     heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
@@ -78,291 +281,3 @@ def by_head(losses: Any, where: str = "Task.loss") -> Losses:
             what = f"{named} a tensor of shape {tuple(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
             raise TrainingError(what, where=where, remedy=remedy)
     return {head: heads[head] for head in sorted(heads)}
-
-
-def resolve(strategy: StrategyName, world: World) -> StrategyName:
-    """What a strategy is on this world: on one rank there is nothing to synchronise or to shard, so all are `single`.
-
-    Raises:
-        UsageError: `single` on several ranks, which would train as many models.
-    """
-    if world.size == 1:
-        return "single"
-    if strategy == "single":
-        raise UsageError(
-            f"{world.size} ranks would train {world.size} models",
-            where="parallel.strategy=single",
-            remedy="use ddp or fsdp, or one rank",
-        )
-    return strategy
-
-
-def wrap(
-    forward: nn.Module,
-    strategy: StrategyName,
-    world: World,
-    buckets: Buckets | None = None,
-    blocks: Sequence[nn.Module] = (),
-    options: Sharding | None = None,
-) -> nn.Module:
-    """Make `forward`, a `Forward`, synchronise its gradients as the mean over ranks, during the backward pass.
-
-    Args:
-        buckets: for ddp.
-        blocks, options: for fsdp; see `sharding.shard`.
-
-    Raises:
-        UsageError: options that do not fit the world or the model.
-    """
-    strategy, buckets = resolve(strategy, world), buckets or Buckets()
-    if strategy == "single":
-        return forward
-    if strategy == "fsdp":
-        if buckets.find_unused_parameters:
-            remedy = "use ddp, or a model whose trainable parameters are all part of each loss"
-            raise UsageError(
-                "fsdp cannot train with unused parameters", where="parallel.find_unused_parameters", remedy=remedy
-            )
-        return sharding.shard(forward, blocks, world, options or Sharding())
-    return DistributedDataParallel(
-        forward,
-        bucket_cap_mb=buckets.bucket_mb,
-        find_unused_parameters=buckets.find_unused_parameters,
-        gradient_as_bucket_view=buckets.gradient_as_bucket_view,
-        static_graph=buckets.static_graph,
-    )
-
-
-def is_sharded(forward: nn.Module) -> bool:
-    """Whether `wrap` sharded it."""
-    return hasattr(forward, "set_requires_gradient_sync")
-
-
-def sync(forward: nn.Module, last: bool, world: World) -> contextlib.AbstractContextManager[None]:
-    """Context of one micro-batch's forward and backward: gradients travel only from the last one of a step."""
-    if isinstance(forward, DistributedDataParallel):
-        return contextlib.nullcontext() if last else forward.no_sync()
-    return _sharded_sync(forward, last, world) if is_sharded(forward) else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _sharded_sync(forward: Any, last: bool, world: World) -> Generator[None, None, None]:
-    forward.set_requires_gradient_sync(last)
-    yield
-    if last:  # as DDP does before the next step's first forward pass
-        world.broadcast_tensors(list(forward.buffers()))
-
-
-def needs_bucket_warm_up(forward: nn.Module, world: World) -> bool:
-    """Whether the first backward pass would add gradients in another order than those that follow, or must not be one
-    without reduction, as with a static graph; see `warm_up_buckets`."""
-    if not isinstance(forward, DistributedDataParallel):
-        return False
-    return forward.static_graph or (world.size > 2 and not forward.find_unused_parameters)
-
-
-def warm_up_buckets(
-    forward: nn.Module,
-    batch: Any,
-    world: World,
-    precision: Precision,
-    check_unused: bool,
-    looked_at: Sequence[str] = (),
-) -> None:
-    """Let DDP arrange its gradient buckets before the first step, with a backward pass of zeros.
-
-    DDP arranges them anew after the first backward pass. With three ranks and more, the order in which an element is
-    added over ranks depends on its place in the bucket: without this, the first step after a restart would differ in
-    its last bits from the same step of a run that went on (seen on gloo with 3 and 4 ranks). Leaves no gradient, and
-    buffers as they were.
-
-    Args:
-        looked_at: heads of coefficient 0, which may be constants.
-    """
-    dry_run(
-        forward,
-        batch,
-        precision,
-        (lambda losses: check_all_used(forward, losses, world)) if check_unused else None,
-        looked_at,
-    )
-
-
-def dry_run(
-    forward: nn.Module,
-    batch: Any,
-    precision: Precision,
-    look: Callable[[Losses], None] | None = None,
-    looked_at: Sequence[str] = (),
-) -> None:
-    """A forward and a backward pass of zeros that leave no trace. With a `unwrap_ddp` forward, on this rank alone: to see whether its memory suffices.
-
-    look: called with the losses, before the backward pass.
-    """
-    with _without_trace(forward):
-        with precision.autocast():
-            losses: Losses = forward(batch)
-        losses = {head: loss for head, loss in losses.items() if loss.requires_grad or head not in looked_at}
-        if look is not None:
-            look(losses)
-        tensors, zeros = backward_roots(
-            forward, losses, {head: torch.zeros_like(loss) for head, loss in losses.items()}, last=True
-        )
-        torch.autograd.backward(tensors, zeros)
-
-
-def backward_roots(
-    forward: nn.Module, losses: Losses, gradients: Losses, last: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What `torch.autograd.backward` takes for the gradient of sum_k gradients[k] * losses[k], over the heads of `gradients`.
-
-    A head without units may be a constant. In the last pass of a step, parameters that are then out of reach are roots
-    themselves, with gradients of zeros: the other ranks wait for theirs.
-
-    Raises:
-        TrainingError: a constant under a strategy that cannot do without its parameters.
-    """
-    tensors = [losses[head] for head in gradients if losses[head].requires_grad]
-    grads = [gradient for head, gradient in gradients.items() if losses[head].requires_grad]
-    constants = [head for head in gradients if not losses[head].requires_grad]
-    if not constants:
-        return tensors, grads
-    finds_unused = isinstance(forward, DistributedDataParallel) and forward.find_unused_parameters
-    is_static = isinstance(forward, DistributedDataParallel) and forward.static_graph
-    if is_sharded(forward) or is_static or (finds_unused and last and not tensors):
-        remedy = "let it depend on its parameters where it has no units, such as a sum over an empty selection of the model's output"
-        where = (
-            "parallel.strategy=fsdp"
-            if is_sharded(forward)
-            else f"parallel.{'static_graph' if is_static else 'find_unused_parameters'}"
-        )
-        raise TrainingError(
-            f"the loss of head {constants[0]!r} is a constant, which depends on no parameter",
-            where=where,
-            remedy=remedy,
-        )
-    if last and not finds_unused:
-        unused, parameters = _unused(forward, _leaves(losses)), dict(unwrap(forward).named_parameters())
-        missing = [parameters[name] for name, is_unused in unused.items() if is_unused]
-        tensors += missing
-        grads += [torch.zeros_like(parameter) for parameter in missing]
-    return tensors, grads
-
-
-def check_reduced(forward: nn.Module) -> None:
-    """After the last backward pass of a step: raise where DDP still waits for gradients.
-
-    DDP itself raises at its next forward pass. Until then this rank's other collectives would be paired with the gradients
-    that other ranks wait for, which ends in an abort without words (gloo) or a hang.
-
-    Raises:
-        TrainingError: trainable parameters that this rank did not use, while others may have. Names them.
-    """
-    if not isinstance(forward, DistributedDataParallel) or forward.find_unused_parameters:
-        return
-    try:
-        forward.reducer._rebuild_buckets()  # private; what DDP's next forward pass calls, and raises from
-    except RuntimeError as error:
-        trainable = [name.removeprefix("model.") for name, p in forward.module.named_parameters() if p.requires_grad]
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = [trainable[int(number)] for number in found[1].split()] if found else ["(DDP does not say which)"]
-        raise _unused_error(unused, "Task.loss", " on this rank, though they did before") from error
-
-
-def _unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return TrainingError(
-        f"{len(names)} trainable parameters got no gradient{when}: {shown}",
-        where=where,
-        remedy="use them in the loss, freeze them (requires_grad_(False)), "
-        "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",
-    )
-
-
-@contextlib.contextmanager
-def _without_trace(forward: nn.Module) -> Generator[None, None, None]:
-    """Leave no gradient, and buffers as they were."""
-    buffers = [buffer.clone() for buffer in forward.buffers()]
-    yield
-    for parameter in forward.parameters():
-        parameter.grad = None
-    with torch.no_grad():
-        for buffer, before in zip(forward.buffers(), buffers, strict=True):
-            buffer.copy_(before)
-
-
-def is_replicated(forward: nn.Module) -> bool:
-    """Whether `wrap` arranged buckets for the gradients of what was trainable then."""
-    return isinstance(forward, DistributedDataParallel)
-
-
-def unwrap_ddp(forward: nn.Module) -> nn.Module:
-    """The `Forward` in what `wrap` returned, for passes without gradient. Where it is sharded, all ranks run equally many."""
-    return forward.module if isinstance(forward, DistributedDataParallel) else forward
-
-
-def unwrap(forward: nn.Module) -> nn.Module:
-    """The user's model inside what `wrap` returned."""
-    inner = unwrap_ddp(forward)
-    assert isinstance(inner, Forward)
-    return inner.model
-
-
-def sync_buffers(forward: nn.Module, world: World) -> None:
-    """Give every rank rank 0's buffers (BatchNorm statistics), before evaluating or saving.
-
-    The next step of training would begin with that anyway, so doing it here at any step changes no result.
-    """
-    world.broadcast_tensors(list(forward.buffers()))
-
-
-def check_all_used(forward: nn.Module, losses: Losses, world: World) -> None:
-    """Raise on every rank where some rank's losses do not depend on some trainable parameter.
-
-    Reads the autograd graph before the backward pass: once DDP has begun to reduce, ranks that use other parameters
-    pair their collectives wrongly, which gloo does not always notice. Where a head is a constant, see `backward_roots`.
-
-    Raises:
-        TrainingError: names the parameters and the remedy.
-    """
-    is_constant = any(not loss.requires_grad for loss in losses.values())
-    here = _unused(forward, _leaves(losses))
-    unused_on = world.all_sum([float(unused and not is_constant) for unused in here.values()])
-    names = [name for name, count in zip(here, unused_on, strict=True) if count]
-    most = int(max(unused_on, default=0))
-    if names:
-        raise _unused_error(names, "first step", "" if most == world.size else f" on {most} of {world.size} ranks")
-
-
-def _unused(forward: nn.Module, used: set[int]) -> dict[str, bool]:
-    """Whether each trainable parameter is missing among `used`. Sharded blocks are gathered one by one: the graph knows what they were gathered into."""
-    model = unwrap(forward)
-    found: dict[str, bool] = {}
-    blocks: list[Any] = [module for module in model.modules() if hasattr(module, "unshard")]
-    for block in (None, *blocks):
-        was_sharded = block is not None and any(sharding.is_sharded(p) for p in block.parameters())
-        if was_sharded:
-            block.unshard()
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not sharding.is_sharded(parameter):
-                found.setdefault(name, id(parameter) not in used)
-        if was_sharded:
-            block.reshard()
-    return found
-
-
-def _leaves(losses: Losses) -> set[int]:
-    """Identities of the leaf tensors that `losses` depend on."""
-    leaves: set[int] = set()
-    seen: set[Any] = set()
-    pending = [loss.grad_fn for loss in losses.values()]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            leaves.add(id(variable))
-        pending.extend(parent for parent, _ in node.next_functions)
-    return leaves

@@ -49,16 +49,37 @@ def retire(groups: Sequence[dist.ProcessGroup]) -> None:
 class World:
     """This process among all processes of the run. One process is a world of size 1, with the same methods.
 
-    rank: 0 to size - 1 over all nodes. local_rank: on this node. device: where this rank computes.
-    heart: where this rank says how far it is. group: what its collectives run over; None: the default group.
+    `rank` and `size` are for control: who writes, and what all ranks must agree on. `data_rank` and `data_size` are for
+    samples: which of them this rank reads, and what is summed over them.
     """
 
     rank: int
+    """0 to size - 1, over all nodes."""
     size: int
+    """Number of processes."""
     local_rank: int
+    """Number of this process on its node, from 0."""
     device: torch.device
+    """The device on which this rank computes."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    """Where this rank notes its progress, for the launcher and the watchdog."""
     group: dist.ProcessGroup | None = None
+    """The process group of the collectives. None: the default group."""
+    model_parallel_size: int = 1
+    """Neighbouring ranks that see the same samples, as with tensor parallelism. 1: every rank sees its own samples."""
+    data_rank: int = field(init=False)
+    """Position among the groups of ranks that see different samples, from 0."""
+    data_size: int = field(init=False)
+    """Number of groups of ranks that see different samples."""
+    counts_samples: bool = field(init=False)
+    """Whether this rank's samples count in sums over ranks: true for one of the ranks that see the same samples."""
+
+    def __post_init__(self) -> None:
+        if self.size % self.model_parallel_size:
+            raise ValueError(f"{self.size} ranks cannot be cut into groups of {self.model_parallel_size}")
+        object.__setattr__(self, "data_rank", self.rank // self.model_parallel_size)
+        object.__setattr__(self, "data_size", self.size // self.model_parallel_size)
+        object.__setattr__(self, "counts_samples", self.rank % self.model_parallel_size == 0)
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sum each of `values` over all ranks, in float64 on the host (exact for integers below 2**53)."""
@@ -68,6 +89,10 @@ class World:
         dist.all_reduce(packed, group=self.group)
         return packed.tolist()
 
+    def data_sum(self, values: Sequence[float]) -> list[float]:
+        """As `all_sum`, for values that come from samples: of the ranks that see the same samples, one counts."""
+        return self.all_sum(values if self.counts_samples else [0.0] * len(values))
+
     def gather(self, value: Any) -> list[Any] | None:
         """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object."""
         if self.size == 1:
@@ -75,6 +100,11 @@ class World:
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         dist.gather_object(value, values, group=self.group)
         return values
+
+    def data_gather(self, value: Any) -> list[Any] | None:
+        """As `gather`, for values that come from samples: one value for each `data_rank`, in their order."""
+        values = self.gather(value)
+        return None if values is None else values[:: self.model_parallel_size]
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank. Any picklable object."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.data.order import StepPlan
-from lockstep.distributed import sharding
+from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.errors import UsageError
 
@@ -24,21 +24,18 @@ def batch_norms(forward: nn.Module) -> list[nn.Module]:
 def without_trace(forward: nn.Module) -> Generator[None, None, None]:
     """Around the forward and backward pass of a filler, which counts for nothing: no buffer is changed.
 
-    BatchNorm takes its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not: there
-    the other ranks wait for this one's.
+    BatchNorm uses its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not use
+    them: there the other ranks wait for the statistics of this rank.
     """
     norms = [norm for norm in batch_norms(forward) if norm.training and not isinstance(norm, nn.SyncBatchNorm)]
-    buffers = [(buffer, buffer.clone()) for buffer in forward.buffers()]
-    for norm in norms:
-        norm.training = False
-    try:
-        yield
-    finally:
+    with restore_buffers(forward):
         for norm in norms:
-            norm.training = True
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            norm.training = False
+        try:
+            yield
+        finally:
+            for norm in norms:
+                norm.training = True
 
 
 def check_smallest_micro_batch(
@@ -47,7 +44,7 @@ def check_smallest_micro_batch(
     """Find out before the first step whether BatchNorm can take the plan's smallest micro-batch, where that is one sample.
 
     Args:
-        forward: a `Forward`, in training mode. Where it is sharded, all ranks call this.
+        forward: a `Forward`, in training mode, from `Strategy.inference`. Where it is sharded, all ranks call this.
         read: the batch of one sample, by its index.
 
     Raises:
@@ -56,9 +53,8 @@ def check_smallest_micro_batch(
     size, step = plan.smallest_micro_batch()
     if size > 1 or not any(norm.training for norm in batch_norms(forward)):
         return
-    buffers = [buffer.clone() for buffer in forward.buffers()]
     try:
-        with torch.no_grad(), precision.autocast():
+        with restore_buffers(forward), torch.no_grad(), precision.autocast():
             forward(read(int(plan.indices(step)[0][0])))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
@@ -77,8 +73,3 @@ def check_smallest_micro_batch(
             where=f"batch.global={plan.global_batch}",
             remedy=f"{remedy}; or use GroupNorm or LayerNorm, which do not depend on the batch",
         ) from error
-    finally:
-        with torch.no_grad():
-            for buffer, before in zip(forward.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        sharding.reshard(forward)

@@ -21,7 +21,7 @@ from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, micro_batches
 from lockstep.data.randomness import seed_forward
-from lockstep.distributed import sharding
+from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
@@ -43,24 +43,17 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
     Args:
         compiled: `torch.compile` was applied to `forward`. It is run as it was written: shapes seen here would count.
     """
-    places = [(module._buffers, name) for module in forward.modules() for name in module._buffers]
-    buffers = [(place, name, place[name]) for place, name in places]
-    values = [buffer if buffer is None else buffer.clone() for _, _, buffer in buffers]
     python, numpy = random.getstate(), np.random.get_state()
     devices = [world.device] if world.device.type == "cuda" else []
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
-        with torch.random.fork_rng(devices), torch.no_grad(), as_written:
+        with restore_buffers(forward), torch.random.fork_rng(devices), torch.no_grad(), as_written:
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         forward.train()
-        with torch.no_grad():
-            for (place, name, buffer), value in zip(buffers, values, strict=True):
-                place[name] = buffer if buffer is None or value is None else buffer.copy_(value)
-        sharding.reshard(forward)
 
 
 def look_at_losses(

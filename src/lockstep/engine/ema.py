@@ -59,8 +59,8 @@ class Ema:
 
         Values are exchanged in place. Parameters keep their storages, and at most one temporary tensor exists at a
         time, besides a copy of the parameters that have fewer than 32 bits. Inside, do not use `tensors`: they may hold
-        the raw weights. A nested call changes nothing. FSDP2 modules that an evaluation left unsharded must be
-        `reshard()`ed before and after: otherwise they use the values that they gathered.
+        the raw weights. A nested call changes nothing. With a sharded model, call it inside `Strategy.inference`:
+        otherwise the model uses the values that it gathered before.
         """
         if self._inside:
             yield

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lockstep.data.loader import Loader, MicroBatch, is_default, map_tensors
 from lockstep.data.order import EvaluationPlan, derive_seed
 from lockstep.data.randomness import seed_forward
-from lockstep.distributed import sharding, strategy
+from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
@@ -49,7 +49,7 @@ def evaluate(
     Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
 
     Args:
-        forward: a `Forward`, see `strategy.bare`.
+        forward: a `Forward`, see `Strategy.inference`.
         tick: called after each of this rank's micro-batches, which are equally many on all ranks.
         show: called on rank 0 with what the metrics computed, and (index, output) of some samples, the same for every world size.
 
@@ -76,13 +76,13 @@ def evaluate(
                 with contextlib.suppress(DataError):  # metrics may look at outputs that are not one per sample
                     shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
-    results: dict[str, float] = world.broadcast(_means(world.gather(parts), task.coefficients()))
+    results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients()))
     if metrics is not None:
         flat, values = metric_sync.compute(metrics, world)
         results |= flat
         if values:
             show(values, shown)
-    counted = world.all_sum([samples, bad])
+    counted = world.data_sum([samples, bad])
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
@@ -100,7 +100,7 @@ def predict(
         if not micro.filler:
             split(output, len(micro.indices))  # a wrong shape is an error before the other batches are computed
             outputs.append((micro.indices, map_tensors(output, metric_sync.compact)))
-    gathered = world.gather(outputs)  # batches: of a tensor for each sample, most would be pickle's own bytes
+    gathered = world.data_gather(outputs)  # batches: of a tensor for each sample, most would be pickle's own bytes
     if gathered is None:
         return None
     merged: dict[int, Any] = {}
@@ -183,7 +183,7 @@ def _forwards(
     forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing
 ) -> Generator[MicroBatch, None, None]:
     """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
-    chunks = plan.chunks(world.size)[world.rank]
+    chunks = plan.chunks(world.data_size)[world.data_rank]
     was_training = forward.training
     forward.eval()
     try:
@@ -195,7 +195,6 @@ def _forwards(
                 tick()
     finally:
         forward.train(was_training)
-        sharding.reshard(forward)
 
 
 def _means(

@@ -62,11 +62,13 @@ class LogWindow:
         size, rank = self.world.size, self.world.rank
         sums, units = self._losses()
         fault = self._first_fault()
-        unreadable = [message for result in self.results for message in result.bad]
+        counts_samples = self.world.counts_samples
+        unreadable = [message for result in self.results for message in result.bad if counts_samples]
         memory = [0.0] * 2 * size  # the peak of each rank, then the reserved memory of each rank
         memory[rank], memory[size + rank] = mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())
         packed = [float(fault is not None), float(len(unreadable)), self.wait_s, self.wait_s + self.step_s]
-        reduced = self.world.all_sum([*packed, *memory, *map(_total, sums.values())])
+        sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
+        reduced = self.world.all_sum([*packed, *memory, *sums_here])
         fault_count, unreadable_count, wait_s, total_s, *rest = reduced
         peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
         if fault_count:

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import StepPlan
-from lockstep.distributed import strategy
+from lockstep.distributed.strategy import Strategy
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
 from lockstep.engine.log_window import LogWindow
@@ -263,14 +263,14 @@ def check_any_update(state: TrainState) -> None:
     )
 
 
-def set_training_mode(forward: nn.Module) -> list[str]:
+def set_training_mode(strategy: Strategy) -> list[str]:
     """Put a model into training mode.
 
     Returns:
         a note, where a part of the model was in evaluation mode although the whole was in training mode.
     """
-    modes = {name: module for name, module in strategy.unwrap(forward).named_modules() if not module.training}
-    forward.train()
+    modes = {name: module for name, module in strategy.model.named_modules() if not module.training}
+    strategy.forward.train()
     changed = [name for name, module in modes.items() if module.training]
     if not changed or "" in modes:
         return []

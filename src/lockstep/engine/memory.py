@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.distributed import sharding
+from lockstep.distributed.sharded_tensor import local
 
 if TYPE_CHECKING:
     from lockstep.engine.step import TrainState
@@ -133,7 +133,7 @@ class MemoryMonitor:
         before = self.gauge.current()
         self.other = max(0, before - sum(self._count().values()))
         self.peaks: dict[str, int] = {"training": before}
-        """Peak of each part of the run, in bytes. The peaks of `evaluation` and `saving` count from where they began."""
+        """Peak of each part of the run, in bytes. Those of `evaluation` and `saving` are above what was held before."""
         self.counted: dict[str, int] = {}
         """The first three columns, when they were last counted. Empty before the first count."""
         self.reported: list[Row] = []
@@ -262,7 +262,7 @@ def _bytes_of(values: list[Any], device: str, seen: set[int]) -> int:
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors on this rank in `value`, which may be nested, and hold sharded or sparse tensors."""
     if isinstance(value, Tensor):
-        plain = sharding.local(value.detach())
+        plain = local(value.detach())
         whole = plain.coalesce() if plain.is_sparse else plain
         yield from (whole.indices(), whole.values()) if plain.is_sparse else (whole,)
     elif isinstance(value, Mapping):

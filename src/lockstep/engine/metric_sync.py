@@ -28,7 +28,7 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
     states = [
         (part.update_count, {name: _to_cpu(value) for name, value in part.metric_state.items()}) for part in parts
     ]
-    gathered = world.gather(states)
+    gathered = world.data_gather(states)
     values: dict[str, Any] = {}
     if gathered is not None:
         metrics.to("cpu")

@@ -1,4 +1,4 @@
-"""When the memory of a device does not suffice: all ranks give up the step together, and nothing was changed."""
+"""When the memory of a device does not suffice for a step: all ranks give up the step together."""
 
 from __future__ import annotations
 
@@ -6,93 +6,96 @@ import contextlib
 import gc
 import traceback
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from lockstep.distributed import strategy
+from lockstep.distributed.buffers import restore_buffers
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import Strategy
 from lockstep.errors import MemoryShortage
 
-if TYPE_CHECKING:
-    from lockstep.engine.step import TrainState
+_TRIALS = 2
 
 
 class StepTooLarge(Exception):
-    """The micro-batch of a step did not fit on some rank. Raised on all; weights, buffers and the step are as they were."""
+    """The micro-batches of a step did not fit into the memory of some rank. Raised on all ranks."""
 
 
 class Guard:
     """Lets the ranks of a step agree on whether its micro-batches fit, before gradients travel.
 
-    On one rank a step that does not fit is given up wherever that shows. With DDP nothing but buffers travels before the last
-    backward pass of a step, so ranks agree just before it: one small all-reduce of host memory, which a GPU that is
-    behind its host does not notice. In the first two steps (the second is the first with optimizer state) every rank tries
-    one backward pass on its own before, since the last backward pass itself can no longer be given up by one rank. Under
-    FSDP every forward pass is a collective: there, and where the last backward pass does not fit, the rank fails with
-    `MemoryShortage`, and the launcher's restart goes on with smaller micro-batches.
+    On one rank, a step that does not fit is given up wherever that shows. With DDP, nothing but buffers travels before
+    the last backward pass of a step, so the ranks agree just before it. This takes one small all-reduce of host memory,
+    which a GPU that is behind its host does not notice. The last backward pass itself cannot be given up by one rank alone.
+    So before the first two steps (the second is the first with optimizer state), every rank tries one backward pass alone.
+
+    With FSDP, every forward pass is a collective. There, and where the last backward pass does not fit, the rank fails with
+    `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches.
 
     Args:
-        enabled: whether steps are to be guarded at all.
+        enabled: whether steps are guarded at all.
     """
 
-    def __init__(self, enabled: bool = False) -> None:
-        self.enabled = enabled
-        self.trials = 2
-        self.open = False  # whether the other ranks still wait for this one's word
+    def __init__(self, strategy: Strategy, precision: Precision, enabled: bool = False) -> None:
+        self.strategy, self.precision, self.enabled = strategy, precision, enabled
+        self.is_pending = False
+        """The other ranks of this step still wait for this rank to say whether its micro-batches fit."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Other parameters train, or micro-batches have another size: try the next steps alone again."""
+        self.trials = _TRIALS
 
     @contextlib.contextmanager
-    def step(self, state: TrainState, batch: Any) -> Generator[None, None, None]:
-        """Around the forward and backward passes of a step; `batch` is its first micro-batch.
+    def step(self, batch: Any, number: int, heads_are_agreed: bool) -> Generator[None, None, None]:
+        """Around the forward and backward passes of a step.
+
+        Args:
+            batch: of the first micro-batch.
+            number: of the step, counted from 1; for messages.
+            heads_are_agreed: whether the ranks know each other's heads. Where they do not, the step begins with
+                collectives, in which no rank may be missing.
 
         Raises:
-            StepTooLarge: on all ranks.
-            MemoryShortage: on the rank whose memory did not suffice, when others cannot give up any more.
+            StepTooLarge: on all ranks. Buffers are as they were; gradients are not.
+            MemoryShortage: on the rank whose memory did not suffice, where the others cannot give up any more.
         """
-        step, agree = state.step - 1, state.world.size > 1 and not strategy.is_sharded(state.forward)
-        before = [buffer.clone() for buffer in state.forward.buffers()]
-        self.open = agree
-        try:
-            if agree and self.trials:
-                self.trials -= 1
-                strategy.dry_run(strategy.unwrap_ddp(state.forward), batch, state.precision)
-                self._agree(state, fits=True)
-            self.open = (
-                agree and not state.must_warm_up_buckets and state.agreed is not None
-            )  # settling and agreeing are collectives
-            yield
-        except torch.OutOfMemoryError as error:
-            traceback.clear_frames(error.__traceback__)  # they hold activations
-            words = str(error).splitlines()[0]
-            if state.world.size > 1 and not self.open:
-                remedy = "the next start takes smaller micro-batches: give the same command again, or --max-restarts"
-                raise MemoryShortage(
-                    f"out of memory: {words}", where=f"step {step + 1}, rank {state.world.rank}", remedy=remedy
-                ) from None
-            with contextlib.suppress(StepTooLarge):
-                self._agree(state, fits=False)
-        except StepTooLarge:
-            pass
-        else:
-            return
-        self._restore(state, before)
-        raise StepTooLarge
+        strategy, world = self.strategy, self.strategy.world
+        can_agree = world.size > 1 and not strategy.is_sharded
+        with restore_buffers(strategy.forward, only_after=StepTooLarge):
+            try:
+                if can_agree and self.trials:
+                    self.trials -= 1
+                    self.is_pending = True
+                    strategy.try_alone(batch, self.precision)
+                    self.agree()
+                self.is_pending = can_agree and not strategy.must_warm_up and heads_are_agreed
+                yield
+            except torch.OutOfMemoryError as error:
+                traceback.clear_frames(error.__traceback__)  # they hold activations
+                message = str(error).splitlines()[0]
+                if world.size > 1 and not self.is_pending:
+                    raise MemoryShortage(
+                        f"out of memory: {message}",
+                        where=f"step {number}, rank {world.rank}",
+                        remedy="the next start takes smaller micro-batches: give the same command again, or --max-restarts",
+                    ) from None
+                self.agree(fits=False)
 
-    def last_backward(self, state: TrainState) -> None:
-        """Just before gradients travel, where it is `open`."""
-        self._agree(state, fits=True)
+    def agree(self, fits: bool = True) -> None:
+        """Tell the other ranks whether the micro-batches fit here. Called just before gradients travel, where `is_pending`.
 
-    def _agree(self, state: TrainState, fits: bool) -> None:
-        self.open = False
-        if state.world.all_sum([float(not fits)])[0]:
+        Raises:
+            StepTooLarge: they do not fit on some rank.
+        """
+        self.is_pending = False
+        if self.strategy.world.all_sum([float(not fits)])[0]:
             raise StepTooLarge
 
-    def _restore(self, state: TrainState, buffers: list[torch.Tensor]) -> None:
-        state.step -= 1
-        state.optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for buffer, before in zip(state.forward.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-        gc.collect()
-        if state.world.device.type == "cuda":
-            torch.cuda.empty_cache()
-        state.rewrap()  # DDP waits for a backward pass that will not come
+
+def free_memory(device: torch.device) -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -10,10 +10,10 @@ the units of the whole global batch, and never a mean of means.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
-from lockstep.distributed import sharding, strategy
+from lockstep.distributed.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.strategy import Buckets, Losses
+from lockstep.distributed.strategy import Losses, Strategy, backward_roots
 from lockstep.distributed.world import World
 from lockstep.engine import batch_norm, heads
 from lockstep.engine.ema import Ema
-from lockstep.engine.out_of_memory import Guard
+from lockstep.engine.out_of_memory import Guard, StepTooLarge, free_memory
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
@@ -39,36 +39,42 @@ SAMPLES = ""  # the key of W where the unit of every head is the sample
 class TrainState:
     """All that changes during training, and what changes it.
 
-    forward: what `strategy.wrap` returned. step: global batches consumed so far. skipped: how many of them moved no
+    strategy: how the model is spread over ranks; it holds the module that the step calls. step: global batches consumed so far. skipped: how many of them moved no
     weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
-    weights, where they are wanted. buckets: how `forward` was wrapped. unfreezing: what is trainable when; `forward` was
+    weights, where they are wanted. unfreezing: what is trainable when; the strategy was
     wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory. weight_heads, agreed:
     what all ranks know of the heads since this process's first step, or since other parameters train.
     """
 
-    forward: nn.Module
+    strategy: Strategy
     optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
-    world: World
+    guard: Guard
     seed: int = 0
     clip_norm: float | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
     must_agree_on_weights: bool = False
     averages: Ema | None = None
-    buckets: Buckets = field(default_factory=Buckets)
     unfreezing: Unfreezing | None = None
-    guard: Guard = field(default_factory=Guard)
     step: int = 0
     skipped: int = 0
     weight_heads: heads.HeadNames | None = None
     agreed: heads.AgreedLosses | None = None
 
     def __post_init__(self) -> None:
-        self.check_unused = not self.buckets.find_unused_parameters
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
         self.all_train = all(p.requires_grad for p in self.forward.parameters())
-        self.must_warm_up_buckets = strategy.needs_bucket_warm_up(self.forward, self.world)
+
+    @property
+    def forward(self) -> nn.Module:
+        """The module that the step calls."""
+        return self.strategy.forward
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.strategy.world
 
     def unfreeze(self) -> None:
         """Make trainable what is so from this step on."""
@@ -78,13 +84,27 @@ class TrainState:
             self.rewrap()
 
     def rewrap(self) -> None:
-        """Arrange gradients for what is trainable now."""
-        if strategy.is_replicated(self.forward):
-            self.forward = strategy.unwrap_ddp(self.forward)
-            gc.collect()  # the old wrapper's hooks go with it, and it is part of cycles
-            self.forward = strategy.wrap(self.forward, "ddp", self.world, self.buckets)
-        self.guard.trials = 2
+        """Arrange the exchange of gradients for the parameters that are trainable now."""
+        self.strategy.rewrap()
+        self.guard.reset()
         self.__post_init__()
+
+    @contextlib.contextmanager
+    def guarded(self, batch: Any) -> Generator[None, None, None]:
+        """Around the forward and backward passes of a step: where it does not fit into memory, it is undone on all ranks.
+
+        Raises:
+            StepTooLarge: weights, buffers and `step` are as they were.
+        """
+        try:
+            with self.guard.step(batch, self.step, self.agreed is not None):
+                yield
+        except StepTooLarge:
+            self.step -= 1
+            self.optimizer.zero_grad(set_to_none=True)
+            free_memory(self.world.device)
+            self.rewrap()  # DDP waits for a backward pass that will not come
+            raise
 
 
 @dataclass
@@ -120,7 +140,8 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
         TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
         StepTooLarge: see `Guard`; nothing was changed.
     """
-    world, optimizer, scaler = state.world, state.optimizer, state.precision.scaler
+    strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
+    world = strategy.world
     state.unfreeze()
     totals = _count(state, micros, samples)  # W: by head, or one for all heads where the unit is the sample
     bad = [message for micro in micros for _, message in micro.bad]
@@ -133,43 +154,39 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
         return result
 
     rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
-    with state.guard.step(state, micros[0].batch) if state.guard.enabled else contextlib.nullcontext():
-        if state.must_warm_up_buckets:
-            looked_at = [head for head, coefficient in state.coefficients.items() if not coefficient]
-            strategy.warm_up_buckets(
-                state.forward, micros[0].batch, world, state.precision, state.check_unused, looked_at
-            )
-            state.must_warm_up_buckets = state.check_unused = False
+    with state.guarded(micros[0].batch) if state.guard.enabled else contextlib.nullcontext():
+        if strategy.must_warm_up:
+            ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
+            strategy.warm_up(micros[0].batch, state.precision, ignored_heads)
         for number, micro in enumerate(micros):
             last = number == len(micros) - 1
-            seed_forward(derive_seed(state.seed, result.step, world.rank, number), world.device)
-            without_trace = batch_norm.without_trace(state.forward) if micro.filler else contextlib.nullcontext()
-            with strategy.sync(state.forward, last, world), without_trace:
+            seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
+            without_trace = batch_norm.without_trace(strategy.forward) if micro.filler else contextlib.nullcontext()
+            with strategy.gradient_sync(last), without_trace:
                 with state.precision.autocast():
-                    losses: Losses = state.forward(micro.batch)
+                    losses: Losses = strategy.forward(micro.batch)
                 losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
-                factors, rest = _factors(state, losses, totals, micro, 0 if micro.filler else world.size)
-                if last and state.guard.open:
-                    state.guard.last_backward(state)
-                check_unused = last and state.check_unused
-                if check_unused:
-                    strategy.check_all_used(state.forward, {head: losses[head] for head in factors}, world)
-                    state.check_unused = False
+                factors, rest = _factors(state, losses, totals, micro, 0 if micro.filler else world.data_size)
+                if last and state.guard.is_pending:
+                    state.guard.agree()
+                checks_used = last and strategy.must_check_used
+                if checks_used:
+                    strategy.check_all_used({head: losses[head] for head in factors})
                 scaled = {head: scaler.scale(factor) for head, factor in factors.items()}
-                tensors, gradients = strategy.backward_roots(state.forward, losses, scaled, last)
+                tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
                 if tensors:
                     torch.autograd.backward(tensors, gradients)
-                if last and not check_unused:
-                    strategy.check_reduced(state.forward)
+                if last and not checks_used:
+                    strategy.check_reduced()
             result.losses.append({head: value.detach() for head, value in losses.items()})
     if rest != 1.0:
-        sharding.scale_grads(state.parameters, rest)
+        scale_grads(state.parameters, rest)
 
     scaler.unscale_(optimizer)
     if want_norm or state.clip_norm is not None:
-        result.grad_norm = sharding.grad_norm(state.parameters)
+        result.grad_norm = grad_norm(state.parameters, strategy.shard_group)
         if state.clip_norm is not None:
-            sharding.clip_grads(state.parameters, state.clip_norm, result.grad_norm)
+            clip_grads(state.parameters, state.clip_norm, result.grad_norm)
     set_lr(optimizer, state.schedule(result.step - state.skipped))
     scale = scaler.get_scale()
     scaler.step(optimizer)
@@ -191,9 +208,9 @@ def _count(state: TrainState, micros: Sequence[MicroBatch], samples: int) -> dic
     if not state.weight_heads:
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
-        return {SAMPLES: state.world.all_sum([sum(micro.samples for micro in micros)])[0]}
+        return {SAMPLES: state.world.data_sum([sum(micro.samples for micro in micros)])[0]}
     mine = [sum(micro.weights[head] for micro in micros if micro.weights) for head in state.weight_heads]
-    return dict(zip(state.weight_heads, state.world.all_sum(mine), strict=True))
+    return dict(zip(state.weight_heads, state.world.data_sum(mine), strict=True))
 
 
 def _factors(
@@ -226,7 +243,9 @@ def _factors(
     rest = 1.0
     if state.agreed.is_narrow:
         first = next((head for head in losses if whole[head] and coefficients[head]), None)
-        rest = 2 * math.frexp(coefficients[first] * state.world.size / whole[first])[0] if first is not None else 1.0
+        rest = (
+            2 * math.frexp(coefficients[first] * state.world.data_size / whole[first])[0] if first is not None else 1.0
+        )
     factors = {}
     for head, value in losses.items():
         if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):

@@ -92,7 +92,7 @@ def look(config: Mapping[str, Any], part: int) -> Nature:
     task = trainer.task()
     task.eval_data()
     with join_world(trainer.config.device) as world:
-        built, _ = build_model(trainer.config, task, world, steps_per_epoch=1)
+        built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, built.model, built.blocks)
         seed_everything(trainer.config)
         nature = Nature()

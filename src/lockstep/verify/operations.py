@@ -21,6 +21,7 @@ from lockstep.verify.digest import digest
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
+_DISTRIBUTED = f"{_PACKAGE}/distributed"  # counts units and computes norms over ranks
 _WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _REDUCTIONS = {
     "c10d::allreduce_": 0,
@@ -95,7 +96,11 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _REDUCTIONS:
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-            kind = self.talk.small if Path(_frame().f_code.co_filename).parent.name == "dist" else self.talk.reductions
+            kind = (
+                self.talk.small
+                if str(Path(_frame().f_code.co_filename).parent) == _DISTRIBUTED
+                else self.talk.reductions
+            )
             kind.append(sum(one.numel() for one in tensors))
         elif name.startswith("c10d::"):
             if name == "c10d::broadcast_":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
-from lockstep.distributed import sharding
+from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.verify.adjusted import units_of
@@ -96,7 +96,7 @@ def _twin(prepared: PreparedRun, task: Task) -> nn.Module | None:
     """A new model with the current weights, whole, on rank 0; None elsewhere."""
     model, world = prepared.built.model, prepared.state.world
     weights = {
-        name: sharding.gather_on_rank0(tensor, world)
+        name: gather_on_rank0(tensor, world)
         for name, tensor in model.state_dict().items()
         if isinstance(tensor, Tensor)
     }

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from lockstep import trainer
 from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
-from lockstep.distributed import sharding, strategy
+from lockstep.distributed import sharded_tensor
+from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
@@ -117,7 +118,7 @@ class Witness(trainer.Witness):
             prepared.plan.steps_per_epoch,
             prepared.plan.length,
         )
-        seen.sharded = strategy.is_sharded(state.forward)
+        seen.sharded = state.strategy.is_sharded
         seen.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         seen.parameters = [name for name, _ in model.named_parameters()]
         seen.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
@@ -127,7 +128,7 @@ class Witness(trainer.Witness):
             self._shadow = Shadow(prepared, self.what.follow)
             seen.followed, seen.wrongly = self._shadow.differences, self._shadow.trainable
         seen.misled = not_in_training(model)
-        start = {name: sharding.local(p.detach()).clone() for name, p in model.named_parameters()}
+        start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
         handles = [state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))]
         try:
             for micros in prepared.batches:
@@ -143,7 +144,7 @@ class Witness(trainer.Witness):
                 handle.remove()
             seen.moved = math.sqrt(
                 sum(
-                    float((sharding.local(p.detach()) - start[name]).double().square().sum())
+                    float((sharded_tensor.local(p.detach()) - start[name]).double().square().sum())
                     for name, p in model.named_parameters()
                 )
             )
@@ -187,19 +188,19 @@ class Witness(trainer.Witness):
             self.seen.modes.append(step)
         if self._shadow is not None:
             self._shadow.before_update(step)
-        self.seen.norms.append((step, float(sharding.grad_norm(state.parameters))))
+        self.seen.norms.append((step, float(grad_norm(state.parameters, state.strategy.shard_group))))
         group = optimizer.param_groups[-1]
         self.seen.rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
         self._updates += 1
         if self.what.used:
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    grad = None if parameter.grad is None else sharding.local(parameter.grad)
+                    grad = None if parameter.grad is None else sharded_tensor.local(parameter.grad)
                     zero = torch.tensor(grad is None or not bool(grad.any()))
                     self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
         if self._reference is not None:
             whole = {
-                name: sharding.gather_on_rank0(p.grad, state.world)
+                name: sharded_tensor.gather_on_rank0(p.grad, state.world)
                 for name, p in model.named_parameters()
                 if p.grad is not None
             }
@@ -228,10 +229,10 @@ class Witness(trainer.Witness):
             f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in held
         }  # no checkpoint holds them
         tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        strategy.sync_buffers(state.forward, state.world)  # as the next step, an evaluation and a checkpoint begin
+        state.strategy.sync_buffers()  # as the next step, an evaluation and a checkpoint begin
         found: State = {}
         for name, tensor in tensors.items():
-            rows = sharding.local_shard(tensor)
+            rows = sharded_tensor.local_shard(tensor)
             found[name] = (rows.start, len(rows.local) if rows.local.ndim else 1, digest(rows.local))
             self.seen.shapes[name] = rows.shape
         return found
@@ -240,13 +241,12 @@ class Witness(trainer.Witness):
         """Losses of rank 0's batch on every rank, as exact numbers; the same list on all ranks."""
         state, world = prepared.state, prepared.state.world
         batch = world.broadcast(batch)
-        strategy.sync_buffers(state.forward, world)
-        forward = strategy.unwrap_ddp(state.forward)
-        forward.eval()
-        with torch.no_grad(), state.precision.autocast():
-            losses = forward(batch)
-        forward.train()
-        sharding.reshard(forward)
+        state.strategy.sync_buffers()
+        with state.strategy.inference() as forward:
+            forward.eval()
+            with torch.no_grad(), state.precision.autocast():
+                losses = forward(batch)
+            forward.train()
         mine = {head: float(loss).hex() for head, loss in losses.items()}
         found: list[dict[str, str]] = world.broadcast(world.gather(mine))
         return found

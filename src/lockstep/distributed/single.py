@@ -1,0 +1,155 @@
+"""One rank that trains alone: the simplest strategy, and the defaults of the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lockstep.distributed.buffers import restore_buffers
+from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import Forward, Losses, backward_roots
+from lockstep.distributed.world import World
+from lockstep.errors import TrainingError
+
+
+class Single:
+    """A full copy of the model on this rank, and no exchange of gradients. For the methods, see `Strategy`.
+
+    Args:
+        find_unused_parameters: some trainable parameters get no gradient in some batches; nothing is checked then.
+    """
+
+    is_sharded = False
+    shard_group: ProcessGroup | None = None
+    forward: nn.Module
+    unwrapped: Forward
+    """The `Forward` inside the wrapper, or `forward` itself."""
+
+    def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
+        self.world, self.find_unused_parameters = world, find_unused_parameters
+        self.must_warm_up = False
+        self.must_check_used = not find_unused_parameters
+
+    @property
+    def model(self) -> nn.Module:
+        """The task's model, without `Forward` and wrapper."""
+        return self.unwrapped.model
+
+    def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
+        return make().to(self.world.device), []
+
+    def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
+        self.forward = self.unwrapped = forward
+
+    def rewrap(self) -> None:
+        self.must_check_used = not self.find_unused_parameters
+
+    def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
+        pass
+
+    def try_alone(self, batch: Any, precision: Precision) -> None:
+        alone = Single(self.world)
+        alone.wrap(self.unwrapped, ())
+        alone.pass_of_zeros(batch, precision)
+
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def check_all_used(self, losses: Losses) -> None:
+        has_constants = any(not loss.requires_grad for loss in losses.values())  # see `zero_roots`
+        unused = self._unused_parameters(losses)
+        unused_on = self.world.all_sum([float(is_unused and not has_constants) for is_unused in unused.values()])
+        names = [name for name, ranks in zip(unused, unused_on, strict=True) if ranks]
+        if names:
+            ranks = int(max(unused_on))
+            when = "" if ranks == self.world.size else f" on {ranks} of {self.world.size} ranks"
+            raise unused_error(names, "first step", when)
+        self.must_check_used = False
+
+    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+        if not last:
+            return []
+        parameters = dict(self.model.named_parameters())
+        return [parameters[name] for name, is_unused in self._unused_parameters(losses).items() if is_unused]
+
+    def check_reduced(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def inference(self) -> Generator[Forward, None, None]:
+        yield self.unwrapped
+
+    def sync_buffers(self) -> None:
+        self.world.broadcast_tensors(list(self.forward.buffers()))
+
+    def pass_of_zeros(
+        self,
+        batch: Any,
+        precision: Precision,
+        ignored_heads: Sequence[str] = (),
+        check: Callable[[Losses], None] | None = None,
+    ) -> None:
+        """A forward and a backward pass of zeros, which leaves no gradient and no change of a buffer.
+
+        Args:
+            ignored_heads: heads whose losses may be constants.
+            check: is called with the losses before the backward pass.
+        """
+        with restore_buffers(self.forward):
+            with precision.autocast():
+                losses: Losses = self.forward(batch)
+            losses = {head: loss for head, loss in losses.items() if loss.requires_grad or head not in ignored_heads}
+            if check is not None:
+                check(losses)
+            zeros = {head: torch.zeros_like(loss) for head, loss in losses.items()}
+            torch.autograd.backward(*backward_roots(self, losses, zeros, last=True))
+        for parameter in self.forward.parameters():
+            parameter.grad = None
+
+    def _unused_parameters(self, losses: Losses) -> dict[str, bool]:
+        """For each trainable parameter: whether no loss depends on it."""
+        used = leaves(losses)
+        return {name: id(p) not in used for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def leaves(losses: Losses) -> set[int]:
+    """The identities (`id`) of the leaf tensors that `losses` depend on."""
+    ids: set[int] = set()
+    seen: set[Any] = set()
+    pending = [loss.grad_fn for loss in losses.values()]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            ids.add(id(variable))
+        pending.extend(parent for parent, _ in node.next_functions)
+    return ids
+
+
+def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
+    """The error about trainable parameters without gradient. `when` follows the number of parameters, as " on 1 rank"."""
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return TrainingError(
+        f"{len(names)} trainable parameters got no gradient{when}: {shown}",
+        where=where,
+        remedy="use them in the loss, freeze them (requires_grad_(False)), "
+        "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",
+    )
+
+
+def constant_loss_error(head: str, where: str) -> TrainingError:
+    """The error about a head whose loss depends on no parameter, under a strategy that cannot train with it."""
+    return TrainingError(
+        f"the loss of head {head!r} is a constant, which depends on no parameter",
+        where=where,
+        remedy="let it depend on its parameters where it has no units, "
+        "such as a sum over an empty selection of the model's output",
+    )
