@@ -151,7 +151,9 @@ class Trainer:
         evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
         notes = loop.set_training_mode(state.strategy)
         with state.strategy.inference() as forward:
-            batch_norm.check_smallest_micro_batch(forward, prepared.plan, prepared.batches.loader.one, state.precision)
+            batch_norm.check_smallest_micro_batch(
+                forward, prepared.plan, read=prepared.batches.loader.one, precision=state.precision
+            )
         for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
             tell(text)
         consensus = StopConsensus(world, flag)
