@@ -13,12 +13,12 @@ from lockstep.distributed.heartbeat import Heartbeat, Phase
 
 RANK = """
 import sys
-from lockstep.distributed import heart
-one = heart.own()
-assert one is heart.own()
+from lockstep.distributed import heartbeat
+one = heartbeat.own()
+assert one is heartbeat.own()
 assert one.step == -1
 one.step = 2**40 + 7
-one.enter(heart.Phase.SAVING)
+one.enter(heartbeat.Phase.SAVING)
 one.beats += 41
 print("torch" in sys.modules, flush=True)
 sys.stdin.read()
@@ -121,7 +121,7 @@ def test_only_who_was_started_by_a_launcher_can_lose_it(monkeypatch, variable):
 
 
 def test_a_rank_without_its_launcher_knows(tmp_path):
-    orphan = "import sys; from lockstep.distributed import heart; print(heart.is_orphan(), flush=True); sys.stdin.read(); print(heart.is_orphan())"
+    orphan = "import sys; from lockstep.distributed import heartbeat; print(heartbeat.is_orphan(), flush=True); sys.stdin.read(); print(heartbeat.is_orphan())"
     launcher = "import json, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', json.loads(sys.argv[1])]); sys.stdin.readline()"
     environment = os.environ | {heartbeat.FOLDER: str(tmp_path)}
     command = [sys.executable, "-c", launcher, json.dumps(orphan)]
