@@ -11,8 +11,8 @@ without the library's name (20 and 50 texts of each class).
 Systems: `tfidf` (words and pairs of words, logistic regression with C=10, which did best of 1, 10 and 100 on the tuning
 parts), `fine-tuned` (`lockstep train text task.model=` all-MiniLM-L6-v2), `new` (`lockstep train text` without a
 model), and the defaults before these, `old-fine-tuned` and `old-new` (which is slow: BERT-base). `key=value` changes
-the config of all but `tfidf`. `--part tune` is for choosing such values, and leaves the test part alone: it evaluates on
-a quarter of the training part (of `docstrings`, on as many other texts as the test has).
+the config of all but `tfidf`. `--part tune` is for choosing such values, and leaves the test part alone: it evaluates
+on a quarter of the training part (of `docstrings`, on as many other texts as the test has).
 """
 
 from __future__ import annotations

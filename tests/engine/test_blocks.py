@@ -223,8 +223,12 @@ class Stack(nn.Module):
 
 
 def pass_through(recompute, autocast=False):
-    """A forward and a backward pass: the bits of the loss and the gradients, the bytes that the forward pass kept for the
-    backward pass, and which inner values lived until then."""
+    """A forward and a backward pass.
+
+    Returns:
+        the bits of the loss and the gradients, the bytes that the forward pass kept for the backward pass, and which
+        inner values lived until then.
+    """
     torch.manual_seed(0)
     model, inputs = Stack(), torch.randn(16, 8, requires_grad=True)
     if recompute:

@@ -255,7 +255,7 @@ def check_any_update(state: TrainState) -> None:
     if state.precision.name == "fp16":
         causes.insert(0, "the gradients overflowed in fp16: use precision=bf16 or fp32")
     raise TrainingError(
-        f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the weights of the beginning",
+        f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the initial weights",
         where="end of training",
         remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
     )

@@ -256,9 +256,9 @@ def _factors(
     batch. Losses that are constants and have coefficient 0 have no factor.
 
     A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
-    is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after the
-    last backward pass of the step. With several heads the rest is that of the first head, and the factors of the other
-    heads are relative to it.
+    is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after
+    the last backward pass of the step. With several heads, the rest is that of the first head, and the factors of the
+    other heads are relative to it.
 
     Raises:
         TrainingError: the loss and the weight have different heads, a coefficient belongs to no head, or a loss with
