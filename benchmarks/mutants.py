@@ -86,8 +86,10 @@ def table(results: dict[str, Found], before: str, clean: dict[str, Found], nproc
     lines = [
         "# What `lockstep verify` notices",
         "",
-        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one at a time, and verifies the training on {nproc} ranks.",
-        f"The check that is to notice it reported a fault for {len(caught)} of them; together they took {minutes:.0f} minutes. The same {len(bases)}",
+        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one at a time, "
+        f"and verifies the training on {nproc} ranks.",
+        f"The check that is to notice it reported a fault for {len(caught)} of them; together they took "
+        f"{minutes:.0f} minutes. The same {len(bases)}",
         f"trainings as they are gave {'no fault' if not alarms else f'faults: {alarms}'}.",
         "",
         "| mutant | what was broken | caught by | what verify said | seconds |",
@@ -145,7 +147,8 @@ def main() -> int:
             ranks.close()
     missed = [name for name, found in results.items() if MUTANTS[name].check not in found.faults]
     print(
-        f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; {sum(bool(one.faults) for one in clean.values())} false alarms"
+        f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; "
+        f"{sum(bool(report.faults) for report in clean.values())} false alarms"
     )
     if options.write is not None:
         before = options.write.read_text() if options.write.exists() else ""

@@ -2,10 +2,10 @@
 
     python benchmarks/verify.py [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
 
-Each is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless `--full` is given). A fault is a
-false alarm, since all of these are right. Recipes that need data take real data from DIR (default: ../shared/data), and are left
-out, with a word, where it is absent. Workers stay warm from one to the next: starting them, once per command for a user, is not in
-the times.
+Each is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless `--full` is
+given). A fault is a false alarm, since all of these are right. Recipes that need data take real data from DIR (default:
+../shared/data), and are left out, with a word, where it is absent. Workers stay warm from one to the next: starting
+them, once per command for a user, is not in the times.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def main() -> None:
                         others = [f"{one.name}: {one.reason}" for one in result.checks if one.status != "passed"]
                         passed = sum(one.status == "passed" for one in result.checks)
                         print(
-                            f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s",
+                            f"{target:<28} {count} {strategy:<5} {passed:>2} passed "
+                            f"{len(result.faults)} faults {result.seconds:5.1f} s",
                             flush=True,
                         )
                         for other in others:

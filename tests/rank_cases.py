@@ -147,7 +147,7 @@ def ledger(run_dir, settings, options):
 
     def noting(run, micros, samples, want_norm=False):
         steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
-        return original(run, micros, samples, want_norm)
+        return original(run, micros, samples, want_norm=want_norm)
 
     loop.train_step = noting
     try:
