@@ -1,6 +1,6 @@
 """Break the engine in many ways, one at a time, and see which of `lockstep verify`'s checks notices.
 
-    .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write docs/mutants.md]
+    .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write benchmarks/MUTANTS.md]
 
 What is right is verified first, with every check that is to catch something in it, so that a catch is no false alarm.
 """
@@ -32,7 +32,7 @@ def clean_twins(
             else list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
         )
         found[base] = one = judge(base, checks)
-        faults = "; ".join(f"{check}: {one.verdicts[check].reason}" for check in one.faults)
+        faults = "; ".join(f"{check}: {one.checks[check].reason}" for check in one.faults)
         print(f"as it is  {base:24} {one.seconds:5.1f} s  {one.error or faults or 'no fault'}", flush=True)
     return found
 
@@ -52,9 +52,9 @@ def shortened(text: str, length: int = 160) -> str:
 
 def said(name: str, found: Found) -> str:
     """By the check that was to catch it, or by the first that did."""
-    verdict = found.verdicts.get(MUTANTS[name].check)
+    verdict = found.checks.get(MUTANTS[name].check)
     if verdict is not None and verdict.status != "fault" and found.faults:
-        verdict = found.verdicts[found.faults[0]]
+        verdict = found.checks[found.faults[0]]
     return found.error or (verdict.reason if verdict is not None else "")
 
 
@@ -117,11 +117,11 @@ def main() -> int:
     options = parser.parse_args()
     names = [name for name, one in MUTANTS.items() if not options.names or {name, one.check} & {*options.names}]
 
-    from lockstep.verify.ranks import Ranks
+    from lockstep.verify.workers import Workers
 
     results: dict[str, Found] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        ranks = Ranks(Path(folder) / "ranks.log")
+        ranks = Workers(Path(folder) / "ranks.log")
         place, common = Path(folder) / "run", {"nproc": options.nproc, "steps": options.steps}
         try:
             clean = clean_twins(
@@ -134,7 +134,7 @@ def main() -> int:
                 check = MUTANTS[name].check
                 results[name] = found = mutants.judge(name, ranks, place, ordered(check, options.all_checks), **common)
                 word = "caught" if check in found.faults else "elsewhere" if found.faults else "SURVIVED"
-                unclear = [one.name for one in found.verdicts.values() if one.status == "not shown"]
+                unclear = [one.name for one in found.checks.values() if one.status == "not shown"]
                 by = ", ".join(found.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
                 print(
                     f"{word:9} {name:60} {check:13} {found.seconds:5.1f} s  {by}: {shortened(said(name, found), 110)}",

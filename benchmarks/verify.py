@@ -4,7 +4,7 @@
 
 Each is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless `--full` is given). A fault is a
 false alarm, since all of these are right. Recipes that need data take real data from DIR (default: ../shared/data), and are left
-out, with a word, where it is absent. Ranks stay warm from one to the next: starting them, once per command for a user, is not in
+out, with a word, where it is absent. Workers stay warm from one to the next: starting them, once per command for a user, is not in
 the times.
 """
 
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from lockstep import config_file  # noqa: E402
 from lockstep.verify import command  # noqa: E402
-from lockstep.verify.ranks import Ranks  # noqa: E402
+from lockstep.verify.workers import Workers  # noqa: E402
 
 COMMON = ["optim.lr=0.01", "batch.global=40"]
 CLEAN: dict[str, list[str]] = {
@@ -91,7 +91,7 @@ def main() -> None:
     alarms = runs = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = Ranks(folder / "ranks.log")
+        ranks = Workers(folder / "ranks.log")
         ranks.run(max(map(int, options.ranks.split(","))), int)
         try:
             for target, (what, overrides) in targets(options.data).items():
@@ -112,10 +112,10 @@ def main() -> None:
                         )
                         runs += 1
                         alarms += len(result.faults)
-                        for verdict in result.verdicts:
+                        for verdict in result.checks:
                             seconds.setdefault(verdict.name, []).append(verdict.seconds)
-                        others = [f"{one.name}: {one.reason}" for one in result.verdicts if one.status != "passed"]
-                        passed = sum(one.status == "passed" for one in result.verdicts)
+                        others = [f"{one.name}: {one.reason}" for one in result.checks if one.status != "passed"]
+                        passed = sum(one.status == "passed" for one in result.checks)
                         print(
                             f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s",
                             flush=True,

@@ -19,7 +19,7 @@ from lockstep.distributed.world import join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import loop
 from lockstep.errors import exits_are_failures
-from lockstep.trainer import Witness
+from lockstep.trainer import Recorder
 
 
 def config(**sections):
@@ -99,13 +99,13 @@ def whole_weights(model):
     return {name: gather(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
 
 
-class FinalWeights(Witness):
+class FinalWeights(Recorder):
     """Keeps the weights that `Trainer.fit` ends with, gathered while the ranks are still together."""
 
     def __init__(self):
         self.tensors = {}
 
-    def watch(self, prepared):
+    def record_steps(self, prepared):
         self.prepared = prepared
         return prepared.batches
 

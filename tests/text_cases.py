@@ -6,7 +6,7 @@ from torch.nn import functional
 from lockstep import Task
 from lockstep.data.order import permute
 from lockstep.tasks.text.task import Text
-from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from tests import runs
 
 SIZES = {
@@ -29,7 +29,7 @@ BAG = {"train": "docstrings", "max_length": 48, "scratch": {"vocab_size": 500}}
 
 def train(options, settings, run_dir=None):
     """A text task in float64."""
-    return runs.fit(Adjusted(Text(**options), Adjustment(double=True)), settings, run_dir)
+    return runs.fit(ComparableTask(Text(**options), TaskChanges(float64=True)), settings, run_dir)
 
 
 def difference(one, other):

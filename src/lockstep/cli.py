@@ -209,7 +209,8 @@ def verify(
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
         with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
-            result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
+            config = settings.model_dump(by_alias=True)
+            result = command.verify(config, count, folder, checks=names, quick=quick, steps=steps)
         print(report.summary(result))
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:

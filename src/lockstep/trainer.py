@@ -73,12 +73,12 @@ class Trainer:
 
     # ---- training
 
-    def fit(self, task: Task | None = None, witness: Witness | None = None) -> dict[str, float]:
+    def fit(self, task: Task | None = None, recorder: Recorder | None = None) -> dict[str, float]:
         """Train to the end, resuming what the run directory holds.
 
         Args:
             task: instead of the config's.
-            witness: sees the training on every rank.
+            recorder: records the training on every rank.
 
         Returns:
             the last value of everything logged, such as `train/loss` and `eval/accuracy`.
@@ -100,9 +100,9 @@ class Trainer:
             self.model = prepared.built.model
             writers = self._writers(task, prepared)
             batches: Iterator[list[MicroBatch]] = prepared.batches
-            if witness is not None:
-                writers.append(witness)
-                batches = witness.watch(prepared)
+            if recorder is not None:
+                writers.append(recorder)
+                batches = recorder.record_steps(prepared)
             try:
                 self.results = self._train(task, prepared, batches, flag, writers)
             finally:
@@ -151,7 +151,9 @@ class Trainer:
         evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
         notes = loop.set_training_mode(state.strategy)
         with state.strategy.inference() as forward:
-            batch_norm.check_smallest_micro_batch(forward, prepared.plan, prepared.batches.loader.one, state.precision)
+            batch_norm.check_smallest_micro_batch(
+                forward, prepared.plan, prepared.batches.loader.batch_of, state.precision
+            )
         for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
             tell(text)
         consensus = StopConsensus(world, flag)
@@ -441,10 +443,10 @@ class Trainer:
         return self.run_dir / "task"
 
 
-class Witness(Writer):
-    """Sees a training on every rank, between its steps, and leaves no trace in it."""
+class Recorder(Writer):
+    """Records a training on every rank, between its steps, and leaves no trace in it."""
 
-    def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
         raise NotImplementedError
 

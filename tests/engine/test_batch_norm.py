@@ -32,7 +32,7 @@ def test_fillers_move_no_statistics(world, length, micro, strategy, lengths):
     settings["optim"] = {"name": "SGD", "lr": 1e-30}
     plan = StepPlan(length, 12, micro, world, lengths=np.array([1 + n % 7 for n in range(length)]) if lengths else None)
     fillers = [
-        rank for step in range(5) for rank, chunks in enumerate(plan.chunks(step)) for chunk in chunks if chunk.filler
+        rank for step in range(5) for rank, chunks in enumerate(plan.by_rank(step)) for chunk in chunks if chunk.filler
     ]
     assert fillers
     assert (0 in fillers) == (lengths and micro == 1)
@@ -106,7 +106,7 @@ def test_the_plan_knows_its_smallest_micro_batch(length, world, micro, expected)
     sizes = [
         (len(chunk.indices), step)
         for step in range(plan.steps_per_epoch)
-        for rank in plan.chunks(step)
+        for rank in plan.by_rank(step)
         for chunk in rank
         if not chunk.filler
     ]

@@ -36,9 +36,9 @@ def catches(name, checks, clean, folder):
     mutant = MUTANTS[name]
     right = clean(mutant.base, checks)
     assert not right.error, right.error
-    assert right.verdicts[mutant.check].status == "passed", right.verdicts[mutant.check].reason
+    assert right.checks[mutant.check].status == "passed", right.checks[mutant.check].reason
     wrong = mutants.judge(name, ranks._ranks, folder, [mutant.check])
-    assert wrong.faults == [mutant.check], wrong.error or wrong.verdicts[mutant.check].reason
+    assert wrong.faults == [mutant.check], wrong.error or wrong.checks[mutant.check].reason
 
 
 @pytest.mark.parametrize("name", QUICK)

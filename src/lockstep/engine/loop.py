@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import StepPlan
-from lockstep.distributed.strategy import Strategy
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
+from lockstep.distributed.strategy import Strategy
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import Memory
 from lockstep.engine.out_of_memory import StepTooLarge

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.sources.labels import count_labels, match_labels, split
 from lockstep.sources.table import SUFFIXES, Source, lines_of
@@ -97,13 +97,9 @@ class Text(Task):
         """Label names, the tokenizer and the model's config are kept in `folder`, in Hugging Face's own files."""
         self.trained = trained
         if not (folder / "config.json").exists():
-            staging = folder.with_name(f".staging-{folder.name}")
-            shutil.rmtree(staging, ignore_errors=True)
             try:
-                staging.mkdir(parents=True)
-                self._write(staging, self.config)
-                shutil.rmtree(folder, ignore_errors=True)
-                staging.rename(folder)
+                with atomic.staged_folder(folder, replace=True) as staging:
+                    self._write(staging, self.config)
             except OSError as error:
                 raise UsageError(
                     f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
