@@ -36,8 +36,9 @@ def _release_groups() -> None:
     the Python object waits for them without that lock; DDP's reducer, where it holds the last reference, waits with it
     and never wakes (seen with torch 2.13). So the Python object must go last.
     """
-    gc.collect()
-    _retired.clear()
+    if _retired:
+        gc.collect()
+        _retired.clear()
 
 
 def retire(groups: Sequence[dist.ProcessGroup]) -> None:
