@@ -10,7 +10,7 @@ from lockstep.distributed.world import World
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
-# When a micro-batch of 12 samples or more fails: rank, in which of its forward or backward passes (also by number of ranks).
+# Where a micro-batch of 12 samples or more fails: rank, number of the pass (also by number of ranks), kind of the pass.
 PLACES = {
     "first forward pass": (0, 1, "forward"),
     "first backward pass": (1, 1, "backward"),

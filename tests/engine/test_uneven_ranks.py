@@ -1,4 +1,4 @@
-"""What differs between ranks or batches: the order of heads, heads without units, parameters that a rank does not use."""
+"""Differences between ranks or batches: the order of heads, heads without units, unused parameters."""
 
 import pytest
 import torch
