@@ -143,7 +143,9 @@ def prepare_run(
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, config.compute.halve_on_oom and world.device.type == "cuda"),
     )
-    checkpoint_state.capture(built.model, state.optimizer)  # where the state cannot be saved, this raises now, and not at the end
+    checkpoint_state.capture(
+        built.model, state.optimizer
+    )  # where the state cannot be saved, this raises now, and not at the end
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, world.data_rank, step, stop)
     return PreparedRun(
@@ -205,9 +207,7 @@ def build_model(
     strategy.wrap(Forward(model, task.loss), list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return BuiltModel(
-        model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages
-    )
+    return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
@@ -294,9 +294,7 @@ def make_optimizer(
         1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
     )
     groups = [
-        Group(
-            group.name, group.match, lr=group.lr * scale if group.lr else None, weight_decay=group.weight_decay
-        )
+        Group(group.name, group.match, lr=group.lr * scale if group.lr else None, weight_decay=group.weight_decay)
         for group in optim.groups
     ]
     return build_optimizer(

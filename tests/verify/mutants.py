@@ -353,17 +353,19 @@ _engine(
 # ---- tensors that are read at once, and methods that are set on the object
 
 AT_ONCE, CHUNKS = "data.loader:MicroBatches.__getitem__", "data.loader:MicroBatches.__init__"
-_engine("neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[rows]", "tensor[rows - 1]"), base="tensors")
+_engine(
+    "neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[indices]", "tensor[indices - 1]"), base="tensors"
+)
 _engine(
     "first row read at once in the place of the last",
     "gradients",
-    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor((*chunk.indices[:-1], chunk.indices[0]))"),
+    (AT_ONCE, "torch.tensor(plan.indices)", "torch.tensor((*plan.indices[:-1], plan.indices[0]))"),
     base="tensors",
 )
 _engine(
     "labels read at once in another order than inputs",
     "gradients",
-    (AT_ONCE, "tensor[rows]", "tensor[rows if tensor.ndim > 1 else rows.sort().values]"),
+    (AT_ONCE, "tensor[indices]", "tensor[indices if tensor.ndim > 1 else indices.sort().values]"),
     base="tensors",
 )
 _engine(
@@ -375,13 +377,13 @@ _engine(
 _engine(
     "rows read at once in reversed order",
     "predictions",
-    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor(chunk.indices).flip(0)"),
+    (AT_ONCE, "torch.tensor(plan.indices)", "torch.tensor(plan.indices).flip(0)"),
     base="tensors",
 )
 _engine(
     "rows of evaluation data read at once twice",
     "evaluation",
-    (AT_ONCE, "tensor[rows]", "tensor[rows if self.training else rows // 2]"),
+    (AT_ONCE, "tensor[indices]", "tensor[indices if self.training else indices // 2]"),
     base="tensors",
 )
 _engine(
@@ -413,18 +415,22 @@ _engine(
 _engine(
     "samples that draw found, and not seeded",
     "gradients",
-    (SEEDING, "self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))", "pass"),
+    (SEEDING, "self.drawn = tuple(generator for generator in GENERATORS if generator in drawn)", "pass"),
     (
         SEEDING,
-        "tuple(one for one in GENERATORS if one not in self.drawn)",
-        "tuple(one for one in self._others if one not in found)",
+        "tuple(generator for generator in GENERATORS if generator not in self.drawn)",
+        "tuple(generator for generator in self._others if generator not in newly_drawn)",
     ),
     base="rarely",
 )
 _engine(
     "nobody looks for draws after a micro-batch without any",
     "gradients",
-    (SEEDING, "if found:", "self._others, self._seed = (self._others, self._seed) if found else ((), None)\nif found:"),
+    (
+        SEEDING,
+        "if newly_drawn:",
+        "self._others, self._seed = (self._others, self._seed) if newly_drawn else ((), None)\nif newly_drawn:",
+    ),
     base="rarely",
 )
 _engine(
@@ -607,9 +613,9 @@ _engine(
     "augmentation seeded per rank",
     "ranks",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
-        f"derive_seed(index, {RANK}, state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        f"derive_seed(index, {RANK}, state=epoch_seed)",
     ),
 )
 _engine(
@@ -737,8 +743,8 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(rows.local, non_blocking=True)",
-        "buffer.copy_(rows.local.roll(1, 0) if rows.writer else rows.local)",
+        "buffer.copy_(shard.local, non_blocking=True)",
+        "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
     ),
 )
 
@@ -842,7 +848,7 @@ _engine(
     "collate not seeded",
     "resume",
     (AT_ONCE, "if self.collates:", "if False:"),
-    (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, chunk.epoch))", "pass"),
+    (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, plan.epoch))", "pass"),
     (AT_ONCE, "if not self.seeding.found_more():", "if True:"),
     base="mixed-in-collate",
 )
@@ -851,8 +857,8 @@ _engine(
     "resume",
     (
         AT_ONCE,
-        "chunk.indices[0], _OF_A_BATCH",
-        "self.__dict__.setdefault('count', []).append(0) or len(self.count), _OF_A_BATCH",
+        "plan.indices[0], _COLLATE",
+        "self.__dict__.setdefault('count', []).append(0) or len(self.count), _COLLATE",
     ),
     base="mixed-in-collate",
 )
@@ -880,13 +886,13 @@ _engine(
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "rows.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=True)", "shard.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
     "rank 0's shard only",
     "resume",
-    ("checkpoint.saver:Saver._stage", "if rows.writer and", "if rows.writer and self.world.rank == 0 and"),
+    ("checkpoint.saver:Saver._stage", "if shard.writer and", "if shard.writer and self.world.rank == 0 and"),
     base="fsdp",
 )
 _engine(
@@ -902,8 +908,8 @@ _engine(
     "augmentation seeded by the steps of this process",
     "resume",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
         "derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))",
     ),
 )
@@ -1042,7 +1048,7 @@ _engine(
 _engine(
     "each sample of odd number read as its neighbour",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
+    ("data.loader:MicroBatches._read_sample", "self.data[index]", "self.data[index // 2 * 2]"),
 )
 _engine(
     "neighbours where the data set reads many at once",
@@ -1063,12 +1069,16 @@ _engine(
 _engine(
     "every epoch prepared as the first",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "derive_seed(index, state=of_epoch)", "derive_seed(self.seed, 0, index)"),
+    (
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        "derive_seed(self.seed, 0, index)",
+    ),
 )
 _engine(
     "training samples prepared as for evaluation",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "epoch, self.training)", "epoch, False)"),
+    ("data.loader:MicroBatches._read_sample", "epoch, self.training)", "epoch, False)"),
 )
 
 # ---- evaluation: another number than one plain loop gives
@@ -1082,7 +1092,7 @@ _engine(
     "partial last batch dropped",
     "evaluation",
     (
-        "data.order:EvaluationPlan.chunks",
+        "data.order:EvaluationPlan.by_rank",
         "range(0, self.length, self.micro_batch)]",
         "range(0, self.length - self.micro_batch + 1, self.micro_batch)]",
     ),
@@ -1110,7 +1120,7 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:_forwards",
-        "seed_forward(derive_seed(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)",
+        "seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)",
         "pass",
     ),
     base="mixed-in-loss",
@@ -1240,9 +1250,9 @@ _engine(
     "samples seeded per process",
     "determinism",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
-        "derive_seed(index, id(self), state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        "derive_seed(index, id(self), state=epoch_seed)",
     ),
     base="workers",
 )
