@@ -328,12 +328,10 @@ def test_a_decay_of_a_group_that_the_optimizer_does_not_take_is_refused():
     assert "weight_decay" in refusal("Rprop", 0.1, groups=[Group("head", ["head.*"], None, 0.1)])
 
 
-def test_a_rate_among_the_arguments_is_refused_or_used():
-    try:
-        optimizer = build_optimizer(make_model(), "SGD", 0.1, args={"lr": 0.5})
-    except UsageError:
-        return
-    assert optimizer.param_groups[0]["lr"] == 0.5
+def test_a_rate_among_the_arguments_is_refused():
+    text = refusal("SGD", 0.1, args={"lr": 0.5})
+    assert "optim.args.lr: given in a second place" in text
+    assert "set optim.lr" in text
 
 
 @pytest.mark.parametrize(
