@@ -59,7 +59,7 @@ def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -
 
 def of_reading(data: TextData) -> list[str]:
     """What a person should know of the way in which the texts were read."""
-    return [f"  {told}" for told in data.texts.told]
+    return [f"  {note}" for note in data.texts.notes]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
