@@ -61,7 +61,7 @@ def tokenizer(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.mktemp("tokenizer")))
-        return train_tokenizer([" ".join(WORDS)] * 3, "digest", 60, True)
+        return train_tokenizer([" ".join(WORDS)] * 3, digest="digest", vocab_size=60, lowercase=True)
 
 
 @pytest.fixture
