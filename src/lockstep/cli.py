@@ -62,7 +62,7 @@ def train(
         int | None,
         typer.Option(
             min=0,
-            help="How often killed or crashed ranks are started again. Default: 3; for a single rank 0, without a launcher.",
+            help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
         ),
     ] = None,
     debug: Debug = False,
@@ -258,7 +258,10 @@ def _is_first() -> bool:
 
 @contextlib.contextmanager
 def _reporting(debug: bool) -> Iterator[None]:
-    """Turn exceptions into messages and exit codes. If a launcher started this rank, the launcher prints the message."""
+    """Turn exceptions into messages and exit codes.
+
+    If a launcher started this rank, the launcher prints the message.
+    """
     try:
         with exits_are_failures():
             yield

@@ -236,7 +236,10 @@ def _alternatives() -> Iterator[tuple[str, str, str]]:
 
 
 def _suggest(raw: dict[str, Any]) -> None:
-    """Fill in the values that suit the task. A section with another `name` (of optimizer or schedule) stays as it is."""
+    """Fill in the values that suit the task.
+
+    A section with another `name` (of optimizer or schedule) stays as it is.
+    """
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
     if not isinstance(task, dict) or not isinstance(kind, str) or ".py:" in kind:
@@ -278,8 +281,8 @@ def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
     """A line for each key that is wrong.
 
-    If a value may have several types, pydantic reports an error for each type; they share a line. If a type fits and only a
-    key further inside is wrong, the value as a whole is not reported.
+    If a value may have several types, pydantic reports an error for each type; they share a line. If a type fits and
+    only a key further inside is wrong, the value as a whole is not reported.
     """
     lines: dict[str, str] = {}
     for fault in error.errors():

@@ -24,7 +24,8 @@ class LockstepError(Exception):
     retryable = False
     """Whether the same command may succeed the next time. Then a launcher starts the ranks again."""
     retries_differently = False
-    """Whether the next start does the same step in another way, so that a second failure at this step is another failure."""
+    """Whether the next start does the same step in another way, so that a second failure at this step is another
+    failure."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)

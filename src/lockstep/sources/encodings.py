@@ -1,4 +1,7 @@
-"""The text of a text file: decoded by its byte order mark, else as UTF-8. Errors name the remedy for other encodings."""
+"""The text of a text file: decoded by its byte order mark, else as UTF-8.
+
+Errors name the remedy for other encodings.
+"""
 
 from __future__ import annotations
 

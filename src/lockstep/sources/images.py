@@ -24,8 +24,8 @@ LabelledImage = tuple[Tensor, int]
 class Digits(Dataset[LabelledImage]):
     """UCI optical digits: 1,797 scanned digits of 8x8 pixels, embedded in the package.
 
-    A sample is (image, label): a uint8 tensor (1, 8, 8) and a number from 0 to 9. 360 samples, drawn by a fixed permutation,
-    are held back for evaluation.
+    A sample is (image, label): a uint8 tensor (1, 8, 8) and a number from 0 to 9. 360 samples, drawn by a fixed
+    permutation, are held back for evaluation.
 
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository 1998,
     doi:10.24432/C50P49, CC BY 4.0; as bundled with scikit-learn.

@@ -1,4 +1,5 @@
-"""Labels of samples: class numbers from the values of a table, the same numbers for several sources, and splits by class."""
+"""Labels of samples: class numbers from the values of a table, the same numbers for several sources, and splits by
+class."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Labelled(Protocol):
     names: list[str]
     """The names of the labels."""
     codes: Array
-    """The label of each sample as its place in `names`, or -1: (samples,). Several labels: 0 and 1, (samples, names)."""
+    """The label of each sample as its place in `names`, or -1: (samples,). Several labels: 0 and 1, (samples,
+    names)."""
 
     def __len__(self) -> int: ...
 
@@ -124,7 +126,8 @@ def _name(value: Any) -> str:
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:
-    """Names sorted by value if all are numbers, else by letter: the same order in every process and on every machine."""
+    """Names sorted by value if all are numbers, else by letter: the same order in every process and on every
+    machine."""
     names = sorted(names)
     try:
         values = {name: float(name) for name in names}
@@ -164,10 +167,11 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
 
 
 def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
-    """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of `seed`.
+    """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
+    `seed`.
 
-    Each class gives its share, rounded up or down so that the sum is the share of all samples, as far as possible. A class
-    with a single sample stays in training. With several labels per text, a class is a combination of labels.
+    Each class gives its share, rounded up or down so that the sum is the share of all samples, as far as possible. A
+    class with a single sample stays in training. With several labels per text, a class is a combination of labels.
     """
     classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(classes)

@@ -1,4 +1,5 @@
-"""Tables (columns with rows) from CSV, TSV, JSON, JSON lines, Parquet, a saved `datasets` folder, or the Hugging Face hub."""
+"""Tables (columns with rows) from CSV, TSV, JSON, JSON lines, Parquet, a saved `datasets` folder, or the Hugging Face
+hub."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Source:
     delimiter: str | None = None
     """CSV: None means a tab for .tsv, else a comma."""
     quoting: str | None = None
-    """CSV: `minimal` (a field may stand in double quotes) or `none` (quotes are letters). None: `none` for .tsv, else `minimal`."""
+    """CSV: `minimal` (a field may stand in double quotes) or `none` (quotes are letters). None: `none` for .tsv, else
+    `minimal`."""
 
     @staticmethod
     def parse(text: str, split: str = "train", **options: Any) -> Source:
@@ -116,7 +118,8 @@ class Source:
         """The whole table.
 
         Raises:
-            DataError: the source cannot be read, has rows of different lengths, is not UTF-8, or is of an unknown kind. The
+            DataError: the source cannot be read, has rows of different lengths, is not UTF-8, or is of an unknown kind.
+            The
                 error names file and line, or byte.
         """
         if self.name == EMBEDDED:
@@ -145,7 +148,8 @@ class Source:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, as editors count them. (`str.splitlines` would also cut at form feeds and Unicode separators.)"""
+    """The lines of a text, as editors count them. (`str.splitlines` would also cut at form feeds and Unicode
+    separators.)"""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines[:-1] if lines[-1] == "" else lines
 
@@ -197,7 +201,8 @@ def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
 
 
 def _notes_on_quotes(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """A note if quotes were read as letters and seem to enclose fields: all fields with quotes look as a CSV writer quotes."""
+    """A note if quotes were read as letters and seem to enclose fields: all fields with quotes look as a CSV writer
+    quotes."""
     with_quotes = [field for row in rows for field in row if '"' in field]
     quoted = [field for field in with_quotes if len(field) > 1 and field[0] == field[-1] == '"']
     if not quoted or len(quoted) < len(with_quotes) or any('"' in field[1:-1].replace('""', "") for field in quoted):

@@ -1,7 +1,7 @@
 """The source code of a user's task: its parts, and the differences from the parts that a run has kept.
 
-A part is a Python file, named by its path below the task's folder. If the task is given as an object, a part is a class or
-function, named by its qualified name. Comments, docstrings and layout do not count as differences.
+A part is a Python file, named by its path below the task's folder. If the task is given as an object, a part is a class
+or function, named by its qualified name. Comments, docstrings and layout do not count as differences.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
 
     Args:
         kind: `FILE.py:Class`, if the config names a file. If the task is of this class, its parts are files.
-        kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another file
+        kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another
+        file
             has changed itself.
     """
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
@@ -92,7 +93,8 @@ def now(path: Path, kept: Mapping[str, str]) -> Parts:
 
 
 def of_class(kind: type) -> Parts:
-    """A task's class, its bases, and the classes and functions that they name, if they are the user's and have a source."""
+    """A task's class, its bases, and the classes and functions that they name, if they are the user's and have a
+    source."""
     parts: Parts = {}
     pending: list[Any] = [base for base in kind.__mro__ if _is_users(base)]
     home = _home(kind)
@@ -134,7 +136,10 @@ def digest(parts: Mapping[str, str]) -> str:
 
 
 def commit(folder: Path) -> dict[str, Any] | None:
-    """The git commit of a folder, and whether tracked files differ from it (`dirty`). None outside of a git repository."""
+    """The git commit of a folder, and whether tracked files differ from it (`dirty`).
+
+    None outside of a git repository.
+    """
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), "status"]
     options = ["--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
@@ -169,7 +174,8 @@ def _loaded(folders: list[Path]) -> list[Path]:
 
 
 def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path, str]]:
-    """(folder, dotted name) of each module that a file may import, anywhere in it, also by importlib.import_module("NAME")."""
+    """(folder, dotted name) of each module that a file may import, anywhere in it, also by
+    importlib.import_module("NAME")."""
     for node in _walk(text):
         names: list[str] = []
         places: Sequence[Path] = folders
@@ -187,7 +193,10 @@ def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path,
 
 
 def _files(folder: Path, module: str) -> list[Path]:
-    """The files that Python runs to import a dotted name from `folder`. Parts of the name that are not modules are left out."""
+    """The files that Python runs to import a dotted name from `folder`.
+
+    Parts of the name that are not modules are left out.
+    """
     files: list[Path] = []
     for part in module.strip(".").split("."):
         folder, file = folder / part, folder / f"{part}.py"
@@ -213,13 +222,19 @@ def _libraries() -> tuple[str, ...]:
 
 
 def _home(definition: Any) -> Path | None:
-    """The folder of the file of a class or function, or of the outermost package around the file. None without a file."""
+    """The folder of the file of a class or function, or of the outermost package around the file.
+
+    None without a file.
+    """
     file = getattr(sys.modules.get(definition.__module__), "__file__", None)
     return package_of(Path(file).resolve())[1] if file else None
 
 
 def _text(definition: Any) -> str | None:
-    """The source of a class or function; for a class from a notebook, the source of its methods. None without a source."""
+    """The source of a class or function; for a class from a notebook, the source of its methods.
+
+    None without a source.
+    """
     file = getattr(sys.modules.get(definition.__module__), "__file__", None)
     if file:
         return _definitions(_read(Path(file)) or "").get(definition.__qualname__)
@@ -288,7 +303,10 @@ def _does_nothing(node: ast.AST) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def _units(text: str) -> Units:
-    """The code without comments and docstrings, and the first line, of each function and class. Module code has the name ""."""
+    """The code without comments and docstrings, and the first line, of each function and class.
+
+    Module code has the name "".
+    """
     tree = _tree(text)
     if tree is None:
         return {"": (text, 1)}

@@ -60,7 +60,8 @@ class Texts:
         self.notes: list[str] = about["told"]
         """Remarks for people about the way in which the texts were read."""
         self.codes: Array = _mapped(folder / "codes.npy")
-        """The label of each text as its place in `names`, or -1: (texts,). Several labels per text: 0 and 1, (texts, names)."""
+        """The label of each text as its place in `names`, or -1: (texts,). Several labels per text: 0 and 1, (texts,
+        names)."""
         self._places: Array = _mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -111,7 +112,8 @@ def read_texts(
         empty: `raise` an error for texts without any letter, or `drop` them.
 
     Raises:
-        DataError: the source cannot be read, has no such columns, or has texts that are empty or have no label. The error
+        DataError: the source cannot be read, has no such columns, or has texts that are empty or have no label. The
+        error
             names file and line.
     """
 

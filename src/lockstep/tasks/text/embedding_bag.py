@@ -63,7 +63,8 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 
-# These names go into config.json, where transformers looks for classes that it lacks. `register` lets it copy this file.
+# These names go into config.json, where transformers looks for classes that it lacks. `register` lets it copy this
+# file.
 AUTO_MAP = {
     "AutoConfig": "embedding_bag.EmbeddingBagConfig",
     "AutoModelForSequenceClassification": "embedding_bag.EmbeddingBagForSequenceClassification",

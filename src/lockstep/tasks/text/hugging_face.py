@@ -164,7 +164,8 @@ def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_tok
 
 
 def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: bool) -> list[str]:
-    """The labels in the order that the model has. If the model does not classify, or has other names: `labels` as they are.
+    """The labels in the order that the model has. If the model does not classify, or has other names: `labels` as they
+    are.
 
     Raises:
         UsageError: the model classifies into another number of classes, and its last layer is not replaced.
@@ -232,7 +233,10 @@ def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Mod
 
 
 def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
-    """Write a config and a tokenizer into `folder`. The tokenizer's longest text is the model's limit, else `max_length`."""
+    """Write a config and a tokenizer into `folder`.
+
+    The tokenizer's longest text is the model's limit, else `max_length`.
+    """
     config.save_pretrained(folder)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = min(tokenizer.model_max_length, longest(config, tokenizer) or max_length)
