@@ -79,13 +79,6 @@ def error_of(kind, options, settings, run_dir=None):
     return None
 
 
-class Reported(own_tasks.Classes):
-    """Its evaluation's samples are asked for."""
-
-    def report(self, values, samples):
-        return ""
-
-
 def evaluate_and_predict(lengths, micro):
     """Evaluation results, predictions and, on rank 0, the table and the samples to show of an untrained model.
 
@@ -102,7 +95,7 @@ def evaluate_and_predict(lengths, micro):
     answers = []
     with join_world("cpu") as world:
         for length in lengths:
-            task = Reported(eval_length=length)
+            task = own_tasks.Classes(eval_length=length)
             torch.manual_seed(0)
             model = task.model()
             loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
@@ -116,7 +109,7 @@ def evaluate_and_predict(lengths, micro):
             def show(values, samples, shown=shown):
                 shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
 
-            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show)
+            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show, show_samples=True)
             answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 
@@ -156,7 +149,7 @@ def ledger(run_dir, settings, options):
 
     def noting(run, micros, samples, want_norm=False):
         steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
-        return original(run, micros, samples, want_norm)
+        return original(run, micros, samples, want_norm=want_norm)
 
     loop.train_step = noting
     try:

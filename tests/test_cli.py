@@ -54,7 +54,7 @@ def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_pat
         (["image_folder"], "needs data.train"),
         (["toy", "data.train=zzz"], "data.train: Toy has no use for 'zzz'"),
         (["mine.py:Mine", "data.eval=zzz"], "give the constructor a parameter 'eval'. Mine takes: width"),
-        (["toy", "name=../../evil"], "name: '../../evil' cannot be the name of one folder in runs/"),
+        (["toy", "name=../../evil"], "name: '../../evil' cannot be the name of a folder in runs/"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what_to_do(call, arguments, expected):
@@ -70,7 +70,9 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
     assert cli._ranks_of(nproc) == int(nproc)
     told = capsys.readouterr().err
     assert told == (
-        f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each a core\n" if warned else ""
+        f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each rank a core\n"
+        if warned
+        else ""
     )
 
 

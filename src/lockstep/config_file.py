@@ -1,14 +1,13 @@
-"""From a recipe, a file or Python values to a checked `RunConfig`, and back. Only `run.py` and `cli.py` read configs.
+"""From a recipe, a file or Python values to a checked `RunConfig`, and back.
 
-Imports no torch: a wrong key is reported before anything heavy is loaded.
+It imports no torch, so that a wrong key is reported before anything slow is loaded.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -16,18 +15,20 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import BUILT_IN, RunConfig, UserTask
+from lockstep.config import RunConfig
+from lockstep.config_section import Section
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.tasks import registry
 
-Origin = Callable[[str], str]  # where a key was set: the command line, or a file
+Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-8` is one. (PyYAML follows YAML 1.1, where it is text.)"""
+    """Reads numbers as YAML 1.2 does: `1e-8` is a number. (For PyYAML, which follows YAML 1.1, it is text.)"""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back the same: the text '1e-8' gets quotes."""
+    """Writes values so that `_Loader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
 for _side in (_Loader, _Dumper):
@@ -37,22 +38,23 @@ for _side in (_Loader, _Dumper):
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All keys of `config`, as `load` reads them."""
+    """All keys of `config`, in the form that `load` reads."""
     return yaml.dump(config.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
-    """Names of the shipped recipes, and what their first comment says."""
-    files = sorted(resources.files("lockstep.recipes").iterdir(), key=lambda file: file.name)
-    texts = {file.name.removesuffix(".yaml"): file.read_text() for file in files if file.name.endswith(".yaml")}
-    return {name: text.splitlines()[0].removeprefix("# ") for name, text in texts.items()}
+    """The first comment of each recipe, by the recipe's name."""
+    return {
+        name: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        for name, file in registry.recipes().items()
+    }
 
 
 def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe name, a YAML file or `FILE.py:Task`, and apply `key=value` overrides.
+    """The config of a recipe's name, a YAML file or `FILE.py:Task`, with `key=value` overrides.
 
     Raises:
-        UsageError: names file, key and value of everything that is wrong, all at once.
+        UsageError: something is wrong. The error names file, key and value of all faults at once.
     """
     values, where = _read(target)
     return parse(values, where, overrides)
@@ -77,7 +79,15 @@ def read_run(run_dir: Path) -> RunConfig:
 def parse(
     values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True
 ) -> RunConfig:
-    """Check `values` under `overrides`; `where` names them in errors."""
+    """The config of `values` with `overrides`.
+
+    Args:
+        where: the source of `values`, for errors.
+        needs_task: whether a missing task is an error.
+
+    Raises:
+        UsageError: something is wrong. The error names all faults at once.
+    """
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
     given: set[str] = set()
@@ -99,16 +109,15 @@ def parse(
         and isinstance(raw["batch"], dict)
     ):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
-            raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
-    for section, one, other in _EITHER:
-        for mine, theirs in ((one, other), (other, one)):
-            place = raw.get(section)
-            if f"{section}.{mine}" in given and f"{section}.{theirs}" not in given and isinstance(place, dict):
-                place.pop(theirs, None)
+            raw["batch"].pop(other, None)  # the keys on the command line take the place of the recipe's global batch
+    for section, key, other in _alternatives():
+        place = raw.get(section)
+        if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
+            place.pop(other, None)
     _suggest(raw)
 
     def origin(path: str) -> str:
-        """The override that set `path`, or what is above or below it; else the file."""
+        """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
         return (
             "command line"
             if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given)
@@ -119,7 +128,7 @@ def parse(
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems += _describe(error, RunConfig, raw, "", origin)
+        problems += _describe(error, model=RunConfig, raw=raw, prefix="", origin=origin)
     if needs_task and "task" not in raw:
         problems.append(f"{where}: task: is missing")
     if isinstance(raw.get("task"), dict) and (needs_task or raw["task"]):
@@ -147,34 +156,46 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
             )
         values = _read_yaml(Path(target))
     else:
-        known = recipes()
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise UsageError(
-                f"there is no recipe {target!r}",
-                remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
-            )
-        values = yaml.load(resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text(), _Loader)
+        recipe = registry.shipped_recipe(target)
+        if recipe is None:
+            known = registry.recipes()
+            if target not in known:
+                hint = did_you_mean(target, known)
+                raise UsageError(
+                    f"there is no recipe {target!r}",
+                    remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
+                )
+            recipe = known[target]
+        values = _parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
     values.setdefault("name", Path(target).stem)
     return values, target
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date or number that is none
-        raise UsageError(f"not YAML: {error}", where=str(path), remedy="repair the file") from error
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    return _parse_yaml(content, str(path))
+
+
+def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(content.decode() if isinstance(content, bytes) else content, _Loader)
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: the file is not UTF-8, or holds an impossible date or number
+        raise UsageError(f"not YAML: {error}", where=where, remedy="repair the file") from error
     if not isinstance(values, dict):
         raise UsageError(
-            "not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`"
+            "not a YAML mapping of sections", where=where, remedy="write sections such as `task: {kind: toy}`"
         )
     return values
 
 
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
-    """A copy of `value` in YAML's own types (tuples become lists), so that it is the same when it is read back."""
+    """A copy of `value` in the types of YAML (tuples become lists), so that YAML reads it back unchanged."""
     if isinstance(value, Mapping):
         problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
         return {
@@ -190,11 +211,11 @@ def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
 
 
 def _assign(raw: Any, path: list[str], value: Any) -> None:
-    """Set `path` in nested mappings and lists, making mappings where there is nothing."""
+    """Set the key at `path` in nested mappings and lists. Missing mappings are made."""
     for number, key in enumerate(path):
         place: Any = int(key) if isinstance(raw, list) and key.isdigit() and int(key) < len(raw) else key
         if isinstance(raw, list) and isinstance(place, str):
-            raw.append({key: value})  # no such item: validation says what is wrong with this one
+            raw.append({key: value})  # there is no such item: the validation reports the new item
             return
         if number == len(path) - 1:
             raw[place] = value
@@ -205,56 +226,63 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         raw = inner
 
 
-# Two keys of a section that say the same: where the command line gives one, it takes the place of a file's other.
-_EITHER = [
-    ("train", "epochs", "steps"),
-    ("train", "min_steps", "steps"),
-    ("train", "eval_every_epochs", "eval_every_steps"),
-    ("schedule", "warmup_steps", "warmup_share"),
-]
-# Of a section, keys that say the same in another way: where the first is given, the others are not suggested.
-_INSTEAD = {"steps": ("epochs", "min_steps"), "epochs": ("min_steps",), "warmup_steps": ("warmup_share",)}
+def _alternatives() -> Iterator[tuple[str, str, str]]:
+    """(section, key, other key) for keys that exclude each other, in both orders."""
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for first, second in field.annotation.alternatives:
+                yield name, first, second
+                yield name, second, first
 
 
 def _suggest(raw: dict[str, Any]) -> None:
-    """Fill in what suits the task. A section with another `name` (of an optimizer, of a schedule) is left as it is."""
+    """Fill in the values that suit the task.
+
+    A section with another `name` (of optimizer or schedule) stays as it is.
+    """
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    if not isinstance(kind, str) or kind not in BUILT_IN:
+    if not isinstance(task, dict) or not isinstance(kind, str) or ".py:" in kind:
+        return
+    options_class = registry.options_class(kind)
+    if options_class is None:
         return
     try:
-        task_checks = BUILT_IN[kind].model_validate(task)
-    except ValidationError:  # is told elsewhere
+        options = options_class.model_validate({key: value for key, value in task.items() if key != "kind"})
+    except ValidationError:  # `_check_task` reports it
         return
-    for section, values in task_checks.suggestions().items():
+    for section, values in options.suggestions().items():
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue
-        instead = {other for key, others in _INSTEAD.items() if key in given for other in others}
-        raw[section] = {key: value for key, value in values.items() if key not in instead} | given
+        excluded = {other for name, key, other in _alternatives() if name == section and key in given}
+        if section == "train" and "epochs" in given:
+            excluded.add("min_steps")
+        raw[section] = {key: value for key, value in values.items() if key not in excluded} | given
 
 
 def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | None, list[str]]:
-    """The task section under its kind's own model; a user's own class checks its keys when it is made."""
+    """The task section with all options, and the problems. A user's own class checks its keys when it is made."""
     kind = task.get("kind")
     if isinstance(kind, str) and ".py:" in kind:
-        return UserTask.model_validate(task).model_dump(), []
-    if not isinstance(kind, str) or kind not in BUILT_IN:
-        hint = did_you_mean(kind, BUILT_IN)
-        return None, [
-            f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"
-        ]
+        return dict(task), []
+    options_class = registry.options_class(kind) if isinstance(kind, str) else None
+    if options_class is None:
+        known = registry.kinds()
+        listed = f"{did_you_mean(kind, known)}there are {', '.join(known)} and FILE.py:Class"
+        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {listed}"]
+    options = {key: value for key, value in task.items() if key != "kind"}
     try:
-        return BUILT_IN[kind].model_validate(task).model_dump(), []
+        return {"kind": kind, **options_class.model_validate(options).model_dump()}, []
     except ValidationError as error:
-        return None, _describe(error, BUILT_IN[kind], task, "task.", origin)
+        return None, _describe(error, model=options_class, raw=options, prefix="task.", origin=origin)
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
     """A line for each key that is wrong.
 
-    Of several kinds that a value may have, pydantic complains one by one: they share a line. Where one of them is wrong
-    only further inside, the value as a whole is not.
+    If a value may have several types, pydantic reports an error for each type; they share a line. If a type fits and
+    only a key further inside is wrong, the value as a whole is not reported.
     """
     lines: dict[str, str] = {}
     for fault in error.errors():
@@ -280,14 +308,14 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
 
 
 def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys in pydantic's `loc` as a user writes them, and the innermost section that they lead into.
+    """The keys in pydantic's `loc` as a user writes them, and the innermost section that they lead to.
 
-    `loc` also names the kinds that it tried where a value may have several; these are no keys.
+    If a value may have several types, `loc` also names the type that pydantic tried. Such names are not keys.
     """
     keys: list[str] = []
     kinds, section, value = [model], model, raw
     for part in loc:
-        inner = [one for kind in kinds for one in _inside(kind, part)]
+        inner = [inside for kind in kinds for inside in _inside(kind, part)]
         held = part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
         if not held and not any(part in _keys(kind) for kind in kinds):
             continue
@@ -299,7 +327,7 @@ def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[
 
 
 def _inside(kind: Any, part: str | int) -> list[Any]:
-    """What the item `part` of a value of `kind` may be."""
+    """The types that the item `part` of a value of type `kind` may have."""
     if _keys(kind):
         fields = {field.alias or name: field for name, field in kind.model_fields.items()}
         return _kinds(fields[part].annotation) if part in fields else []
@@ -310,16 +338,16 @@ def _inside(kind: Any, part: str | int) -> list[Any]:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, however it is nested; else the annotation itself."""
+    """The members of a union, also of nested unions. Otherwise the annotation itself."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [one for member in get_args(annotation) for one in _kinds(member)]
+        return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [annotation]
 
 
 def _keys(kind: Any) -> list[str]:
-    """Keys of a section; empty for what is none."""
+    """The keys of a section. Empty if `kind` is not a section."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return []
     return [field.alias or name for name, field in kind.model_fields.items()]

@@ -1,4 +1,4 @@
-"""What Lockstep says when something is wrong: what, where, and what to do about it."""
+"""The errors of Lockstep. Each says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ class LockstepError(Exception):
     """A failure that the user can act on.
 
     Args:
-        what: the fault and the value that shows it.
-        where: file, key, rank, step or sample; None where `what` says it all.
-        remedy: what to change; None where nothing can be advised.
+        what: the fault, and the value that shows it.
+        where: the file, key, rank, step or sample. None if `what` says it.
+        remedy: what to change. None if no change can be advised.
     """
 
     exit_code = 1
-    retryable = False  # whether the same command may go well the next time: then a launcher may try
-    retries_differently = (
-        False  # whether it will be done in another way the next time, so that failing at the same step is not the same
-    )
+    """Exit code of the command."""
+    retryable = False
+    """Whether the same command may succeed the next time. Then a launcher starts the ranks again."""
+    retries_differently = False
+    """Whether the next start does the same step in another way, so that a second failure at this step is another
+    failure."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
@@ -43,7 +45,7 @@ def _rebuild(kind: type[LockstepError], what: str, where: str | None, remedy: st
 
 
 class UsageError(LockstepError):
-    """A wrong command, config or recipe: found before anything is computed. Exit code 2."""
+    """A wrong command, config, task or recipe, found before anything is computed. Exit code 2."""
 
     exit_code = 2
 
@@ -51,36 +53,35 @@ class UsageError(LockstepError):
 class DataError(LockstepError):
     """A data set or a sample that cannot be used."""
 
-    retryable = True  # files may come back
+    retryable = True  # a missing file may come back
 
 
 class TrainingError(LockstepError):
-    """The training itself went wrong: a loss that is not finite, a parameter without gradient."""
+    """A fault of the training itself: a loss that is not finite, a parameter without gradient."""
 
 
 class MemoryShortage(TrainingError):
-    """The memory of a device does not suffice. The next start takes smaller micro-batches."""
+    """The memory of a device is not sufficient. The next start uses smaller micro-batches."""
 
     retryable = retries_differently = True
 
 
 class CheckpointError(LockstepError):
-    """A checkpoint that is missing, damaged or of another model."""
+    """A checkpoint that is missing or damaged, or belongs to another model."""
 
 
 class RankError(LockstepError):
-    """A rank failed. Raised on the others, and by the launcher.
-
-    origin: the rank that failed first and what it said; None where this rank is the one.
-    """
+    """A rank failed. The other ranks and the launcher raise this error."""
 
     retryable = True
     origin: tuple[int, str] | None = None
+    """The rank that failed first, and its message. None if this rank failed first."""
 
 
 class Preempted(BaseException):
-    """A signal asked this run to stop, and it did. No failure, so no `Exception`: nothing may swallow it on its way out.
+    """A signal asked this run to stop, and the run has stopped.
 
+    This is not a failure. It is not an `Exception`, so that no handler for failures catches it.
     Exit code 75 (EX_TEMPFAIL): run the same command again.
     """
 
@@ -88,15 +89,15 @@ class Preempted(BaseException):
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean X? ` with the nearest of `known`, whatever its case; empty where none is near."""
-    by_lower = {one.lower(): one for one in known}
+    """`did you mean X? ` with the name in `known` that is nearest to `name` in any case. Empty if no name is near."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
     return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
 
 
 @contextlib.contextmanager
 def exits_are_failures() -> Iterator[None]:
-    """Turn a `SystemExit` of a task into an error: a training that it ended must not look as if it were done."""
+    """Turn a `SystemExit` of a task into an error: a training that was ended in this way must not look complete."""
     try:
         yield
     except SystemExit as error:
@@ -107,12 +108,12 @@ def exits_are_failures() -> Iterator[None]:
         raise TrainingError(
             f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
             where=f"{last.filename}:{last.lineno}, in {last.name}",
-            remedy="raise an exception where something is wrong; where nothing is, return",
+            remedy="raise an exception if something is wrong, else return",
         ) from error
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without the frames inside installed libraries, but for the last one: what the user can change."""
+    """The traceback without the frames inside installed libraries, except for the last frame."""
     frames = traceback.extract_tb(error.__traceback__)
     library = f"{os.sep}site-packages{os.sep}"
     kept = [frame for number, frame in enumerate(frames) if library not in frame.filename or number == len(frames) - 1]

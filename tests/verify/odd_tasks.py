@@ -86,7 +86,7 @@ class Odd(Mean):
 
 
 class MeanOfOneHead(Small):
-    """A mean over valid labels, of which the halves of a batch have unevenly many, beside a sum that is a thousand times as large."""
+    """A mean over valid labels, of which one half of a batch has more, beside a sum that is much larger."""
 
     def train_data(self):
         inputs, targets = super().train_data().tensors
@@ -312,8 +312,7 @@ class MaskedHeads(Small):
     def weight(self, batch):
         return {"a": batch[2][:, 0].sum(), "b": batch[2][:, 1].sum(), "c": batch[2][:, 2].sum()}
 
-    def coefficients(self):
-        return {"b": 2.0}
+    coefficients = {"b": 2.0}  # noqa: RUF012
 
     def loss(self, model, batch):
         squares = (model(batch[0]) - batch[1]).square() * batch[2]

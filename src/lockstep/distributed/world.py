@@ -36,8 +36,9 @@ def _release_groups() -> None:
     the Python object waits for these threads without holding the lock. DDP's reducer, if it has the last reference,
     waits with the lock and never wakes (seen with torch 2.13). So the Python object must be dropped last.
     """
-    gc.collect()
-    _retired.clear()
+    if _retired:
+        gc.collect()
+        _retired.clear()
 
 
 def retire(groups: Sequence[dist.ProcessGroup]) -> None:
