@@ -60,11 +60,11 @@ def test_tensors_read_at_once_are_those_read_one_by_one():
     quick, slow = (MicroBatches(task.train_data(), task, 0, True) for task in (own_tasks.Plain(), OneByOne()))
     assert quick.at_once
     assert not slow.at_once
-    chunk = MicroBatchPlan((7, 3, 200), 0, False)
-    for one, other in zip(quick[chunk].batch, slow[chunk].batch, strict=True):
+    micro_batch = MicroBatchPlan((7, 3, 200), 0, False)
+    for one, other in zip(quick[micro_batch].batch, slow[micro_batch].batch, strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
-    assert type(quick[chunk].batch) is type(slow[chunk].batch)
+    assert type(quick[micro_batch].batch) is type(slow[micro_batch].batch)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -111,8 +111,8 @@ def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
 
 def test_micro_batch_of_nothing_but_bad_samples_becomes_a_filler():
     task = own_tasks.FromFiles(8, broken=[2, 3])
-    chunks = MicroBatches(task.train_data(), task, 0, True, on_error="skip")
-    micro = chunks[MicroBatchPlan((2, 3), 0, False)]
+    micro_batches = MicroBatches(task.train_data(), task, 0, True, on_error="skip")
+    micro = micro_batches[MicroBatchPlan((2, 3), 0, False)]
     assert micro.filler
     assert micro.samples == 0
     assert [index for index, _ in micro.bad] == [2, 3]
