@@ -29,15 +29,16 @@ LR = 1e-4
 
 
 def make_task(options):
+    from lockstep.tasks.text.options import ScratchOptions, TextOptions
     from lockstep.tasks.text.task import Text
 
-    return Text(
-        options.data,
+    text_options = TextOptions(
         eval_fraction=0.0,
         model=options.model,
-        scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 8000},
+        scratch=ScratchOptions(architecture="bert", sizes=SIZES, vocab_size=8000),
         max_length=128,
     )
+    return Text(text_options, options.data)
 
 
 def counted(collate, counts):

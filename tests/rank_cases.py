@@ -79,13 +79,6 @@ def error_of(kind, options, settings, run_dir=None):
     return None
 
 
-class Reported(own_tasks.Classes):
-    """Its evaluation's samples are asked for."""
-
-    def report(self, values, samples):
-        return ""
-
-
 def evaluate_and_predict(lengths, micro):
     """Evaluation results, predictions and, on rank 0, the table and the samples to show of an untrained model, for data sets of several lengths.
 
@@ -100,7 +93,7 @@ def evaluate_and_predict(lengths, micro):
     answers = []
     with join_world("cpu") as world:
         for length in lengths:
-            task = Reported(eval_length=length)
+            task = own_tasks.Classes(eval_length=length)
             torch.manual_seed(0)
             model = task.model()
             loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
@@ -114,7 +107,7 @@ def evaluate_and_predict(lengths, micro):
             def show(values, samples, shown=shown):
                 shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
 
-            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show)
+            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show, show_samples=True)
             answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 

@@ -22,11 +22,15 @@ ALLOWED = {
     "data": {"errors", "atomic", "locks", "data"},
     "sources": {"errors", "data.order", "data.cache"},
     "checkpoint": {"errors", "atomic", "distributed"},
-    "engine": {"errors", "distributed", "data", "checkpoint", "engine"},
+    "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task"},
     "observe": {"errors", "atomic", "observe"},
-    "tasks": {"errors", "atomic", "data", "sources"},
-    "config": set(),
-    "config_file": {"errors", "config"},
+    "tasks.task": {"errors", "tasks.presenter"},
+    "tasks.presenter": {"errors"},
+    "tasks.registry": {"errors", "tasks"},
+    "tasks": {"errors", "atomic", "config_section", "data", "sources", "tasks"},
+    "config_section": set(),
+    "config": {"config_section"},
+    "config_file": {"errors", "config", "config_section", "tasks.registry"},
     "verify": {
         "errors",
         "atomic",
@@ -123,7 +127,15 @@ def test_only_distributed_knows_torch_distributed():
 
 
 @pytest.mark.parametrize(
-    "code", ["import lockstep", "import lockstep.cli", "import lockstep.config", "import lockstep.data.order"]
+    "code",
+    [
+        "import lockstep",
+        "import lockstep.cli",
+        "import lockstep.config",
+        "import lockstep.config_file",
+        "import lockstep.tasks.text.options",
+        "import lockstep.data.order",
+    ],
 )
 def test_light_imports_do_not_load_torch(code):
     check = f"{code}; import sys; sys.exit('torch' in sys.modules)"

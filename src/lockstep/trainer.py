@@ -21,7 +21,7 @@ from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, is_default
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.sharded_tensor import gather_on_rank0
@@ -133,7 +133,7 @@ class Trainer:
             prepared.state,
             stop=prepared.stop,
             built=prepared.built,
-            log_header=task.notes(),
+            log_header=task.presenter(task).log_header(),
             quiet=self.quiet,
         )
 
@@ -270,7 +270,15 @@ class Trainer:
             if state.averages is not None:
                 stack.enter_context(state.averages.applied())
             return evaluation.evaluate(
-                task, forward, evaluated.loader, evaluated.plan, state.world, state.precision, tick, show
+                task,
+                forward,
+                evaluated.loader,
+                evaluated.plan,
+                state.world,
+                state.precision,
+                tick=tick,
+                show=show,
+                show_samples=_reports(task),
             )
 
     def _halve_micro_batch(self, prepared: PreparedRun, tell: Callable[[str], None]) -> None:
@@ -324,6 +332,7 @@ class Trainer:
                     world,
                     precision,
                     show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
+                    show_samples=_reports(task),
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
@@ -350,8 +359,9 @@ class Trainer:
         task = task or self.task()
         if self._kept.is_dir():
             task.setup(self._kept, trained=True)
+        presenter = task.presenter(task)
         if inputs:
-            data = task_checks.data(task.input_data(inputs), "Task.input_data")
+            data = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
             count = len(data)  # type: ignore[arg-type]
             place = getattr(data, "where", lambda number: inputs[number])
             heads = [{"input": place(number)} for number in range(count)]
@@ -359,10 +369,10 @@ class Trainer:
             evaluated = build.required_evaluation_data(task)
             count = min(samples, len(evaluated))  # type: ignore[arg-type]
             data = Subset(evaluated, range(count))
-            heads = [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
+            heads = [{"sample": number, "truth": presenter.truth(data[number])} for number in range(count)]
         outputs = self.predict(task, data) or []
         return [
-            head | task.show(data[number]) | task.describe(output)
+            head | presenter.show(data[number]) | presenter.describe(output)
             for number, (head, output) in enumerate(zip(heads, outputs, strict=True))
         ]
 
@@ -384,7 +394,9 @@ class Trainer:
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            return world.on_rank0(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
+            return world.on_rank0(
+                lambda: export_weights(whole, Path(folder), about, partial(task.presenter(task).export, model))
+            )
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
@@ -451,6 +463,11 @@ class Recorder(Writer):
         raise NotImplementedError
 
 
+def _reports(task: Task) -> bool:
+    """Whether the task has a report of its own, which may show samples."""
+    return not is_default(task.presenter(task).report)
+
+
 def _report(
     task: Task,
     evaluated: EvaluationData,
@@ -459,7 +476,7 @@ def _report(
     tell: Callable[[str], None],
 ) -> None:
     """Tell what the task says of an evaluation."""
-    if text := task.report(values, [(evaluated.data[index], output) for index, output in outputs]):
+    if text := task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs]):
         tell(text)
 
 

@@ -215,11 +215,9 @@ def test_losses_of_16_bits_beside_constants_are_scaled_alike_on_all_ranks(world,
     ids=["misspelt", "number", "text", "nan"],
 )
 def test_coefficients_that_mean_nothing_are_named(coefficients, words):
-    class Wrong(own_tasks.TwoHeads):
-        def coefficients(self):
-            return coefficients
-
+    task = own_tasks.TwoHeads()
+    task.coefficients = coefficients
     with pytest.raises(LockstepError) as caught:
-        runs.fit(Wrong(), runs.config(train={"steps": 1}))
+        runs.fit(task, runs.config(train={"steps": 1}))
     assert words in str(caught.value)
     assert "Task.coefficients" in str(caught.value)

@@ -61,7 +61,7 @@ class Forward(nn.Module):
     its methods and attributes, with the same meaning on one rank and on many.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor | Losses]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
@@ -70,7 +70,8 @@ class Forward(nn.Module):
         """Loss sums by head; a single loss is the head `loss`. With `call`, the result of `call(model, batch)` instead."""
         if call is not None:
             return call(self.model, batch)
-        return by_head(self.loss(self.model, batch))
+        losses, _ = split_output(self.loss(self.model, batch))
+        return by_head(losses)
 
 
 class Strategy(Protocol):
@@ -256,6 +257,11 @@ def backward_roots(
         tensors += parameters
         grads += [torch.zeros_like(parameter) for parameter in parameters]
     return tensors, grads
+
+
+def split_output(returned: Any) -> tuple[Any, Any]:
+    """The losses and the output that `Task.loss` returned. The output is None if it returned the losses alone."""
+    return returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
 
 
 def by_head(losses: Any, where: str = "Task.loss") -> Losses:
