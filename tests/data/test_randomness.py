@@ -108,7 +108,7 @@ WITHOUT_TRACE = ("forked", "derived", "rarely forked", "rarely derived")  # not 
 def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
     for size in (1, 7, 60):
         task = FromNumbers(kind(DRAWS[draw]))
-        micro_batches = MicroBatches(task.numbers, task, 3, True)
+        micro_batches = MicroBatches(task.numbers, task, 3, training=True)
         seed_all(size)
         np.random.standard_normal(), random.gauss(0, 1)  # half of a pair is kept
         for micro_batch in plans_of(size):
@@ -121,7 +121,7 @@ def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
 @pytest.mark.parametrize("kind", [Numbers, Many])
 def test_a_micro_batch_is_read_again_at_most_once_for_each_generator(kind, draw, again):
     task = FromNumbers(kind(DRAWS[draw]))
-    micro_batches = MicroBatches(task.numbers, task, 3, True)
+    micro_batches = MicroBatches(task.numbers, task, 3, training=True)
     for micro_batch in plans_of(20):
         micro_batches[micro_batch]
     assert (
@@ -164,7 +164,7 @@ def test_random_numbers_of_a_loss_do_not_depend_on_workers_or_restarts(tmp_path)
 
 def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
     task = own_tasks.Drawing(length=24)
-    micro_batches = MicroBatches(task.train_data(), task, 0, True)
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True)
     drawn = [micro_batches[MicroBatchPlan((3, 4), epoch, False)].batch[0] for epoch in range(3)]
     drawn += [micro_batches[MicroBatchPlan((4, 3), 0, False)].batch[0].flip(0)]
     assert all(not torch.equal(drawn[0], other) for other in drawn[1:])
@@ -197,5 +197,5 @@ def test_methods_on_the_object_and_decorated_ones_are_not_taken_for_the_default(
     )
     expected = own_tasks.Plain().train_data()[3][0] / 2
     for task in (Decorated(), on_object, wrapped, collating):
-        batch = MicroBatches(task.train_data(), task, 0, True)[MicroBatchPlan((3,), 0, False)].batch
+        batch = MicroBatches(task.train_data(), task, 0, training=True)[MicroBatchPlan((3,), 0, False)].batch
         assert torch.equal(batch[0][0], expected)
