@@ -182,7 +182,7 @@ def verify(
     overrides: Overrides = None,
     nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
@@ -202,7 +202,7 @@ def verify(
             )
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and trials are cleared away
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks end and what they wrote is deleted
         from lockstep import run_directory
         from lockstep.verify import command, report
 
