@@ -98,7 +98,7 @@ def evaluate_and_predict(lengths, micro):
             task = own_tasks.Classes(eval_length=length)
             torch.manual_seed(0)
             model = task.model()
-            loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
+            loader = Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device)
             arguments = (task, Forward(model, task.loss), loader)
             others = (world, Precision("fp32", world.device))
             outputs = predict(

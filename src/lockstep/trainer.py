@@ -164,9 +164,9 @@ class Trainer:
             self._checkpoints,
             world,
             run_directory.retention(self.config),
-            tell,
-            self.config.checkpoint.mode == "async",
-            prepared.may_be_infinite,
+            tell=tell,
+            in_background=self.config.checkpoint.mode == "async",
+            allowed=prepared.may_be_infinite,
         )
         arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
         hooks = loop.Hooks(

@@ -91,7 +91,7 @@ class MicroBatches(Dataset[MicroBatch]):
     """
 
     def __init__(
-        self, data: Dataset[Any], task: SampleTask, seed: int, training: bool, on_error: OnError = "raise"
+        self, data: Dataset[Any], task: SampleTask, seed: int, *, training: bool, on_error: OnError = "raise"
     ) -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         # Bound methods are compared: methods may be set on the object, and a wrapper may pass on those of another task.
@@ -221,7 +221,7 @@ class Loader:
     """
 
     def __init__(
-        self, micro_batches: MicroBatches, workers: int, device: torch.device, channels_last: bool = False
+        self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
         self.micro_batches, self.device, self.channels_last = micro_batches, device, channels_last
         self.order = _Order()
@@ -273,7 +273,7 @@ class Loader:
 class StepIterator:
     """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
 
-    def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
+    def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
         self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
         self._steps = _steps(loader, plan, rank, start, stop)
 
