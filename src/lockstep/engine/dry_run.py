@@ -104,7 +104,7 @@ def look_at_losses(
         return []
     samples = plan.samples(0) / (plan.world * count_micro_batches(plan.samples(0), plan.world, plan.micro_batch))
     share = samples * _units(parts[0], heads[0]) / parts[0].samples
-    if share < 1.5:  # the micro-batches have one unit, of which the mean is the sum
+    if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
         return []
     whole, first, second = (by_head[heads[0]] for by_head in losses)
     named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
