@@ -1,7 +1,8 @@
-"""Engines and tasks with one fault each, for `lockstep verify` to find.
+"""Mutants: engines and tasks with one fault each, which `lockstep verify` must find.
 
-Most are edits of the package's own source: the fault is the text that stands in the place of another, and goes into the running
-function's code object, so that whoever imported the function calls the broken one. Workers are warm and shared: all is put back.
+Most mutants edit the package's own source: a text of a function is replaced by another text. The edited code goes into
+the function object, so that everybody who imported the function calls the broken code. Workers are shared between
+tests, so each edit is taken back.
 """
 
 from __future__ import annotations
@@ -79,15 +80,18 @@ Edit = tuple[str, str, str]  # module:function of the package, its text, what st
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault. check: the one that is to catch it. base: of BASES. edits: of the engine. task: a broken class instead of the base's.
-    overrides: a wrong config."""
+    """A training with one fault: edits of the engine, a broken task, or a wrong config."""
 
     name: str
     check: str
+    """The check that must find the fault."""
     base: str = "classes"
+    """The training without the fault; a key of BASES."""
     edits: tuple[Edit, ...] = ()
     task: str | None = None
+    """A broken class that replaces the base's class."""
     overrides: tuple[str, ...] = ()
+    """Options that make the config wrong."""
 
     @property
     def words(self) -> str:
@@ -537,7 +541,8 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        f"state.skipped += not result.applied; state.parameters[0].data.view(-1)[0] += 1e-7 * ({RANK} == 1 and state.step == 4)",
+        "state.skipped += not result.applied; "
+        f"state.parameters[0].data.view(-1)[0] += 1e-7 * ({RANK} == 1 and state.step == 4)",
     ),
 )
 _engine(
@@ -552,7 +557,8 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        f"state.skipped += not result.applied; next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
+        "state.skipped += not result.applied; "
+        f"next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
     ),
 )
 _engine(
@@ -561,7 +567,8 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        f"state.skipped += not result.applied; next(iter(optimizer.state.values()))['step'].add_({RANK} if state.step == 3 else 0)",
+        "state.skipped += not result.applied; "
+        f"next(iter(optimizer.state.values()))['step'].add_({RANK} if state.step == 3 else 0)",
     ),
 )
 _engine(
@@ -673,7 +680,8 @@ _engine(
     (
         STEP,
         "result.losses.append(",
-        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micros))\nresult.losses.append(",
+        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micros))\n"
+        "result.losses.append(",
     ),
 )
 _engine(
@@ -726,7 +734,8 @@ _engine(
     (
         "distributed.meta_init:materialise",
         "made: dict[int, tuple[Tensor, Tensor]] = {}",
-        "made = {}; values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
+        "made = {}; "
+        "values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
     ),
 )
 _engine(
@@ -941,7 +950,7 @@ _engine(
     (
         "build:prepare_run",
         "world.data_rank, step, stop)",
-        "world.data_rank, step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else state.step, stop)",
+        "world.data_rank, step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else step, stop)",
     ),
 )
 _engine(
@@ -950,7 +959,8 @@ _engine(
     (
         "build:prepare_run",
         "coefficients=task_checks.coefficients(task),",
-        "coefficients={'loss': 1.0 if checkpoint is None else world.data_size / checkpoint.manifest['versions']['world']},",
+        "coefficients={'loss': 1.0 if checkpoint is None "
+        "else world.data_size / checkpoint.manifest['versions']['world']},",
     ),
 )
 _engine(
@@ -981,7 +991,8 @@ _engine(
     (
         "checkpoint.state:restore",
         "local(targets[rest]).copy_(tensor)",
-        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 or name.endswith('weight') else tensor * 1.001)",
+        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
+        "or name.endswith('weight') else tensor * 1.001)",
     ),
     base="norm",
 )
@@ -994,7 +1005,8 @@ _engine(
     (
         "data.order:StepPlan.indices",
         "return order[start - first * _BLOCK : stop - first * _BLOCK], epoch",
-        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], min(self.global_batch, self.length)), epoch",
+        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], "
+        "min(self.global_batch, self.length)), epoch",
     ),
     (
         "data.order:StepPlan.samples",
@@ -1103,7 +1115,8 @@ _engine(
     (
         "engine.evaluate:evaluate",
         "world.broadcast(_means(world.data_gather(parts), task.coefficients()))",
-        "dict(zip(['loss'], [one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
+        "dict(zip(['loss'], "
+        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
     ),
 )
 _engine(
@@ -1202,7 +1215,8 @@ _engine(
     (
         STEP,
         "result.losses.append(",
-        "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\nresult.losses.append(",
+        "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\n"
+        "result.losses.append(",
     ),
 )
 _engine(
@@ -1243,7 +1257,9 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        "state.skipped += not result.applied; [p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) for p in state.parameters]",
+        "state.skipped += not result.applied; "
+        "[p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
+        "for p in state.parameters]",
     ),
 )
 _engine(
@@ -1268,11 +1284,11 @@ _engine(
 _task("augmentation from one generator of the task", "ranks", "OneGenerator")
 
 
-# By name: why no check sees it, and what one would have to look at.
+# By name: why no check finds the fault, and what a check would have to look at.
 SURVIVORS: dict[str, str] = {
     "metric of the wrong target": (
-        "chance alone is better than the most frequent class of the training labels, and nothing asks by how much: compare with the metric of the "
-        "same outputs under rolled labels, or ask for more than its standard error"
+        "chance alone is better than the most frequent class of the training labels, and no check asks by how much: "
+        "compare with the metric of the same outputs under rolled labels, or ask for more than its standard error"
     ),
 }
 
@@ -1281,7 +1297,7 @@ SURVIVORS: dict[str, str] = {
 
 
 def mutated(name: str, function: Any, *arguments: Any) -> Any:
-    """For `command.verify(wrap=...)`: a trial's function in this rank, under a mutant."""
+    """For `command.verify(wrap=...)`: call the function on this rank with the edits of a mutant."""
     from lockstep.verify import worker_functions
 
     with broken(MUTANTS[name]):
@@ -1290,7 +1306,7 @@ def mutated(name: str, function: Any, *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def broken(mutant: Mutant) -> Iterator[None]:
-    """Inside, the engine of this process has the mutant's edits."""
+    """Inside, the engine of this process has the edits of the mutant."""
     before: dict[FunctionType, CodeType] = {}
     try:
         for target in dict.fromkeys(target for target, _, _ in mutant.edits):
@@ -1342,7 +1358,8 @@ def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeTyp
 
 
 _TOKEN = re.compile(
-    r"""\s+ | \#[^\n]* | (?P<token> [A-Za-z]{0,2}(?:\"{3}.*?\"{3} | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') | \w+ | . )""",
+    r"""\s+ | \#[^\n]* |
+    (?P<token> [A-Za-z]{0,2}(?:\"{3}.*?\"{3} | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') | \w+ | . )""",
     re.VERBOSE | re.DOTALL,
 )
 
@@ -1381,37 +1398,40 @@ def _last_of(overrides: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Found:
-    """What verify said. checks: by check."""
+class Outcome:
+    """What verify said of a training."""
 
     checks: dict[str, Any]
+    """The results, by check."""
     seconds: float
     error: str = ""
 
     @property
     def faults(self) -> list[str]:
-        return [name for name, one in self.checks.items() if one.status == "fault"]
+        return [name for name, check in self.checks.items() if check.status == "fault"]
 
 
-def judge_clean(
+def verify_base(
     base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
-) -> Found:
+) -> Outcome:
     """What verify says of a base as it is."""
     from lockstep.verify import worker_functions
 
-    return _judge(config_of(base, nproc=nproc), worker_functions.answering, ranks, folder, checks, nproc, steps)
+    return _verify(config_of(base, nproc=nproc), worker_functions.answering, ranks, folder, checks, nproc, steps)
 
 
-def judge(name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
-    """What verify says of a mutant. checks: none: all."""
+def verify_mutant(
+    name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
+) -> Outcome:
+    """What verify says of a mutant. checks: names of checks; empty: all."""
     mutant = MUTANTS[name]
     config = config_of(mutant.base, mutant.task, mutant.overrides, nproc)
-    return _judge(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
+    return _verify(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
 
 
-def _judge(
+def _verify(
     config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int
-) -> Found:
+) -> Outcome:
     from lockstep.errors import LockstepError
     from lockstep.verify import command
 
@@ -1428,8 +1448,8 @@ def _judge(
             wrap=wrap,
             workers=ranks,
         )
-        return Found({one.name: one for one in result.checks}, time.perf_counter() - begun)
+        return Outcome({check.name: check for check in result.checks}, time.perf_counter() - begun)
     except LockstepError as error:
-        return Found({}, time.perf_counter() - begun, str(error))
+        return Outcome({}, time.perf_counter() - begun, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

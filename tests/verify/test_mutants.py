@@ -43,7 +43,7 @@ def clean(tmp_path_factory):
         checks = tuple(dict.fromkeys(checks)) if check in checks else (check,)
         if (base, checks) not in results:
             folder = tmp_path_factory.mktemp("clean") / "run"
-            results[base, checks] = mutants.judge_clean(base, ranks._ranks, folder, checks)
+            results[base, checks] = mutants.verify_base(base, ranks._ranks, folder, checks)
         return results[base, checks]
 
     return verify_base
@@ -54,7 +54,7 @@ def catches(name, clean, folder):
     right = clean(mutant.base, mutant.check)
     assert not right.error, right.error
     assert right.checks[mutant.check].status == "passed", right.checks[mutant.check].reason
-    wrong = mutants.judge(name, ranks._ranks, folder, [mutant.check])
+    wrong = mutants.verify_mutant(name, ranks._ranks, folder, [mutant.check])
     assert wrong.faults == [mutant.check], wrong.error or wrong.checks[mutant.check].reason
 
 

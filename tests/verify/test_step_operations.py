@@ -37,7 +37,10 @@ def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
 
 
 def overheard_on_ranks(name, sections, wasteful=False):
-    """The talk of the steps looked at, quietest first, and shapes of what was trained; wasteful: every micro-batch's gradients travel."""
+    """The communication of the recorded steps, the step with the least first, and the shapes of what was trained.
+
+    wasteful: the gradients of every micro-batch travel.
+    """
     sync = DDP.gradient_sync
     if wasteful:
         DDP.gradient_sync = lambda strategy, last: sync(strategy, True)

@@ -111,7 +111,7 @@ def test_a_mean_instead_of_a_sum_is_found():
     [("Odd", ["loss"]), ("MaskedMean", ["loss"]), ("MeanOfOneHead", ["a"]), ("MeanOverSamples", ["b"])],
 )
 def test_a_mean_is_found_whatever_the_halves_weigh(name, heads):
-    """Over valid labels, of which the halves have unevenly many; over samples; or in a small head beside a large one that is a sum."""
+    """A mean over valid labels, of which one half has more; over samples; or in a small head beside a large sum."""
     found = probe(name)
     assert found.mean_heads == heads
     assert "must return a SUM over its units (reduction='sum'), and returns a mean" in found.diagnosis()

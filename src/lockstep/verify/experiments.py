@@ -90,7 +90,7 @@ class Experiments:
 
     @property
     def train_samples(self) -> int:
-        """Training samples of a comparison: four steps and a partial fifth make an epoch, which ends within few steps."""
+        """Training samples of a comparison. An epoch has four steps and a partial fifth, so that it ends soon."""
         return 4 * self.global_batch + max(1, self.global_batch // 3)
 
     @property
