@@ -112,7 +112,7 @@ class Contrastive(own_tasks.Plain):
 
 
 class Penalty(own_tasks.Plain):
-    """A head that counts once per micro-batch. The sum of losses by their number is right for every cut of the batch."""
+    """A head that counts once per micro-batch. The sum of losses by their number is right for any cut of the batch."""
 
     def weight(self, batch):
         return {"main": float(len(batch[0])), "penalty": 1.0}
