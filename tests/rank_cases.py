@@ -100,16 +100,15 @@ def evaluate_and_predict(lengths, micro):
             model = task.model()
             loader = Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device)
             arguments = (task, Forward(model, task.loss), loader)
-            others = (world, Precision("fp32", world.device))
-            outputs = predict(
-                *arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others
-            )
+            options = {"world": world, "precision": Precision("fp32", world.device)}
+            by_length = EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy())
+            outputs = predict(*arguments, plan=by_length, **options)
             shown = []
 
             def show(values, samples, shown=shown):
                 shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
 
-            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show, show_samples=True)
+            results = evaluate(*arguments, plan=EvaluationPlan(length, micro), show=show, show_samples=True, **options)
             answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 

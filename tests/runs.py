@@ -91,7 +91,9 @@ def evaluate(task, state, data):
     averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
     state.strategy.sync_buffers()
     with state.strategy.inference() as forward, averages:
-        return evaluation.evaluate(task, forward, data.loader, data.plan, state.world, state.precision)
+        return evaluation.evaluate(
+            task, forward, data.loader, plan=data.plan, world=state.world, precision=state.precision
+        )
 
 
 def whole_weights(model):

@@ -237,13 +237,19 @@ class Trainer:
                 forward,
                 prepared.batches.loader,
                 prepared.plan,
-                state.precision,
+                precision=state.precision,
                 must_run=evaluated is not None,
             )
             if evaluated is None:
                 return []
             return dry_run.look_at_evaluation(
-                task, forward, evaluated.loader, evaluated.plan, state.world, state.precision, best
+                task,
+                forward,
+                evaluated.loader,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
+                best=best,
             )
 
     def _evaluate_in_training(
@@ -282,9 +288,9 @@ class Trainer:
                 task,
                 forward,
                 evaluated.loader,
-                evaluated.plan,
-                state.world,
-                state.precision,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
                 tick=tick,
                 show=show,
                 show_samples=_reports(task),
@@ -337,9 +343,9 @@ class Trainer:
                     task,
                     forward,
                     evaluated.loader,
-                    evaluated.plan,
-                    world,
-                    precision,
+                    plan=evaluated.plan,
+                    world=world,
+                    precision=precision,
                     show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
                     show_samples=_reports(task),
                 )
@@ -356,7 +362,9 @@ class Trainer:
             evaluated = build.evaluation_data(self.config, task, world, data)
             precision = Precision(self.config.precision, world.device)
             with strategy.inference() as forward:
-                return evaluation.predict(task, forward, evaluated.loader, evaluated.plan, world, precision)
+                return evaluation.predict(
+                    task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
+                )
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:

@@ -101,7 +101,7 @@ def test_not_finite_loss_names_step_rank_and_samples():
 
 
 def test_step_passes_at_most_9_files_and_4_package_frames(tmp_path, monkeypatch):
-    """From asking for a batch to `optimizer.step`, in a step that does not log: the user's own files are not counted."""
+    """From asking for a batch to `optimizer.step`, in a step that does not log, without the user's own files."""
     package = Path(lockstep.__file__).parent
     files, depths = set(), []
     ours = {"mlp.py", "task.py"}
