@@ -172,7 +172,7 @@ def gradient(
     sums, units = sums_and_units(task, model, samples)
     if not units:
         return None
-    factors = task.coefficients()
+    factors = task.coefficients
     total = torch.zeros((), dtype=torch.float64)
     for head, value in sums.items():
         window.sums[head] = window.sums.get(head, 0.0) + float(value.detach())

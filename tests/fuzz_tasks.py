@@ -82,7 +82,8 @@ class FuzzTask(Task):
     def eval_data(self) -> Any:
         return data_set(self.case, self.case.eval_length, seed=2)
 
-    def coefficients(self) -> dict[str, float]:
+    @property
+    def coefficients(self) -> dict[str, float]:  # type: ignore[override]
         return {head.name: head.coefficient for head in self.case.all_heads if head.coefficient is not None}
 
     def weight(self, batch: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep import Task
+from lockstep import Metrics, Task
 
 
 def masked_data(length, seed=0):
@@ -57,8 +57,7 @@ class TwoHeads(Masked):
     def weight(self, batch):
         return {"a": batch[2].sum(), "b": torch.tensor(float(len(batch[0])))}
 
-    def coefficients(self):
-        return {"b": 3.0}
+    coefficients = {"b": 3.0}  # noqa: RUF012
 
     def loss(self, model, batch):
         inputs, targets, mask = batch
@@ -241,7 +240,7 @@ class Classes(Task):
             MulticlassF1Score,
         )
 
-        return MetricCollection(
+        metrics = MetricCollection(
             {
                 "accuracy": MulticlassAccuracy(3, average="micro"),
                 "f1": MulticlassF1Score(3),
@@ -251,8 +250,9 @@ class Classes(Task):
                 "correlation": PearsonCorrCoef(),
             }
         )
+        return Metrics(metrics, self.update)
 
-    def update_metrics(self, metrics, output, batch):
+    def update(self, metrics, output, batch):
         best = output.max(dim=1).values
         for name in ("accuracy", "f1", "auroc", "confusion"):
             metrics[name].update(output, batch[1])
@@ -328,8 +328,7 @@ class ConstantHeads(Masked):
 class Watched(TwoHeads):
     """Head `b` is a number to look at, which depends on no parameter."""
 
-    def coefficients(self):
-        return {"b": 0.0}
+    coefficients = {"b": 0.0}  # noqa: RUF012
 
     def loss(self, model, batch):
         losses = super().loss(model, batch)
@@ -382,7 +381,7 @@ class Returns(Plain):
         odd = {
             "float": 1.5,
             "None": None,
-            "tuple": (loss, loss),
+            "tuple": (loss, loss, loss),
             "vector": loss.expand(3),
             "detached": loss.detach(),
             "int": (loss * 10).long(),

@@ -143,7 +143,7 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
         elif isinstance(losses, dict):
             if not any(weights.values()):
                 continue
-            factors = task.coefficients()
+            factors = task.coefficients
             loss = sum(factors.get(head, 1.0) * losses[head] / weights[head] for head in losses if weights[head] > 0)
         elif weights == 0:
             continue  # plain torch would divide by zero; no unit means no update

@@ -54,7 +54,7 @@ def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_pat
         (["image_folder"], "needs data.train"),
         (["toy", "data.train=zzz"], "data.train: Toy has no use for 'zzz'"),
         (["mine.py:Mine", "data.eval=zzz"], "give the constructor a parameter 'eval'. Mine takes: width"),
-        (["toy", "name=../../evil"], "name: '../../evil' cannot be the name of one folder in runs/"),
+        (["toy", "name=../../evil"], "name: '../../evil' cannot be the name of a folder in runs/"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_what_to_do(call, arguments, expected):

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from lockstep.config import BUILT_IN, RunConfig, training_keys
+from lockstep.config import RunConfig, training_keys
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
+from lockstep.tasks import registry
 
 TOY = {"task": {"kind": "toy"}}
 
@@ -338,7 +339,7 @@ def test_a_key_that_is_no_text_is_refused(values):
 )
 def test_a_name_that_is_not_one_folder_is_refused(name):
     text = refusal(TOY | {"name": name})
-    assert f"file.yaml: name: {name!r} cannot be the name of one folder in runs/" in text
+    assert f"file.yaml: name: {name!r} cannot be the name of a folder in runs/" in text
     assert "--run-dir" in text
 
 
@@ -351,7 +352,7 @@ def test_a_name_that_is_one_folder_is_taken(name):
 def test_what_keep_best_wants_is_said_in_words(text):
     found = refusal(TOY | {"checkpoint": {"keep_best": text}})
     assert (
-        f"file.yaml: checkpoint.keep_best: {text!r} does not say what is best; write `max eval/NAME` or `min eval/NAME`"
+        f"file.yaml: checkpoint.keep_best: {text!r} does not say which result is best; write `max eval/NAME` or `min eval/NAME`"
         in found
     )
 
@@ -649,7 +650,7 @@ def test_warm_up_is_given_in_one_way():
 
 
 def test_least_steps_go_with_epochs():
-    assert "give either min_steps (with epochs) or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
+    assert "give either min_steps or steps" in refusal(TOY | {"train": {"min_steps": 2, "steps": 3}})
     found = toy("train.steps=3", train={"epochs": 2, "min_steps": 9})
     assert (found.train.epochs, found.train.min_steps, found.train.steps) == (None, None, 3)
 
@@ -697,6 +698,22 @@ def test_what_was_suggested_is_recorded_and_read_back_alone(write):
 def test_a_wrong_section_is_told_and_nothing_is_suggested():
     assert "task.max_length" in refusal({"task": {"kind": "text", "max_length": "x"}})
     assert "optim" in refusal(TEXT | {"optim": 3})
+
+
+def test_the_keys_that_determine_a_training_are_these():
+    keys = {key for key in training_keys(load("toy")) if not key.startswith("task.")}
+    assert keys == {
+        "seed",
+        "precision",
+        *(f"data.{key}" for key in ("train", "eval", "on_error", "drop_last")),
+        *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
+        *(f"train.{key}" for key in ("ema_decay", "init_from", "init_skip", "unfreeze")),
+        *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),
+        *(f"optim.{key}" for key in ("layer_decay", "groups")),
+        *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),
+        *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power")),
+        *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype")),
+    }
 
 
 def test_another_task_determines_the_run():
@@ -796,6 +813,7 @@ def sections(model):
     )
 
 
+OPTIONS = {kind: registry.options_class(kind) for kind in registry.kinds()}
 TASKS = st.one_of(
     ANYTHING,
     st.fixed_dictionaries(
@@ -803,7 +821,7 @@ TASKS = st.one_of(
     ),
     *(
         st.builds(lambda found, kind: found | {"kind": kind}, sections(model), st.just(kind))
-        for kind, model in BUILT_IN.items()
+        for kind, model in OPTIONS.items()
     ),
 )
 

@@ -5,9 +5,12 @@ from typing import get_args, get_origin
 import pytest
 from pydantic import BaseModel
 
-from lockstep.config import BUILT_IN, RunConfig
+from lockstep.config import RunConfig
 from lockstep.config_file import parse
 from lockstep.errors import UsageError
+from lockstep.tasks import registry
+
+OPTIONS = {kind: registry.options_class(kind) for kind in registry.kinds()}
 
 
 def is_section(annotation):
@@ -31,7 +34,7 @@ def places(annotation):
 
 
 PLACES = {((), *found): None for found in places(RunConfig)} | {
-    ((kind,), *found): None for kind, model in BUILT_IN.items() for found in places(model)
+    ((kind,), *found): None for kind, model in OPTIONS.items() for found in places(model)
 }
 SECTIONS = [(kind, keys) for kind, keys, section in PLACES if section]
 FREE = {"args", "sizes"}  # take anything

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from lockstep import LockstepError, Trainer
-from lockstep.tasks import source
+from lockstep.tasks import source_code
 from tests import own_tasks, runs
 from tests.observe.cases import run_info
 
@@ -124,7 +124,7 @@ def test_task_whose_source_cannot_be_read_trains_and_says_so(tmp_path, monkeypat
         raise RecursionError
 
     runs.fit(own_tasks.Plain(), runs.config(train={"steps": 4}), tmp_path)
-    monkeypatch.setattr(source, "of_class", unreadable)
+    monkeypatch.setattr(source_code, "of_class", unreadable)
     assert runs.fit(own_tasks.Plain(), runs.config(train={"steps": 8}), tmp_path)[1]["step"] == 8
     assert "the source of the task cannot be read" in (tmp_path / "train.log").read_text()
     runs.fit(own_tasks.Plain(), runs.config(train={"steps": 2}), tmp_path / "new")

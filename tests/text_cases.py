@@ -5,6 +5,7 @@ from torch.nn import functional
 
 from lockstep import Task
 from lockstep.data.order import permute
+from lockstep.tasks.text.options import TextOptions
 from lockstep.tasks.text.task import Text
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from tests import runs
@@ -27,9 +28,13 @@ SMALL = {
 BAG = {"train": "docstrings", "max_length": 48, "scratch": {"vocab_size": 500}}
 
 
+def text_task(train, eval=None, **options):
+    return Text(TextOptions.model_validate(options), train, eval)
+
+
 def train(options, settings, run_dir=None):
     """A text task in float64."""
-    return runs.fit(ComparableTask(Text(**options), TaskChanges(float64=True)), settings, run_dir)
+    return runs.fit(ComparableTask(text_task(**options), TaskChanges(float64=True)), settings, run_dir)
 
 
 def difference(one, other):
@@ -45,7 +50,7 @@ def by_hand(options, steps, global_batch, weights=None):
     """
     from transformers import AutoModelForSequenceClassification
 
-    task = Text(**options)
+    task = text_task(**options)
     data = task.train_data()
     tokenizer, names = task.tokenizer, task.labels
     samples = [(data[index].text, data[index].label) for index in range(len(data))]

@@ -6,15 +6,23 @@ import importlib
 
 TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
-__all__ = ["LockstepError", "RunConfig", "Task", "Trainer"]
+__all__ = ["LockstepError", "Metrics", "Presenter", "RunConfig", "Task", "Trainer"]
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.errors import LockstepError
-    from lockstep.tasks.task import Task
+    from lockstep.tasks.presenter import Presenter
+    from lockstep.tasks.task import Metrics, Task
     from lockstep.trainer import Trainer
 
-_HOMES = {"LockstepError": "errors", "RunConfig": "config", "Task": "tasks.task", "Trainer": "trainer"}
+_HOMES = {
+    "LockstepError": "errors",
+    "Metrics": "tasks.task",
+    "Presenter": "tasks.presenter",
+    "RunConfig": "config",
+    "Task": "tasks.task",
+    "Trainer": "trainer",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The configuration of a run: one pydantic model per YAML section."""
+"""The configuration of a run: one pydantic model per YAML section. It imports no torch."""
 
 from __future__ import annotations
 
@@ -7,149 +7,64 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+
+from lockstep.config_section import DETERMINES_TRAINING, DOES_NOT_DETERMINE, Section, determines
 
 _GLOBAL_BATCH = 32
-_LONGEST_NAME = 200  # characters; file systems take 255 bytes
+_LONGEST_NAME = 200  # characters; file systems allow 255 bytes
 
 
 def _folder_name(text: str) -> str:
-    """`runs/<name>` is where a run writes, and `--fresh` deletes: it must be a folder right there."""
+    """A run writes into `runs/<name>`, and `--fresh` deletes this folder: the name must not lead anywhere else."""
     if text.strip() in ("", ".", "..") or len(text) > _LONGEST_NAME or re.search(r"[/\\\x00-\x1f]", text):
         allowed = f"up to {_LONGEST_NAME} letters, digits, - and _, or choose another place with --run-dir"
-        raise ValueError(f"{text!r} cannot be the name of one folder in runs/; use {allowed}")
+        raise ValueError(f"{text!r} cannot be the name of a folder in runs/; use {allowed}")
     return text
 
 
 def _best(text: str) -> str:
     if not re.fullmatch(r"(min|max) eval/\S+", text):
         remedy = "write `max eval/NAME` or `min eval/NAME`, such as `min eval/loss`"
-        raise ValueError(f"{text!r} does not say what is best; {remedy}")
+        raise ValueError(f"{text!r} does not say which result is best; {remedy}")
     return text
 
 
-class Section(BaseModel):
-    """A YAML section. Unknown keys are errors, and so is a value of another type: `yes` is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TaskSection(Section):
-    """The task section of one kind."""
-
-    def suggestions(self) -> dict[str, dict[str, Any]]:
-        """What suits this task in other sections, where neither a file nor the command line says it."""
-        return {}
-
-
-class ToyTask(TaskSection):
-    """Synthetic regression; see `lockstep.tasks.toy.task.Toy`."""
-
-    kind: Literal["toy"]
-    samples: Annotated[int, Field(ge=0)] = 1000
-    eval_samples: Annotated[int, Field(ge=0)] = 200
-    hidden: PositiveInt = 10
-    layers: PositiveInt = 1
-    double: bool = False
-
-
-class ClassificationTask(TaskSection):
-    """Image classification; see `lockstep.tasks.classification.task.Classification`."""
-
-    kind: Literal["classification"]
-    image_size: Annotated[int, Field(ge=4)] = 32
-    channels: Literal[1, 3] = 3
-    width: Annotated[int, Field(ge=4, multiple_of=4)] = 32
-    shift: Annotated[int, Field(ge=0)] = 0
-
-
-class ColumnsConfig(Section):
-    """Columns of a table by name or place; None: those with a usual name. text: several are joined with a space."""
-
-    text: str | int | list[str | int] | None = None
-    pair: str | int | None = None
-    label: str | int | None = None
-
-
-class ScratchConfig(Section):
-    """A new model, and the tokenizer that is trained for it. sizes: keys of the architecture's config."""
-
-    architecture: str = "embedding_bag"
-    sizes: dict[str, Any] = {}
-    vocab_size: Annotated[int, Field(ge=100)] = 20000
-    lowercase: bool = True
-
-
-class TextTask(TaskSection):
-    """Text classification; see `lockstep.tasks.text.task.Text`."""
-
-    kind: Literal["text"]
-    model: str | None = None
-    scratch: ScratchConfig = ScratchConfig()
-    max_length: Annotated[int, Field(ge=4)] = 128
-    columns: ColumnsConfig = ColumnsConfig()
-    multi_label: bool = False
-    label_separator: Annotated[str, Field(min_length=1)] = ","
-    class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
-    new_head: bool = False
-    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    split_seed: Annotated[int, Field(ge=0)] = 0
-    empty: Literal["raise", "drop"] = "raise"
-    subset: str | None = None
-    header: bool = True
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    quoting: Literal["minimal", "none"] | None = None
-
-    def suggestions(self) -> dict[str, dict[str, Any]]:
-        """Measured on four data sets of 160 to 4,000 texts: docs/text.md."""
-        optim: dict[str, Any] = {"name": "AdamW", "weight_decay": 0.01, "clip_norm": 1.0}
-        if self.model:
-            optim |= {"lr": 2e-4, "layer_decay": 0.9}
-            train = {"epochs": 3, "min_steps": 300}
-        elif self.scratch.architecture == "embedding_bag":
-            optim["lr"] = 0.01
-            train = {"epochs": 10, "min_steps": 400}
-        else:
-            optim["lr"] = 5e-4
-            train = {"epochs": 10, "min_steps": 1000}
-        return {"train": train, "optim": optim, "schedule": {"name": "linear", "warmup_share": 0.1}}
-
-
-class UserTask(TaskSection):
-    """A class in a user's file; further keys go to its constructor."""
-
-    model_config = ConfigDict(extra="allow")
-    kind: str
-
-
-BUILT_IN: dict[str, type[TaskSection]] = {"toy": ToyTask, "classification": ClassificationTask, "text": TextTask}
-
-
 class DataConfig(Section):
-    """Where samples come from. workers: loader processes per rank. on_error: what an unreadable sample does."""
+    """The training and evaluation data."""
 
     train: str | None = None
+    """Source of the training data, for the constructor of the task."""
     eval: str | None = None
-    workers: Annotated[int, Field(ge=0)] = 0
+    """Source of the evaluation data."""
+    workers: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
+    """Loader processes of each rank. 0: the rank loads its data itself."""
     on_error: Literal["raise", "skip"] = "raise"
+    """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
+    """Whether the last, partial batch of an epoch is left out."""
 
 
 class BatchConfig(Section):
-    """Samples per update (`global`) and per forward pass (`micro`, None: as few passes as possible).
+    """Samples of an update, over all ranks.
 
-    `per_rank` x `accumulate` x ranks may be given instead: the global batch this makes at the first launch is kept.
+    Instead of `global` and `micro`, `per_rank` and `accumulate` may be given. The global batch is then
+    per_rank x accumulate x ranks of the first launch, and stays the same in later launches.
     """
 
     global_: PositiveInt | None = Field(None, alias="global")
-    micro: PositiveInt | None = None
+    """Samples of an update. None: 32."""
+    micro: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Largest number of samples of a forward pass. None: as few forward passes as possible."""
     per_rank: PositiveInt | None = None
+    """Samples of a forward pass on each rank."""
     accumulate: PositiveInt | None = None
+    """Forward passes of each rank before an update."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> BatchConfig:
+    def _consistent(self) -> BatchConfig:
         if self.global_ is not None and (self.per_rank or self.accumulate):
             raise ValueError("give either global (and micro) or per_rank and accumulate, not both")
         if self.accumulate and not self.per_rank:
@@ -163,7 +78,7 @@ class BatchConfig(Section):
         return self
 
     def resolve(self, world: int) -> BatchConfig:
-        """With `global` and `micro` as numbers, for a first launch on `world` ranks."""
+        """This section with `global` and `micro` as numbers, for a first launch on `world` ranks."""
         if self.per_rank:
             return BatchConfig.model_validate(
                 {"global": self.per_rank * (self.accumulate or 1) * world, "micro": self.per_rank}
@@ -172,75 +87,91 @@ class BatchConfig(Section):
 
 
 class UnfreezeConfig(Section):
-    """Parameters by name pattern (`*` and `?`) that train only from the beginning of an epoch (counted from 0), or a step, on."""
+    """Parameters that are frozen until the beginning of an epoch, or until a step."""
 
     match: Annotated[list[str], Field(min_length=1)]
+    """Patterns of parameter names, with `*` and `?`."""
     epoch: Annotated[float, Field(gt=0)] | None = None
+    """Epochs, counted from 0, before the parameters train."""
     step: PositiveInt | None = None
+    """Steps before the parameters train."""
 
     @model_validator(mode="after")
-    def _one_of(self) -> UnfreezeConfig:
+    def _epoch_or_step(self) -> UnfreezeConfig:
         if (self.epoch is None) == (self.step is None):
             raise ValueError("give either epoch or step")
         return self
 
 
 class TrainConfig(Section):
-    """How long: `epochs`, but at least `min_steps`, or `steps`; and how often to evaluate (0: never).
+    """Length of the training, evaluations, and the weights to begin with.
 
-    ema_decay: evaluate and export an exponential moving average of the weights. init_from: safetensors file or folder
-    to start from; init_skip: patterns of tensor names that need not be in it. unfreeze: what is frozen at first, until when.
+    The length does not determine the training, but the length of the schedule's curve does. Checkpoints record the curve's
+    length, and a resumed run is compared with it.
     """
 
-    epochs: PositiveInt | None = None
-    min_steps: PositiveInt | None = None
-    steps: PositiveInt | None = None
-    eval_every_epochs: Annotated[int, Field(ge=0)] | None = None
-    eval_every_steps: Annotated[int, Field(ge=0)] | None = None
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    init_from: str | None = None
-    init_skip: list[str] = []
-    unfreeze: list[UnfreezeConfig] = []
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("epochs", "steps"),
+        ("min_steps", "steps"),
+        ("eval_every_epochs", "eval_every_steps"),
+    )
 
-    @model_validator(mode="after")
-    def _one_of(self) -> TrainConfig:
-        if self.epochs and self.steps:
-            raise ValueError("give either epochs or steps, not both")
-        if self.min_steps and self.steps:
-            raise ValueError("give either min_steps (with epochs) or steps, not both")
-        if self.eval_every_epochs is not None and self.eval_every_steps is not None:
-            raise ValueError("give either eval_every_epochs or eval_every_steps, not both")
-        return self
+    epochs: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Length in epochs. None, without `steps`: 1."""
+    min_steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Least length in steps, together with `epochs`."""
+    steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Length in steps."""
+    eval_every_epochs: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
+    """Epochs between evaluations. 0 or None: no evaluation."""
+    eval_every_steps: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
+    """Steps between evaluations. 0: no evaluation."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
+    init_from: str | None = None
+    """Weights to begin with: a safetensors file, or a folder with such a file."""
+    init_skip: list[str] = Field(default_factory=list)
+    """Patterns of names of tensors that `init_from` may lack."""
+    unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
 
 
 class GroupConfig(Section):
-    """Parameters by name pattern (`*` and `?`), with their own learning rate and weight decay."""
+    """A group of parameters with a learning rate and a weight decay of its own."""
 
     name: str
+    """Name of the group in the log."""
     match: Annotated[list[str], Field(min_length=1)]
+    """Patterns of parameter names, with `*` and `?`. A parameter belongs to the first group that matches it."""
     lr: PositiveFloat | None = None
+    """None: `optim.lr`."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """None: `optim.weight_decay`."""
 
 
 class OptimConfig(Section):
-    """Any class of torch.optim; `args` are its further arguments (momentum, betas, ...). fused: one kernel for the whole update.
-
-    layer_decay: each of the model's repeated blocks learns at so many times the rate of the one above it.
-    """
+    """The optimizer."""
 
     name: str = "AdamW"
+    """A class of torch.optim."""
     lr: PositiveFloat = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """None: the default of the optimizer."""
     clip_norm: PositiveFloat | None = None
+    """Largest norm of the gradient. None: no clipping."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with batch.global / reference_batch."""
     reference_batch: PositiveInt = 32
-    fused: bool = False
+    """Global batch for which `lr` is meant, in samples."""
+    fused: Annotated[bool, DOES_NOT_DETERMINE] = False
+    """Whether a single kernel does the whole update."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    groups: list[GroupConfig] = []
-    args: dict[str, Any] = {}
+    """Learning rate of each of the model's repeated blocks, relative to the block above it."""
+    groups: list[GroupConfig] = Field(default_factory=list)
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer (momentum, betas, ...)."""
 
     @model_validator(mode="after")
-    def _names(self) -> OptimConfig:
+    def _names_differ(self) -> OptimConfig:
         names = [group.name for group in self.groups]
         if len({*names, "default"}) <= len(names):
             raise ValueError("group names must differ from each other and from 'default'")
@@ -248,81 +179,94 @@ class OptimConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """Learning rate over updates; see `lockstep.engine.schedule.Schedule`.
+    """The learning rate as a function of the updates; see `lockstep.engine.schedule.Schedule`."""
 
-    total_steps: the curve's length in updates, where it is not the run's.
-    """
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("warmup_steps", "warmup_share"),)
 
     name: Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"] = "constant"
+    """Shape of the curve after the warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Length of the warm-up in updates."""
     warmup_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Length of the warm-up as a share of the curve's length."""
     end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """For linear, cosine and polynomial: the factor on the learning rate at the end of the curve."""
     step_epochs: PositiveFloat = 1
+    """For step: epochs between two decreases of the learning rate."""
     gamma: PositiveFloat = 0.1
+    """For step: the factor of each decrease."""
     power: PositiveFloat = 1.0
-    total_steps: PositiveInt | None = None
-
-    @model_validator(mode="after")
-    def _one_warmup(self) -> ScheduleConfig:
-        if self.warmup_share is not None and self.warmup_steps:
-            raise ValueError("give either warmup_steps or warmup_share, not both")
-        return self
+    """For polynomial: the exponent."""
+    total_steps: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Length of the curve in updates. None: the length of the run."""
 
 
 class ParallelConfig(Section):
-    """How the model is spread over ranks. timeout_s: where no rank gets on for longer, the run ends with a report.
-
-    For ddp: see `lockstep.distributed.strategy.Buckets`. For fsdp: see `lockstep.distributed.sharding.Sharding`; `shard_modules` are patterns
-    of the modules that are sharded one by one (None: the model's repeated blocks).
-    """
+    """How the model is distributed over the ranks. docs/parallel.md explains the choices."""
 
     strategy: Literal["single", "ddp", "fsdp"] = "ddp"
     timeout_s: PositiveFloat = 600.0
+    """Seconds without progress of any rank after which the run ends with a report."""
     find_unused_parameters: bool = False
+    """DDP: some trainable parameters get no gradient in some batches."""
     static_graph: bool = False
+    """DDP: every step uses the same parameters."""
     bucket_mb: PositiveFloat | None = None
+    """DDP: size in MiB of the buckets in which gradients are reduced. None: DDP's default."""
     gradient_as_bucket_view: bool = True
+    """DDP: gradients are views of the buckets, which saves memory."""
     shard_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """FSDP: patterns of the modules that are sharded separately. None: the model's repeated blocks."""
     shard_ranks: PositiveInt | None = None
+    """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all ranks."""
     reshard_after_forward: bool = True
+    """FSDP: free the gathered parameters of a block after its forward pass."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
+    """FSDP: number of blocks that are gathered ahead in the forward pass. 0: FSDP's default."""
     backward_prefetch: Annotated[int, Field(ge=0)] = 0
+    """FSDP: number of blocks that are gathered ahead in the backward pass. 0: FSDP's default."""
     cpu_offload: bool = False
-    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """FSDP: keep parameters, gradients and optimizer state in host memory."""
+    param_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
+    """FSDP: number format in which parameters are gathered. None: the format in which they are stored."""
+    reduce_dtype: Annotated[Literal["fp32", "bf16", "fp16"] | None, DETERMINES_TRAINING] = None
+    """FSDP: number format in which gradients are reduced. None: the format in which they are stored."""
 
 
 class ComputeConfig(Section):
-    """How the forward pass is computed; the same training to rounding.
-
-    compile: `torch.compile` each repeated block, or the model. activation_checkpointing: recompute each block's activations in
-    the backward pass. channels_last: memory format of images and convolutions. halve_on_oom: where the memory of a GPU does
-    not suffice, go on with half the micro-batch.
-    """
+    """How the forward pass is computed. The training is the same to rounding."""
 
     compile: Literal["blocks", "model"] | None = None
+    """Apply `torch.compile` to each repeated block, or to the model."""
     compile_backend: str = "inductor"
     activation_checkpointing: bool = False
+    """Recompute the activations of each block in the backward pass."""
     channels_last: bool = False
+    """Memory format of images and convolutions."""
     halve_on_oom: bool = True
+    """If the memory of a GPU is not sufficient, continue with micro-batches of half the size."""
 
 
 class CheckpointConfig(Section):
-    """A checkpoint is due every so many minutes or steps, whichever comes first, and at the end.
+    """When checkpoints are saved, and which are kept.
 
-    every_steps: 0 leaves it to the minutes. every_minutes: null leaves it to the steps. mode: async trains on
-    while it writes.
-
-    Kept are the `keep_last` newest, those of every `keep_every_steps`-th step, and the best: `keep_best: max eval/accuracy`
-    also saves before each evaluation.
+    A checkpoint is due after `every_minutes` or `every_steps`, whichever comes first, and at the end. The `keep_last` newest
+    checkpoints are kept, and those that `keep_best` and `keep_every_steps` ask for.
     """
 
     every_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints. 0: only minutes count."""
     every_minutes: PositiveFloat | None = 10.0
+    """Minutes between checkpoints. None: only steps count."""
     mode: Literal["async", "sync"] = "async"
+    """async: the training continues while a checkpoint is written."""
     keep_last: PositiveInt = 3
+    """Number of the newest checkpoints that are kept."""
     keep_best: Annotated[str, AfterValidator(_best)] | None = None
+    """The result whose best checkpoint is kept, such as `max eval/accuracy`. A checkpoint is then saved before each
+    evaluation."""
     keep_every_steps: PositiveInt | None = None
+    """Checkpoints of steps that are multiples of this number are kept."""
 
 
 def _writer(name: str) -> str:
@@ -331,70 +275,65 @@ def _writer(name: str) -> str:
 
 
 class LogConfig(Section):
-    """What is logged, how often, and by which writers: built-in ones, names of installed ones, or FILE.py:MyWriter."""
+    """What is logged, how often, and by which writers."""
 
     every_steps: PositiveInt = 50
-    writers: list[Annotated[str, AfterValidator(_writer)]] = ["text_log", "json_lines", "tensorboard"]
+    """Steps between two entries."""
+    writers: list[Annotated[str, AfterValidator(_writer)]] = Field(
+        default_factory=lambda: ["text_log", "json_lines", "tensorboard"]
+    )
+    """Built-in writers, names of installed writers, or FILE.py:MyWriter."""
 
 
 class RunConfig(Section):
-    """A whole run. Everything but the task and its data has a default; in Python, the task may be given as an object instead."""
+    """A whole run. Every key but the task and its data has a default. In Python, the task may be an object instead."""
 
-    name: Annotated[str, AfterValidator(_folder_name)] = "run"
+    name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"
+    """Name of the run directory in `runs/`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    task: dict[str, Any] = {}
+    device: Annotated[Literal["auto", "cpu", "cuda"], DOES_NOT_DETERMINE] = "auto"
+    task: dict[str, Any] = Field(default_factory=dict)
+    """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
     batch: BatchConfig = Field(default_factory=lambda: BatchConfig.model_validate({}))
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    parallel: ParallelConfig = ParallelConfig()
-    compute: ComputeConfig = ComputeConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-
-
-# ---- what determines the training
-
-# How long the schedule's curve is matters all the same: checkpoints record it, and resuming compares.
-_LENGTH = (
-    "train.epochs",
-    "train.min_steps",
-    "train.steps",
-    "train.eval_every_epochs",
-    "train.eval_every_steps",
-    "schedule.total_steps",
-)
-_FREE = (
-    "name",
-    "device",
-    "data.workers",
-    "batch.micro",
-    *_LENGTH,
-    "optim.fused",
-    "parallel",
-    "compute",
-    "checkpoint",
-    "log",
-)
-_NOT_FREE = ("parallel.param_dtype", "parallel.reduce_dtype")
+    parallel: Annotated[ParallelConfig, DOES_NOT_DETERMINE] = ParallelConfig()
+    compute: Annotated[ComputeConfig, DOES_NOT_DETERMINE] = ComputeConfig()
+    checkpoint: Annotated[CheckpointConfig, DOES_NOT_DETERMINE] = CheckpointConfig()
+    log: Annotated[LogConfig, DOES_NOT_DETERMINE] = LogConfig()
 
 
 def training_keys(config: RunConfig) -> dict[str, Any]:
-    """The keys, by dotted path, whose change would change the weights; world size, strategy, micro-batch and logs do not."""
-    flat = _flatten(config.model_dump(by_alias=True))
-    free = {key for key in flat if any(f"{key}.".startswith(f"{one}.") for one in _FREE)} - {*_NOT_FREE}
-    return {key: value for key, value in flat.items() if key not in free}
+    """The keys that determine the training, by dotted path, with their values.
+
+    Another value of such a key trains other weights. World size, strategy, micro-batch and log are not among them.
+    """
+    return _training_keys(config, prefix="", otherwise=True)
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 of what determines the training."""
+    """SHA-256 of the keys that determine the training, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(training_keys(config), sort_keys=True).encode()).hexdigest()
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _training_keys(section: BaseModel, prefix: str, otherwise: bool) -> dict[str, Any]:
+    keys: dict[str, Any] = {}
+    values = section.model_dump(by_alias=True)
+    for name, field in type(section).model_fields.items():
+        key = field.alias or name
+        counts = determines(field.metadata, otherwise)
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            keys |= _training_keys(value, f"{prefix}{key}.", counts)
+        elif counts:
+            keys |= _flatten({key: values[key]}, prefix)
+    return keys
+
+
+def _flatten(value: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
         path = f"{prefix}{key}"

@@ -1,14 +1,13 @@
-"""From a recipe, a file or Python values to a checked `RunConfig`, and back. Only `run.py` and `cli.py` read configs.
+"""From a recipe, a file or Python values to a checked `RunConfig`, and back.
 
-Imports no torch: a wrong key is reported before anything heavy is loaded.
+It imports no torch, so that a wrong key is reported before anything slow is loaded.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -16,18 +15,20 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from lockstep.config import BUILT_IN, RunConfig, UserTask
+from lockstep.config import RunConfig
+from lockstep.config_section import Section
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.tasks import registry
 
-Origin = Callable[[str], str]  # where a key was set: the command line, or a file
+Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers: `1e-8` is one. (PyYAML follows YAML 1.1, where it is text.)"""
+    """Reads numbers as YAML 1.2 does: `1e-8` is a number. (For PyYAML, which follows YAML 1.1, it is text.)"""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back the same: the text '1e-8' gets quotes."""
+    """Writes values so that `_Loader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
 for _side in (_Loader, _Dumper):
@@ -37,15 +38,16 @@ for _side in (_Loader, _Dumper):
 
 
 def to_yaml(config: RunConfig) -> str:
-    """All keys of `config`, as `load` reads them."""
+    """All keys of `config`, in the form that `load` reads."""
     return yaml.dump(config.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
-    """Names of the shipped recipes, and what their first comment says."""
-    files = sorted(resources.files("lockstep.recipes").iterdir(), key=lambda file: file.name)
-    texts = {file.name.removesuffix(".yaml"): file.read_text() for file in files if file.name.endswith(".yaml")}
-    return {name: text.splitlines()[0].removeprefix("# ") for name, text in texts.items()}
+    """The first comment of each recipe, by the recipe's name."""
+    return {
+        name: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        for name, file in registry.recipes().items()
+    }
 
 
 def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -100,11 +102,10 @@ def parse(
     ):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
-    for section, one, other in _EITHER:
-        for mine, theirs in ((one, other), (other, one)):
-            place = raw.get(section)
-            if f"{section}.{mine}" in given and f"{section}.{theirs}" not in given and isinstance(place, dict):
-                place.pop(theirs, None)
+    for section, key, other in _alternatives():
+        place = raw.get(section)
+        if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
+            place.pop(other, None)
     _suggest(raw)
 
     def origin(path: str) -> str:
@@ -119,7 +120,7 @@ def parse(
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        problems += _describe(error, RunConfig, raw, "", origin)
+        problems += _describe(error, model=RunConfig, raw=raw, prefix="", origin=origin)
     if needs_task and "task" not in raw:
         problems.append(f"{where}: task: is missing")
     if isinstance(raw.get("task"), dict) and (needs_task or raw["task"]):
@@ -147,28 +148,40 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
             )
         values = _read_yaml(Path(target))
     else:
-        known = recipes()
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise UsageError(
-                f"there is no recipe {target!r}",
-                remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
-            )
-        values = yaml.load(resources.files("lockstep.recipes").joinpath(f"{target}.yaml").read_text(), _Loader)
+        recipe = registry.shipped_recipe(target)
+        if recipe is None:
+            known = registry.recipes()
+            if target not in known:
+                hint = did_you_mean(target, known)
+                raise UsageError(
+                    f"there is no recipe {target!r}",
+                    remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
+                )
+            recipe = known[target]
+        values = _parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
     values.setdefault("name", Path(target).stem)
     return values, target
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date or number that is none
-        raise UsageError(f"not YAML: {error}", where=str(path), remedy="repair the file") from error
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    return _parse_yaml(content, str(path))
+
+
+def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
+    try:
+        values = yaml.load(content.decode() if isinstance(content, bytes) else content, _Loader)
+    except (
+        yaml.YAMLError,
+        ValueError,
+    ) as error:  # ValueError: the file is not UTF-8, or holds an impossible date or number
+        raise UsageError(f"not YAML: {error}", where=where, remedy="repair the file") from error
     if not isinstance(values, dict):
         raise UsageError(
-            "not a YAML mapping of sections", where=str(path), remedy="write sections such as `task: {kind: toy}`"
+            "not a YAML mapping of sections", where=where, remedy="write sections such as `task: {kind: toy}`"
         )
     return values
 
@@ -205,49 +218,53 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         raw = inner
 
 
-# Two keys of a section that say the same: where the command line gives one, it takes the place of a file's other.
-_EITHER = [
-    ("train", "epochs", "steps"),
-    ("train", "min_steps", "steps"),
-    ("train", "eval_every_epochs", "eval_every_steps"),
-    ("schedule", "warmup_steps", "warmup_share"),
-]
-# Of a section, keys that say the same in another way: where the first is given, the others are not suggested.
-_INSTEAD = {"steps": ("epochs", "min_steps"), "epochs": ("min_steps",), "warmup_steps": ("warmup_share",)}
+def _alternatives() -> Iterator[tuple[str, str, str]]:
+    """(section, key, other key) for keys that exclude each other, in both orders."""
+    for name, field in RunConfig.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            for first, second in field.annotation.alternatives:
+                yield name, first, second
+                yield name, second, first
 
 
 def _suggest(raw: dict[str, Any]) -> None:
-    """Fill in what suits the task. A section with another `name` (of an optimizer, of a schedule) is left as it is."""
+    """Fill in the values that suit the task. A section with another `name` (of optimizer or schedule) stays as it is."""
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
-    if not isinstance(kind, str) or kind not in BUILT_IN:
+    if not isinstance(task, dict) or not isinstance(kind, str) or ".py:" in kind:
+        return
+    options_class = registry.options_class(kind)
+    if options_class is None:
         return
     try:
-        task_checks = BUILT_IN[kind].model_validate(task)
-    except ValidationError:  # is told elsewhere
+        options = options_class.model_validate({key: value for key, value in task.items() if key != "kind"})
+    except ValidationError:  # `_check_task` reports it
         return
-    for section, values in task_checks.suggestions().items():
+    for section, values in options.suggestions().items():
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue
-        instead = {other for key, others in _INSTEAD.items() if key in given for other in others}
-        raw[section] = {key: value for key, value in values.items() if key not in instead} | given
+        excluded = {other for name, key, other in _alternatives() if name == section and key in given}
+        if section == "train" and "epochs" in given:
+            excluded.add("min_steps")
+        raw[section] = {key: value for key, value in values.items() if key not in excluded} | given
 
 
 def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | None, list[str]]:
-    """The task section under its kind's own model; a user's own class checks its keys when it is made."""
+    """The task section with all options, and the problems. A user's own class checks its keys when it is made."""
     kind = task.get("kind")
     if isinstance(kind, str) and ".py:" in kind:
-        return UserTask.model_validate(task).model_dump(), []
-    if not isinstance(kind, str) or kind not in BUILT_IN:
-        hint = did_you_mean(kind, BUILT_IN)
-        return None, [
-            f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {hint}there are {', '.join(BUILT_IN)} and FILE.py:Class"
-        ]
+        return dict(task), []
+    options_class = registry.options_class(kind) if isinstance(kind, str) else None
+    if options_class is None:
+        known = registry.kinds()
+        listed = f"{did_you_mean(kind, known)}there are {', '.join(known)} and FILE.py:Class"
+        return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {listed}"]
+    options = {key: value for key, value in task.items() if key != "kind"}
     try:
-        return BUILT_IN[kind].model_validate(task).model_dump(), []
+        return {"kind": kind, **options_class.model_validate(options).model_dump()}, []
     except ValidationError as error:
-        return None, _describe(error, BUILT_IN[kind], task, "task.", origin)
+        return None, _describe(error, model=options_class, raw=options, prefix="task.", origin=origin)
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:

@@ -1,4 +1,4 @@
-"""What Lockstep says when something is wrong: what, where, and what to do about it."""
+"""The errors of Lockstep. Each error says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ class LockstepError(Exception):
     """A failure that the user can act on.
 
     Args:
-        what: the fault and the value that shows it.
-        where: file, key, rank, step or sample; None where `what` says it all.
-        remedy: what to change; None where nothing can be advised.
+        what: the fault, and the value that shows it.
+        where: file, key, rank, step or sample. None: `what` says it all.
+        remedy: a change that helps. None: there is no advice.
     """
 
     exit_code = 1
-    retryable = False  # whether the same command may go well the next time: then a launcher may try
-    retries_differently = (
-        False  # whether it will be done in another way the next time, so that failing at the same step is not the same
-    )
+    retryable = False
+    """Whether the same command may succeed the next time. If so, the launcher may restart the ranks."""
+    retries_differently = False
+    """Whether a restart does something differently, so that it may pass the step at which this run failed."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
         self.what, self.where, self.remedy = what, where, remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions cross process borders (loader workers, ranks); keyword arguments do not survive by default.
+        # Exceptions are sent between processes (loader workers, ranks). By default, keyword arguments would be lost.
         return _rebuild, (type(self), self.what, self.where, self.remedy)
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ def _rebuild(kind: type[LockstepError], what: str, where: str | None, remedy: st
 
 
 class UsageError(LockstepError):
-    """A wrong command, config or recipe: found before anything is computed. Exit code 2."""
+    """A wrong command, config or recipe. It is found before anything is computed. Exit code 2."""
 
     exit_code = 2
 
@@ -55,7 +55,7 @@ class DataError(LockstepError):
 
 
 class TrainingError(LockstepError):
-    """The training itself went wrong: a loss that is not finite, a parameter without gradient."""
+    """The training itself failed: for example, a loss is not finite, or a parameter has no gradient."""
 
 
 class MemoryShortage(TrainingError):
@@ -69,34 +69,32 @@ class CheckpointError(LockstepError):
 
 
 class RankError(LockstepError):
-    """A rank failed. Raised on the others, and by the launcher.
-
-    origin: the rank that failed first and what it said; None where this rank is the one.
-    """
+    """A rank failed. Raised on the other ranks, and by the launcher."""
 
     retryable = True
     origin: tuple[int, str] | None = None
+    """The rank that failed first, and its message. None: this rank failed first."""
 
 
 class Preempted(BaseException):
-    """A signal asked this run to stop, and it did. No failure, so no `Exception`: nothing may swallow it on its way out.
+    """A signal asked this run to stop, and the run has stopped. Exit code 75 (EX_TEMPFAIL): run the same command again.
 
-    Exit code 75 (EX_TEMPFAIL): run the same command again.
+    It is not an `Exception`, because it is no failure, and because `except Exception` must not catch it.
     """
 
     exit_code = 75
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean X? ` with the nearest of `known`, whatever its case; empty where none is near."""
-    by_lower = {one.lower(): one for one in known}
+    """`did you mean X? ` with the name in `known` that is most similar, in any case; empty where no name is similar."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
     return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
 
 
 @contextlib.contextmanager
 def exits_are_failures() -> Iterator[None]:
-    """Turn a `SystemExit` of a task into an error: a training that it ended must not look as if it were done."""
+    """Turn a `SystemExit` of a task into an error: a training that was ended by it must not look complete."""
     try:
         yield
     except SystemExit as error:
@@ -107,12 +105,12 @@ def exits_are_failures() -> Iterator[None]:
         raise TrainingError(
             f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
             where=f"{last.filename}:{last.lineno}, in {last.name}",
-            remedy="raise an exception where something is wrong; where nothing is, return",
+            remedy="raise an exception where something is wrong; otherwise return",
         ) from error
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without the frames inside installed libraries, but for the last one: what the user can change."""
+    """The traceback without frames inside installed libraries, except for the last frame."""
     frames = traceback.extract_tb(error.__traceback__)
     library = f"{os.sep}site-packages{os.sep}"
     kept = [frame for number, frame in enumerate(frames) if library not in frame.filename or number == len(frames) - 1]

@@ -25,7 +25,7 @@ from lockstep.distributed.world import World
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.observe import metric_arrays
 from lockstep.observe.factory import files_of_writers
-from lockstep.tasks import source
+from lockstep.tasks import source_code
 from lockstep.tasks.task import Task
 
 _OURS = ("checkpoints", "config.yaml", "environment.json", "micro.json", "task", "source", metric_arrays.FILE)
@@ -92,7 +92,7 @@ def _claim(
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
         atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
-        about = {"task": _recorded(folder).get("task"), "git": source.commit(_home(config))}
+        about = {"task": _recorded(folder).get("task"), "git": source_code.commit(_home(config))}
         atomic.write_text(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
     except OSError as error:
         raise _unwritable(folder, error) from error
@@ -194,11 +194,11 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
 
     def keep() -> list[str]:
         begun = any((folder / "checkpoints").glob("step-*"))
-        kept = source.read(folder / "source") if begun else {}
-        found = source.of_task(task, config.task.get("kind"), kept)
+        kept = source_code.read(folder / "source") if begun else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
         if kept and not found:
             return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
-        change = source.difference(kept, found) if kept else None
+        change = source_code.difference(kept, found) if kept else None
         if change and "task" not in allow_change:
             raise UsageError(
                 f"the task's code is not that which the run began with: {change}",
@@ -207,8 +207,8 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
             )
         try:
             if kept != found:
-                source.write(folder / "source", source.of_task(task, config.task.get("kind")))
-            about = _recorded(folder) | {"task": source.digest(found) if found else None}
+                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
+            about = _recorded(folder) | {"task": source_code.digest(found) if found else None}
             atomic.write_text(folder / "environment.json", json.dumps(about, indent=1))
         except OSError as error:
             raise _unwritable(folder, error) from error
@@ -219,9 +219,9 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     """A warning, where the task's code is not that which the run was trained with."""
-    kept = source.read(folder / "source")
-    found = source.of_task(task, config.task.get("kind"), kept)
-    change = source.difference(kept, found) if kept and found else None
+    kept = source_code.read(folder / "source")
+    found = source_code.of_task(task, config.task.get("kind"), kept)
+    change = source_code.difference(kept, found) if kept and found else None
     return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
 
 

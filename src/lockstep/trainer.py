@@ -21,7 +21,7 @@ from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, is_default
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.sharded_tensor import gather_on_rank0
@@ -38,21 +38,23 @@ from lockstep.tasks.task import Task
 
 
 class Trainer:
-    """Trains, evaluates and predicts as a config says, on the ranks that torchrun's environment variables describe.
+    """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
+
+    The ranks are those that torchrun's environment variables describe. Without these variables there is one rank.
 
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
             FILE.py:Task.
-        run_dir: the folder of everything that is written; default `runs/<name>`.
-        fresh: delete what an earlier run left there instead of resuming it.
-        allow_change: keys of the config (or `data`, or `task`) that may differ from the run's when it is resumed.
+        run_dir: the folder into which everything is written. None: `runs/<name>`.
+        fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
+        allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         quiet: print nothing.
     """
 
     model: nn.Module | None = None
     """After `fit`: the trained model. With FSDP its parameters are this rank's shards."""
     results: Mapping[str, float] = {}
-    """After `fit`: what it returned."""
+    """After `fit`: the results that it returned."""
 
     def __init__(
         self,
@@ -74,18 +76,19 @@ class Trainer:
     # ---- training
 
     def fit(self, task: Task | None = None, recorder: Recorder | None = None) -> dict[str, float]:
-        """Train to the end, resuming what the run directory holds.
+        """Train to the end. If the run directory holds a run, that run is resumed.
 
         Args:
-            task: instead of the config's.
+            task: the task to train, instead of the config's task.
             recorder: records the training on every rank.
 
         Returns:
-            the last value of everything logged, such as `train/loss` and `eval/accuracy`.
+            the last logged value of each name, such as `train/loss` and `eval/accuracy`.
 
         Raises:
             Preempted: SIGINT, SIGTERM or SIGUSR1 asked to stop; the state was saved, and `fit` again goes on.
-            CheckpointError: the training went to its end, but a checkpoint could not be written.
+            CheckpointError: the training reached its end, but a checkpoint could not be written.
+            LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
         with (
             signals.listening() as flag,
@@ -111,7 +114,7 @@ class Trainer:
             return dict(self.results)
 
     def _prepare(self, task: Task, world: World) -> PreparedRun:
-        """The run on this rank, with the newest checkpoint loaded."""
+        """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         asked = build.asked_micro_batch(self.config, world)
@@ -133,7 +136,7 @@ class Trainer:
             prepared.state,
             stop=prepared.stop,
             built=prepared.built,
-            log_header=task.notes(),
+            log_header=task.presenter(task).log_header(),
             quiet=self.quiet,
         )
 
@@ -145,14 +148,14 @@ class Trainer:
         flag: StopFlag,
         writers: Sequence[Writer],
     ) -> dict[str, float]:
-        """Check what can be checked before the first step, then run the loop."""
+        """Make all checks that are possible before the first step, then run the loop."""
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
         intervals = build.intervals(self.config, prepared.plan)
         evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
         notes = loop.set_training_mode(state.strategy)
         with state.strategy.inference() as forward:
             batch_norm.check_smallest_micro_batch(
-                forward, prepared.plan, prepared.batches.loader.batch_of, state.precision
+                forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
             )
         for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
             tell(text)
@@ -212,18 +215,20 @@ class Trainer:
         return latest
 
     def _look_ahead(self, task: Task, prepared: PreparedRun, evaluated: EvaluationData | None) -> list[str]:
-        """Before the first step of a new run, try on a few samples what the run will need. Adds to the run's warnings.
+        """Before the first step of a new run, try the loss and the evaluation on a few samples.
+
+        Adds to the run's warnings.
 
         Returns:
             further messages for the log.
 
         Raises:
-            UsageError: `checkpoint.keep_best` names nothing that an evaluation gives.
+            UsageError: `checkpoint.keep_best` names no result of an evaluation.
         """
         state, best = prepared.state, self._best
         if best:
             dry_run.check_is_evaluated(evaluated is not None)
-        if state.step:  # a restart is to be quick
+        if state.step:  # a restart must be quick
             dry_run.check_best_of_saved(best, self._checkpoints, state.world)
             return []
         compiled = self.config.compute.compile is not None
@@ -250,7 +255,11 @@ class Trainer:
         tell: Callable[[str], None],
         arrays: WriteGuard,
     ) -> dict[str, float]:
-        """Evaluate the averaged weights, where there are averages, until somebody asks to stop."""
+        """Evaluate the averaged weights, or the weights where there are no averages.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
         state = prepared.state
         assert evaluated is not None
 
@@ -270,7 +279,15 @@ class Trainer:
             if state.averages is not None:
                 stack.enter_context(state.averages.applied())
             return evaluation.evaluate(
-                task, forward, evaluated.loader, evaluated.plan, state.world, state.precision, tick, show
+                task,
+                forward,
+                evaluated.loader,
+                evaluated.plan,
+                state.world,
+                state.precision,
+                tick=tick,
+                show=show,
+                show_samples=_reports(task),
             )
 
     def _halve_micro_batch(self, prepared: PreparedRun, tell: Callable[[str], None]) -> None:
@@ -324,6 +341,7 @@ class Trainer:
                     world,
                     precision,
                     show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
+                    show_samples=_reports(task),
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
@@ -342,7 +360,7 @@ class Trainer:
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
-        """Predictions for people.
+        """Predictions in a form for people: a dict for each sample.
 
         Args:
             inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, beside their truth.
@@ -350,8 +368,9 @@ class Trainer:
         task = task or self.task()
         if self._kept.is_dir():
             task.setup(self._kept, trained=True)
+        presenter = task.presenter(task)
         if inputs:
-            data = task_checks.data(task.input_data(inputs), "Task.input_data")
+            data = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
             count = len(data)  # type: ignore[arg-type]
             place = getattr(data, "where", lambda number: inputs[number])
             heads = [{"input": place(number)} for number in range(count)]
@@ -359,17 +378,17 @@ class Trainer:
             evaluated = build.required_evaluation_data(task)
             count = min(samples, len(evaluated))  # type: ignore[arg-type]
             data = Subset(evaluated, range(count))
-            heads = [{"sample": number, "truth": task.truth(data[number])} for number in range(count)]
+            heads = [{"sample": number, "truth": presenter.truth(data[number])} for number in range(count)]
         outputs = self.predict(task, data) or []
         return [
-            head | task.show(data[number]) | task.describe(output)
+            head | presenter.show(data[number]) | presenter.describe(output)
             for number, (head, output) in enumerate(zip(heads, outputs, strict=True))
         ]
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
-        """Write the newest checkpoint's weights into `folder`, as `model.safetensors` and what the task adds.
+        """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
 
-        Tensors have the names of the task's model.
+        The tensors have the names that they have in the task's model.
 
         Returns:
             the file.
@@ -384,7 +403,9 @@ class Trainer:
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            return world.on_rank0(lambda: export_weights(whole, Path(folder), about, partial(task.export, model)))
+            return world.on_rank0(
+                lambda: export_weights(whole, Path(folder), about, partial(task.presenter(task).export, model))
+            )
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
@@ -401,11 +422,11 @@ class Trainer:
         resume.load_trained_weights(checkpoint, built.model)
         return built
 
-    # ---- what all of these need
+    # ---- shared by the methods above
 
     @exits_are_failures()
     def task(self) -> Task:
-        """The config's task, newly made."""
+        """A new object of the config's task."""
         build.seed_everything(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
@@ -416,7 +437,7 @@ class Trainer:
             yield world
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:
-        """Rank 0 writes what the task keeps with the run; then the other ranks read it."""
+        """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
 
         def write() -> None:
             if not trained:  # an earlier start without a checkpoint may have had another config
@@ -439,7 +460,7 @@ class Trainer:
 
     @property
     def _kept(self) -> Path:
-        """The folder of what the task keeps with the run."""
+        """The folder of the files that the task keeps with the run."""
         return self.run_dir / "task"
 
 
@@ -451,6 +472,11 @@ class Recorder(Writer):
         raise NotImplementedError
 
 
+def _reports(task: Task) -> bool:
+    """Whether the task has a report of its own, which may show samples."""
+    return not is_default(task.presenter(task).report)
+
+
 def _report(
     task: Task,
     evaluated: EvaluationData,
@@ -458,8 +484,8 @@ def _report(
     outputs: list[tuple[int, Any]],
     tell: Callable[[str], None],
 ) -> None:
-    """Tell what the task says of an evaluation."""
-    if text := task.report(values, [(evaluated.data[index], output) for index, output in outputs]):
+    """Log the text that the task's report gives for an evaluation."""
+    if text := task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs]):
         tell(text)
 
 

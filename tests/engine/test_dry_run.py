@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep.trainer
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Metrics, Trainer
 from lockstep.distributed.world import World
 from lockstep.engine import dry_run
 from tests import own_tasks, runs
@@ -234,7 +234,7 @@ class BrokenEvaluation(own_tasks.FromFiles):
 
 
 class WrongTargets(Untrained):
-    def update_metrics(self, metrics, output, batch):
+    def update(self, metrics, output, batch):
         metrics["accuracy"].update(output, batch[1].double().unsqueeze(0))
 
 
@@ -318,10 +318,7 @@ def test_metrics_that_need_more_samples_are_told_and_no_error(tmp_path):
                         raise RuntimeError("more than 20 samples are required")
                     return super().compute()
 
-            return OfMany()
-
-        def update_metrics(self, metrics, output, batch):
-            metrics.update(output[:, 0])
+            return Metrics(OfMany(), lambda metrics, output, batch: metrics.update(output[:, 0]))
 
     settings = EVALUATED | {"checkpoint": {"keep_best": "max eval/OfMany"}}
     assert runs.fit(Many(), settings, tmp_path)[1]["eval/OfMany"] > 0
@@ -339,13 +336,10 @@ def test_outputs_that_cannot_be_predicted_are_told_and_no_error(tmp_path):
         def metrics(self):
             from torchmetrics import MeanMetric
 
-            return MeanMetric()
+            return Metrics(MeanMetric(), lambda metrics, output, batch: metrics.update(output))
 
         def predict(self, model, batch):
             return super().predict(model, batch).mean()
-
-        def update_metrics(self, metrics, output, batch):
-            metrics.update(output)
 
     runs.fit(Overall(), EVALUATED, tmp_path)
     assert "warning: Task.predict gave an output of shape () for 8 samples" in (tmp_path / "train.log").read_text()

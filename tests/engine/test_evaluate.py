@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Metrics, Presenter, Trainer
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward
 from lockstep.distributed.world import World
+from lockstep.engine import task_checks
 from lockstep.engine.evaluate import predict, split
 from lockstep.engine.metric_sync import compute
 from tests import own_tasks, rank_cases, runs
@@ -30,8 +31,8 @@ def by_hand(length):
     batch = task.eval_data().tensors
     with torch.no_grad():
         loss, output = task.loss(model, batch), task.predict(model, batch)
-    metrics = task.metrics()
-    task.update_metrics(metrics, output, batch)
+    metrics, update = task_checks.metrics(task)
+    update(metrics, output, batch)
     return float(loss) / length, metrics.compute(), output.tolist()
 
 
@@ -209,22 +210,23 @@ def test_output_that_is_not_one_per_sample_is_an_error():
         split("no", 3)
 
 
+class ReportsMean(Presenter):
+    def report(self, values, samples):
+        return f"mean {float(values['mean']):.3f} beside {len(samples)} samples"
+
+
 class Overall(own_tasks.Classes):
     """Metrics of an output that is not one per sample, and a report that is asked for."""
+
+    presenter = ReportsMean
 
     def metrics(self):
         from torchmetrics import MeanMetric, MetricCollection
 
-        return MetricCollection({"mean": MeanMetric()})
+        return Metrics(MetricCollection({"mean": MeanMetric()}), lambda metrics, output, batch: metrics.update(output))
 
     def predict(self, model, batch):
         return super().predict(model, batch).mean()
-
-    def update_metrics(self, metrics, output, batch):
-        metrics.update(output)
-
-    def report(self, values, samples):
-        return f"mean {float(values['mean']):.3f} beside {len(samples)} samples"
 
 
 def test_metrics_of_outputs_that_are_not_one_per_sample_are_reported_without_samples(tmp_path):

@@ -141,7 +141,7 @@ def test_one_metric_and_a_dict_of_metrics_are_made_a_collection():
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
     def names(value):
-        found = task_checks.metrics(returning(own_tasks.Plain, "metrics", value))
+        found, _ = task_checks.metrics(returning(own_tasks.Plain, "metrics", value))
         return found if found is None else list(found)
 
     assert names(None) is None
@@ -159,9 +159,6 @@ def test_one_metric_is_evaluated(tmp_path):
             from torchmetrics.classification import MulticlassAccuracy
 
             return MulticlassAccuracy(3, average="micro")
-
-        def update_metrics(self, metrics, output, batch):
-            metrics.update(output, batch[1])
 
     settings = runs.config(train={"steps": 2, "eval_every_steps": 2})
     several = runs.fit(own_tasks.Classes(), settings, tmp_path / "several")[1]

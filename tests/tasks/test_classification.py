@@ -7,6 +7,7 @@ from PIL import Image
 
 from lockstep import LockstepError, Trainer
 from lockstep.sources.images import Digits, image_folder
+from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
 from tests import runs
 
@@ -41,7 +42,7 @@ def test_digits_recipe_learns(tmp_path):
 
 
 def test_shift_moves_the_image_by_at_most_so_many_pixels():
-    task = Classification("digits", shift=1, channels=1)
+    task = Classification(ClassificationOptions(shift=1, channels=1), "digits")
     image = torch.zeros(1, 8, 8, dtype=torch.uint8)
     image[0, 4, 4] = 255
     places = set()
@@ -58,7 +59,7 @@ def test_shift_moves_the_image_by_at_most_so_many_pixels():
 
 @pytest.mark.parametrize("label", [10, 255, -2])
 def test_label_out_of_range_is_an_error(label):
-    task = Classification("digits", channels=1)
+    task = Classification(ClassificationOptions(channels=1), "digits")
     with pytest.raises(LockstepError, match=f"label {label} is out of range"):
         task.prepare((torch.zeros(1, 8, 8), label), 0, training=True)
 

@@ -11,12 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep import LockstepError, Task, Trainer
+from lockstep.engine import task_checks
 from lockstep.errors import DataError, UsageError
 from lockstep.tasks.text import hugging_face, log_header
 from lockstep.tasks.text.task import Text
 from tests import runs, text_cases
 from tests.ranks import run_ranks
-from tests.text_cases import BAG, SIZES, SMALL
+from tests.text_cases import BAG, SIZES, SMALL, text_task
 
 ROLES = ["mixed", "neg", "pos"]
 ROWS = [
@@ -50,7 +51,7 @@ def few(tmp_path):
 def pretrained(tmp_path_factory):
     """A folder with a model for three labels and its tokenizer, as `save_pretrained` leaves it."""
     folder = tmp_path_factory.mktemp("pretrained")
-    task = Text(
+    task = text_task(
         table(folder / "few.csv"),
         eval_fraction=0.0,
         scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
@@ -109,7 +110,7 @@ def test_causal_model_with_token_weights_is_one_big_batch():
 
 def test_several_labels_are_binary_cross_entropy(tmp_path):
     rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
-    task = Text(
+    task = text_task(
         table(tmp_path / "many.csv", rows),
         multi_label=True,
         eval_fraction=0.0,
@@ -123,12 +124,12 @@ def test_several_labels_are_binary_cross_entropy(tmp_path):
     logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
     wanted = 4 * torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["labels"])
     torch.testing.assert_close(task.loss(model, batch), wanted)
-    metrics = task.metrics()
-    task.update_metrics(metrics, batch["labels"], batch)
+    metrics, update = task_checks.metrics(task)
+    update(metrics, batch["labels"], batch)
     values = metrics.compute()
     assert values["accuracy"] == values["macro_f1"] == 1
-    assert "red" in task.report(values, [(data[0], batch["labels"][0])])
-    assert task.describe(torch.tensor([0.9, 0.2]))["prediction"] == ["red"]
+    assert "red" in task.presenter(task).report(values, [(data[0], batch["labels"][0])])
+    assert task.presenter(task).describe(torch.tensor([0.9, 0.2]))["prediction"] == ["red"]
 
 
 def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path):
@@ -140,7 +141,7 @@ def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path)
         "max_length": 8,
         "class_weights": {"red": 3.0},
     }
-    task = Text(table(tmp_path / "many.csv", rows), **options)
+    task = text_task(table(tmp_path / "many.csv", rows), **options)
     data, model = task.train_data(), task.model()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(4)])
     logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
@@ -169,7 +170,7 @@ def trained(tmp_path_factory, pretrained):
 
 
 def test_pretrained_weights_are_what_training_begins_with(trained, pretrained):
-    task = Text(str(trained[0].parent / "eval.csv"), model=str(pretrained), eval_fraction=0.0)
+    task = text_task(str(trained[0].parent / "eval.csv"), model=str(pretrained), eval_fraction=0.0)
     torch.manual_seed(5)
     stored = load_file(pretrained / "model.safetensors")
     assert all(torch.equal(tensor, stored[name]) for name, tensor in task.model().state_dict().items())
@@ -199,19 +200,19 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
         if not name.startswith("classifier")
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    task = Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
+    task = text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16)
     task.model()
-    assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.notes()
+    assert f"not in {folder}, so new: classifier.bias, classifier.weight" in task.presenter(task).log_header()
     DistilBertConfig(
         vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18
     ).save_pretrained(folder)
     with pytest.raises(UsageError, match="none of the weights of DistilBertForSequenceClassification is in"):
-        Text(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
+        text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
 
 
 def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
-    Text(**few).setup(tmp_path / "run" / "task", trained=False)  # and then it was killed
+    text_task(**few).setup(tmp_path / "run" / "task", trained=False)  # and then it was killed
     rows = [(text, label.upper()) for text, label in ROWS]
     settings = runs.config(
         task=task, data={"train": table(tmp_path / "other.csv", rows)}, batch={"global": 4}, train={"steps": 1}
@@ -272,6 +273,7 @@ def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_pa
 def test_a_text_without_tokens_gets_no_class(trained, texts):
     folder, _ = trained
     rows = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(texts)
+    assert [row["text"] for row in rows] == texts
     for row in rows:
         if row["text"] == "good film":
             assert row["prediction"] in ROLES
@@ -365,9 +367,9 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
 
 
 def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
-    task = Text(**few)
+    task = text_task(**few)
     task.model()
-    first, second, *_ = task.notes()
+    first, second, *_ = task.presenter(task).log_header()
     assert first.startswith("no task.model: a new bert of ")
     assert "fewer than 10,000 texts are few for a new transformer" in second
     assert not any("no task.model" in line for line in log_header.of_model("some/model", "bert", 5, [], 100))
@@ -376,7 +378,7 @@ def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
 
 
 def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that_count(few):
-    task = Text(few["train"], eval_fraction=0.0)
+    task = text_task(few["train"], eval_fraction=0.0)
     model, data = task.model(), task.train_data()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(6)])
     logits = model(**batch | {"labels": None}).logits
@@ -402,7 +404,7 @@ def test_a_new_model_is_exported_for_transformers_and_can_be_trained_on(bag, tmp
         assert row["probabilities"] == pytest.approx(
             {one["label"]: one["score"] for one in classify([row["text"]])[0]}, abs=2e-6
         )
-    again = Text(str(folder.parent / "a.csv"), model=str(tmp_path / "out"), eval_fraction=0.0)
+    again = text_task(str(folder.parent / "a.csv"), model=str(tmp_path / "out"), eval_fraction=0.0)
     assert torch.equal(
         again.model().embeddings.weight, load_file(tmp_path / "out" / "model.safetensors")["embeddings.weight"]
     )
@@ -423,7 +425,7 @@ def test_an_exported_new_model_needs_no_lockstep(bag, tmp_path):
 
 
 def test_batches_are_padded_to_their_longest_text(few):
-    task = Text(**few)
+    task = text_task(**few)
     data = task.train_data()
     batch = task.collate([task.prepare(data[index], 0, True) for index in range(3)])
     wanted = task.tokenizer([data[index].text for index in range(3)], padding=True, return_tensors="pt")
@@ -433,7 +435,7 @@ def test_batches_are_padded_to_their_longest_text(few):
 
 
 def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before(few):
-    one, other = Text(**few), Text(**few)
+    one, other = text_task(**few), text_task(**few)
     before = hugging_face.digest_of_tokenizer(one.tokenizer)
     one.tokenizer(["good film"], truncation=True, padding=True, max_length=4)
     assert (
@@ -445,7 +447,7 @@ def test_tokens_of_another_process_are_found_again_whatever_was_tokenised_before
 
 def test_pairs_have_token_types(tmp_path):
     rows = [("one", "two words", "yes"), ("three little words", "four", "no")]
-    task = Text(
+    task = text_task(
         table(tmp_path / "pairs.csv", rows, ("premise", "hypothesis", "label")),
         eval_fraction=0.0,
         scratch={"architecture": "bert", "sizes": SIZES, "vocab_size": 200},
@@ -462,9 +464,9 @@ def test_labels_keep_the_order_of_a_model_that_has_them(pretrained, tmp_path):
     config.save_pretrained(tmp_path / "turned")
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / "turned" / name).write_bytes((pretrained / name).read_bytes())
-    task = Text(table(tmp_path / "few.csv"), model=str(tmp_path / "turned"), eval_fraction=0.0, max_length=16)
+    task = text_task(table(tmp_path / "few.csv"), model=str(tmp_path / "turned"), eval_fraction=0.0, max_length=16)
     assert task.labels == ["pos", "mixed", "neg"]
-    assert [task.truth(task.train_data()[index]) for index in range(6)] == [label for _, label in ROWS]
+    assert [task.presenter(task).truth(task.train_data()[index]) for index in range(6)] == [label for _, label in ROWS]
 
 
 # ---- bad input
@@ -473,9 +475,9 @@ def test_labels_keep_the_order_of_a_model_that_has_them(pretrained, tmp_path):
 def test_model_of_another_number_of_labels_is_refused_unless_its_head_is_to_go(pretrained, tmp_path):
     two = table(tmp_path / "two.csv", ROWS[:4])
     with pytest.raises(UsageError, match=r"3 labels \(mixed, neg, pos\), the data has 2 \(neg, pos\)") as caught:
-        Text(two, model=str(pretrained), eval_fraction=0.0).model()
+        text_task(two, model=str(pretrained), eval_fraction=0.0).model()
     assert "task.new_head=true" in caught.value.remedy
-    model = Text(two, model=str(pretrained), eval_fraction=0.0, new_head=True).model()
+    model = text_task(two, model=str(pretrained), eval_fraction=0.0, new_head=True).model()
     assert model.classifier.weight.shape[0] == 2
 
 
@@ -486,7 +488,7 @@ def test_model_that_cannot_be_loaded_says_where_it_was_looked_for(few, monkeypat
         UsageError,
         match=r"'no-such/model' cannot be loaded; looked for as a folder .*no-such/model, in the cache .*hub, and at https://",
     ) as caught:
-        Text(**few | {"model": "no-such/model"}).model()
+        text_task(**few | {"model": "no-such/model"}).model()
     assert "HF_HUB_OFFLINE is set" in caught.value.what
 
 
@@ -494,7 +496,7 @@ def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.md").write_text("hello")
     with pytest.raises(UsageError, match=r"in the folder .*empty, which has: notes.md"):
-        Text(**few | {"model": str(tmp_path / "empty")}).model()
+        text_task(**few | {"model": str(tmp_path / "empty")}).model()
 
 
 @pytest.mark.parametrize(
@@ -520,7 +522,7 @@ def test_folder_without_a_model_is_named_with_what_it_has(few, tmp_path):
 )
 def test_wrong_options_are_named_with_what_there_is(few, changes, kind, words):
     def begin():
-        task = Text(**few | changes)
+        task = text_task(**few | changes)
         model, data = task.model(), task.train_data()
         batch = task.collate([task.prepare(data[0], 0, True)])
         task.weight(batch)
@@ -533,20 +535,20 @@ def test_wrong_options_are_named_with_what_there_is(few, changes, kind, words):
 
 def test_more_tokens_than_the_model_takes_are_refused(pretrained, tmp_path):
     with pytest.raises(UsageError, match="512 is more than the") as caught:
-        Text(table(tmp_path / "few.csv"), model=str(pretrained), max_length=512).train_data()
+        text_task(table(tmp_path / "few.csv"), model=str(pretrained), max_length=512).train_data()
     assert caught.value.where == "task.max_length"
 
 
 def test_label_that_training_lacks_is_an_error_with_file_and_line(few, tmp_path):
     held = table(tmp_path / "held.csv", [("fine", "pos"), ("what", "unheard of")])
     with pytest.raises(DataError, match="'unheard of' does not occur in the training data") as caught:
-        Text(**few | {"eval": held}).eval_data()
+        text_task(**few | {"eval": held}).eval_data()
     assert caught.value.where == f"{held}:3"
 
 
 def test_one_label_is_nothing_to_learn(few, tmp_path):
     with pytest.raises(DataError, match=r"1 labels \(pos\)"):
-        Text(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
+        text_task(**few | {"train": table(tmp_path / "one.csv", [("good", "pos"), ("very good", "pos")])}).model()
 
 
 @pytest.mark.parametrize(
@@ -583,23 +585,25 @@ def test_a_share_for_evaluation_that_is_empty_is_said_and_training_without_evalu
 
 def test_labels_that_no_evaluation_text_has_are_named(few, tmp_path):
     rows = [*((f"text {number}", "often") for number in range(20)), ("what", "once"), ("is this", "seldom")]
-    notes = Text(**few | {"train": table(tmp_path / "a.csv", rows), "eval_fraction": 0.1}).notes()
-    assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in notes
+    task = text_task(**few | {"train": table(tmp_path / "a.csv", rows), "eval_fraction": 0.1})
+    lines = task.presenter(task).log_header()
+    assert "  not evaluated, since no text there has them: 2 of 3 labels (once, seldom)" in lines
 
 
 def test_quotes_that_were_read_as_letters_are_told_once(few, tmp_path):
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + '"good film"\tpos\n"bad film"\tneg\n' * 10)
-    notes = Text(**few | {"train": str(tmp_path / "a.tsv"), "eval_fraction": 0.1}).notes()
-    assert ["20 fields stand in" in line for line in notes].count(True) == 1
-    task = Text(**few | {"train": str(tmp_path / "a.tsv"), "quoting": "minimal"})
+    task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "eval_fraction": 0.1})
+    lines = task.presenter(task).log_header()
+    assert ["20 fields stand in" in line for line in lines].count(True) == 1
+    task = text_task(**few | {"train": str(tmp_path / "a.tsv"), "quoting": "minimal"})
     assert task.train_data()[0].text == "good film"
-    assert not any("fields stand in" in line for line in task.notes())
+    assert not any("fields stand in" in line for line in task.presenter(task).log_header())
 
 
 def test_unwritable_run_directory_is_an_error(few, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        Text(**few).setup(tmp_path / "file" / "task", trained=False)
+        text_task(**few).setup(tmp_path / "file" / "task", trained=False)
 
 
 def test_text_is_a_task():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep import Task
+from lockstep import Metrics, Presenter, Task
 
 FEATURES, CLASSES = 6, 5
 
@@ -49,8 +49,18 @@ class Network(nn.Module):
         return self.head(self.drop(self.norm(self.body(inputs)).tanh()))
 
 
+class ShowsClass(Presenter):
+    def describe(self, output):
+        return {"prediction": int(output.argmax())}
+
+    def truth(self, sample):
+        return int(sample[1])
+
+
 class Classes(Task):
     """Right: a label per sample, cross-entropy summed over samples, noise as augmentation. factor: of the loss."""
+
+    presenter = ShowsClass
 
     def __init__(self, length=203, eval_length=67, dropout=0.0, norm=False, factor=1.0):
         self.length, self.eval_length, self.dropout, self.norm, self.factor = length, eval_length, dropout, norm, factor
@@ -80,11 +90,13 @@ class Classes(Task):
 
         return MetricCollection({"accuracy": MulticlassAccuracy(CLASSES, average="micro")})
 
+
+class ShowsFirstTarget(Presenter):
     def describe(self, output):
-        return {"prediction": int(output.argmax())}
+        return {"first": round(float(output[0]), 3)}
 
     def truth(self, sample):
-        return sample[1]
+        return round(float(sample[1][0]), 3)
 
 
 class Targets(Dataset):
@@ -105,6 +117,8 @@ class Targets(Dataset):
 
 class Masked(Task):
     """Right: five targets per sample, of which few and unevenly many are valid; the loss is a mean over valid ones."""
+
+    presenter = ShowsFirstTarget
 
     def __init__(self, length=203, eval_length=67):
         self.length, self.eval_length = length, eval_length
@@ -127,12 +141,6 @@ class Masked(Task):
     def predict(self, model, batch):
         return model(batch[0])
 
-    def describe(self, output):
-        return {"first": round(float(output[0]), 3)}
-
-    def truth(self, sample):
-        return round(float(sample[1][0]), 3)
-
 
 class Tensors(Classes):
     """Right: a data set of tensors that are not prepared: inputs, labels and, where there are some, importances."""
@@ -151,9 +159,6 @@ class Tensors(Classes):
         inputs, labels, *importances = batch
         losses = functional.cross_entropy(model(inputs), labels, reduction="none")
         return (losses * importances[0]).sum() if importances else losses.sum()
-
-    def truth(self, sample):
-        return int(sample[1])
 
 
 class Many(Masked):
@@ -254,8 +259,7 @@ class TwoHeads(Masked):
     def weight(self, batch):
         return {"values": batch[2].sum(), "size": torch.tensor(float(len(batch[0])))}
 
-    def coefficients(self):
-        return {"size": 3.0}
+    coefficients = {"size": 3.0}  # noqa: RUF012
 
     def loss(self, model, batch):
         outputs = model(batch[0])
@@ -509,8 +513,8 @@ class Uphill(Classes):
 class WrongTarget(Classes):
     """The metric compares with the labels of other samples."""
 
-    def update_metrics(self, metrics, output, batch):
-        metrics.update(output, batch[1].roll(1))
+    def metrics(self):
+        return Metrics(super().metrics(), lambda metrics, output, batch: metrics.update(output, batch[1].roll(1)))
 
 
 class NegatedLogits(Classes):
@@ -544,8 +548,12 @@ class FreshModel(Classes):
         return super().predict(fresh, batch)
 
 
+class ShowsProbabilityAsClass(ShowsClass):
+    def describe(self, output):
+        return {"prediction": int(output.max() * 0.999)}
+
+
 class ProbabilityAsClass(Classes):
     """The class shown is the largest probability, cut to an integer."""
 
-    def describe(self, output):
-        return {"prediction": int(output.max() * 0.999)}
+    presenter = ShowsProbabilityAsClass

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep import Task
+from lockstep import Presenter, Task
 
 
 def clusters(count, classes=4, seed=0, chances=None):
@@ -18,8 +18,18 @@ def clusters(count, classes=4, seed=0, chances=None):
     return centres[labels] + torch.randn(count, 12, generator=generator), labels
 
 
+class ShowsClass(Presenter):
+    def describe(self, output):
+        return {"prediction": int(output.argmax()), "probability": round(float(output.max()), 3)}
+
+    def truth(self, sample):
+        return int(sample[1])
+
+
 class Base(Task):
     """Four classes, an MLP, cross-entropy, accuracy."""
+
+    presenter = ShowsClass
 
     chances = None
 
@@ -48,12 +58,6 @@ class Base(Task):
         return MetricCollection(
             {"accuracy": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4, average="macro")}
         )
-
-    def describe(self, output):
-        return {"prediction": int(output.argmax()), "probability": round(float(output.max()), 3)}
-
-    def truth(self, sample):
-        return int(sample[1])
 
 
 class BatchNorm(Base):
@@ -184,8 +188,18 @@ class Augmented(Base):
         return inputs, label
 
 
+class ShowsRisks(Presenter):
+    def describe(self, output):
+        return {"risk": [round(value, 3) for value in output.tolist()]}
+
+    def truth(self, sample):
+        return sample[1].tolist()
+
+
 class Horizons(Base):
     """Several heads of masked labels, unevenly valid, one with a weight of its own; a loss in float32; no metric."""
+
+    presenter = ShowsRisks
 
     def model(self):
         return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 6))
@@ -207,8 +221,7 @@ class Horizons(Base):
     def weight(self, batch):
         return {"near": batch[2][:, :3].sum(), "far": batch[2][:, 3:].sum()}
 
-    def coefficients(self):
-        return {"far": 0.5}
+    coefficients = {"far": 0.5}  # noqa: RUF012
 
     def loss(self, model, batch):
         losses = (
@@ -222,12 +235,6 @@ class Horizons(Base):
 
     def predict(self, model, batch):
         return model(batch[0]).sigmoid()
-
-    def describe(self, output):
-        return {"risk": [round(value, 3) for value in output.tolist()]}
-
-    def truth(self, sample):
-        return sample[1].tolist()
 
 
 class Blocks(Base):

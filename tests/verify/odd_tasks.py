@@ -312,8 +312,7 @@ class MaskedHeads(Small):
     def weight(self, batch):
         return {"a": batch[2][:, 0].sum(), "b": batch[2][:, 1].sum(), "c": batch[2][:, 2].sum()}
 
-    def coefficients(self):
-        return {"b": 2.0}
+    coefficients = {"b": 2.0}  # noqa: RUF012
 
     def loss(self, model, batch):
         squares = (model(batch[0]) - batch[1]).square() * batch[2]

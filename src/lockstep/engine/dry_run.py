@@ -135,7 +135,7 @@ def look_at_evaluation(
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro,) = _read(loader, [[number * plan.length // count for number in range(count)]])
-    metrics = task_checks.metrics(task)
+    metrics, update = task_checks.metrics(task)
     by_head, output = measure(task, forward, micro, precision, metrics is not None)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
     told = []
@@ -144,7 +144,7 @@ def look_at_evaluation(
         metrics.to(world.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of classes that a few samples lack
-            task.update_metrics(metrics, output, micro.batch)
+            update(metrics, output, micro.batch)
             try:
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some need more samples

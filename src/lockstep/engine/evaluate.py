@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, MicroBatch, is_default, map_tensors
+from lockstep.data.loader import Loader, MicroBatch, map_tensors
 from lockstep.data.order import EvaluationPlan, derive_seed
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed import strategy
@@ -43,6 +43,7 @@ def evaluate(
     precision: Precision,
     tick: Tick = _nothing,
     show: Show = _nothing,
+    show_samples: bool = False,
 ) -> dict[str, float]:
     """Loss (sum over units, divided by their number) and the task's metrics over the samples of `plan`.
 
@@ -51,13 +52,14 @@ def evaluate(
     Args:
         forward: a `Forward`, see `Strategy.inference`.
         tick: called after each of this rank's micro-batches, which are equally many on all ranks.
-        show: called on rank 0 with what the metrics computed, and (index, output) of some samples, the same for every world size.
+        show: called on rank 0 with the results of the metrics, and with pairs (index, output) of some samples.
+        show_samples: whether `show` gets samples. They are the same for every world size.
 
     Returns:
         `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
         (unreadable, left out). An empty data set has no loss and no metric: only `samples` and `bad`.
     """
-    metrics = task_checks.metrics(task)
+    metrics, update = task_checks.metrics(task)
     if metrics is not None:
         metrics.to(world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
@@ -71,12 +73,12 @@ def evaluate(
         sums.append((by_head, micro.weights or dict.fromkeys(by_head, float(micro.samples))))
         samples += micro.samples
         if metrics is not None:
-            task.update_metrics(metrics, output, micro.batch)
-            if world.rank == 0 and not shown and not is_default(task.report):
+            update(metrics, output, micro.batch)
+            if world.rank == 0 and not shown and show_samples:
                 with contextlib.suppress(DataError):  # metrics may look at outputs that are not one per sample
                     shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
-    results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients()))
+    results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients))
     if metrics is not None:
         flat, values = metric_sync.compute(metrics, world)
         results |= flat
@@ -122,15 +124,16 @@ def measure(
     Raises:
         TrainingError: the losses are no scalar tensors, or have other heads than the units.
     """
+
+    def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        losses, output = strategy.split_output(task.loss(model, batch))
+        return losses, task.predict(model, batch) if output is None and wants_output else output
+
     with precision.autocast():
-        both = forward(micro.batch, task.loss_and_output) if wants_output else (forward(micro.batch, task.loss), None)
-    if not isinstance(both, tuple) or len(both) != 2:
-        remedy = "return the loss and the output, as a tuple of two"
-        raise TrainingError(f"it returned a {type(both).__name__}", where="Task.loss_and_output", remedy=remedy)
-    losses, output = both
+        losses, output = forward(micro.batch, call)
     if wants_output and output is None:
         raise TrainingError("the output is None", where="Task.predict", remedy="return what the metrics and users need")
-    where = f"Task.{'loss_and_output' if wants_output else 'loss'}, in evaluation"
+    where = "Task.loss, in evaluation"
     by_head = strategy.by_head(losses, where)
     if micro.weights is not None and by_head.keys() != micro.weights.keys():
         raise TrainingError(

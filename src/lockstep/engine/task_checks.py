@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.errors import UsageError
+from lockstep.tasks.task import Metrics, update_from_pair
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
-    from lockstep.tasks.task import Task
+    from lockstep.tasks.task import MetricsUpdate, Task
 
 _MAP_STYLE = "return a map-style data set: an object with len() and [index]"
 
@@ -32,17 +33,20 @@ def model(task: Task) -> nn.Module:
     return found
 
 
-def metrics(task: Task) -> MetricCollection | None:
-    """`task.metrics()`, without what an earlier evaluation may have left in them; None where there are none.
+def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
+    """The metrics of a task as a collection, reset, or None if it has none; and the function that feeds a batch to them.
 
-    A single metric, and a dict of metrics, are made a collection.
+    A single metric and a dict of metrics become a collection.
 
     Raises:
-        UsageError: it holds something else than metrics.
+        UsageError: the task returned something else than metrics.
     """
-    found: Any = task.metrics()
+    returned: Any = task.metrics()
+    found, update = (
+        (returned.metrics, returned.update) if isinstance(returned, Metrics) else (returned, update_from_pair)
+    )
     if found is None:
-        return None
+        return None, update
     from torchmetrics import Metric, MetricCollection
 
     if isinstance(found, Mapping) and not isinstance(found, MetricCollection):
@@ -55,19 +59,20 @@ def metrics(task: Task) -> MetricCollection | None:
         remedy = "return a torchmetrics.MetricCollection, a dict such as {'accuracy': MulticlassAccuracy(10)}, or None"
         raise UsageError(_came(found), where="Task.metrics", remedy=remedy)
     found.reset()  # a task may return the same objects each time
-    return found if len(found) else None
+    return found if len(found) else None, update
 
 
 def coefficients(task: Task) -> dict[str, float]:
-    """`task.coefficients()`.
+    """The attribute `coefficients` of a task, as a dict.
 
     Raises:
-        UsageError: it is no dict from names of heads to finite numbers.
+        UsageError: it is not a mapping from names of heads to finite numbers.
     """
-    found: Any = task.coefficients()
-    remedy = "return a dict of numbers by head, such as {'depth': 0.5}"
+    found: Any = task.coefficients
+    remedy = "make it a dict of numbers by head, such as {'depth': 0.5}"
     if not isinstance(found, Mapping):
-        raise UsageError(_came(found), where="Task.coefficients", remedy=remedy)
+        kind = "a method" if callable(found) else type(found).__name__
+        raise UsageError(f"it is {kind}, not a dict", where="Task.coefficients", remedy=remedy)
     for head, value in found.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise UsageError(f"the coefficient of head {head!r} is {value!r}", where="Task.coefficients", remedy=remedy)

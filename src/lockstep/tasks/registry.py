@@ -1,31 +1,89 @@
-"""From a config's task section to a Task: the shipped kinds, and classes in a user's own file."""
+"""Names of tasks and recipes: the shipped ones, and those that other distributions declare as entry points.
+
+Importing this module and looking up options loads no torch.
+"""
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
-import os
-import sys
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from importlib import resources
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.tasks.task import Task
 
-_SHIPPED = {"toy": "toy.task:Toy", "classification": "classification.task:Classification", "text": "text.task:Text"}
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+    from importlib.resources.abc import Traversable
+
+    from lockstep.tasks.options import TaskOptions
+    from lockstep.tasks.task import Task
+
+# These are found without installed metadata, and no entry point can replace them.
+_SHIPPED_TASKS = {
+    "toy": "lockstep.tasks.toy.options:ToyOptions",
+    "classification": "lockstep.tasks.classification.options:ClassificationOptions",
+    "text": "lockstep.tasks.text.options:TextOptions",
+}
+_SHIPPED_RECIPES = "lockstep.recipes"
+
+
+def kinds() -> list[str]:
+    """Names that `task.kind` may have, besides `FILE.py:Class`."""
+    return [*_SHIPPED_TASKS, *(name for name in _entry_points("lockstep.tasks") if name not in _SHIPPED_TASKS)]
+
+
+def options_class(kind: str) -> type[TaskOptions] | None:
+    """The options of a kind of task. None if there is no such kind.
+
+    Raises:
+        UsageError: an entry point declares the kind and cannot be loaded. The error names the distribution.
+    """
+    if kind in _SHIPPED_TASKS:
+        found: type[TaskOptions] = _attribute(_SHIPPED_TASKS[kind])
+        return found
+    entry = _entry_points("lockstep.tasks").get(kind)
+    if entry is None:
+        return None
+    loaded = _load(entry)
+    from lockstep.tasks.options import TaskOptions
+
+    if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):
+        what = f"{entry.value} is not a subclass of lockstep.tasks.options.TaskOptions with an attribute `task`"
+        raise UsageError(what, where=_origin(entry), remedy="repair this distribution, or uninstall it")
+    return loaded
+
+
+def recipes() -> dict[str, Traversable]:
+    """The YAML files of all recipes by name: the shipped ones first.
+
+    Raises:
+        UsageError: an entry point declares a package of recipes that cannot be loaded. The error names the distribution.
+    """
+    found = _yaml_files(resources.files(_SHIPPED_RECIPES))
+    for entry in _entry_points("lockstep.recipes").values():
+        files = _yaml_files(resources.files(_load(entry)))
+        found |= {name: file for name, file in files.items() if name not in found}
+    return found
+
+
+def shipped_recipe(name: str) -> Traversable | None:
+    """The YAML file of a shipped recipe. This does not look for other distributions, which takes time."""
+    file = resources.files(_SHIPPED_RECIPES).joinpath(f"{name}.yaml")
+    return file if file.is_file() else None
 
 
 def build_task(section: dict[str, Any], train: str | None, evaluation: str | None) -> Task:
-    """Make the task that `section` describes: `kind`, and the constructor's arguments.
+    """Make the task that the config's section `task` describes.
 
-    A constructor that has the parameters `train` or `eval`, or takes any, also gets the config's data.train and
-    data.eval.
+    Args:
+        section: `kind` and the options. A named kind gets its options as one object; a class in a user's file gets them as
+            keyword arguments.
+        train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and `eval`.
 
     Raises:
-        UsageError: no such file or class, or arguments (also data.train and data.eval) that its constructor does not
-            take; names what it takes.
+        UsageError: there is no such file or class, or its constructor does not take a key. The error names the keys that it
+            takes.
     """
     if "kind" not in section:
         raise UsageError(
@@ -34,108 +92,77 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
             remedy="set task.kind, or give a Task object to fit, evaluate or predict",
         )
     arguments = {key: value for key, value in section.items() if key != "kind"}
-    kind = section["kind"]
-    task_class = _shipped(_SHIPPED[kind]) if kind in _SHIPPED else _from_file(kind)
-    signature = inspect.signature(task_class)
-    takes = signature.parameters
-    data = {name: value for name, value in (("train", train), ("eval", evaluation)) if value is not None}
-    any_key = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
-    known = [
-        name
-        for name, parameter in takes.items()
-        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    listed = f"{task_class.__name__} takes: {', '.join(known) or 'no keys'}"
-    for key in arguments:
-        if key not in known and not any_key:
-            raise UsageError("unknown key", where=f"task.{key}", remedy=f"{did_you_mean(key, known)}{listed}")
-    for key, value in data.items():
-        if key not in known and not any_key:
-            remedy = f"leave it out, or give the constructor a parameter {key!r}. {listed}"
-            raise UsageError(f"{task_class.__name__} has no use for {value!r}", where=f"data.{key}", remedy=remedy)
-    arguments |= data
-    missing = [name for name in known if takes[name].default is inspect.Parameter.empty and name not in arguments]
+    options = options_class(section["kind"])
+    if options is not None:
+        task_class: type[Task] = _attribute(options.task)
+        arguments = {"options": options.model_validate(arguments)}
+    else:
+        from lockstep.tasks.user_file import load_class
+
+        task_class = load_class(section["kind"])
+    return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation}))
+
+
+def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, str | None]) -> dict[str, Any]:
+    """`arguments` and the values of `data` that are not None, if the constructor takes all of them."""
+    parameters = inspect.signature(task_class).parameters
+    data = {name: value for name, value in data.items() if value is not None}
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    known = [name for name, parameter in parameters.items() if parameter.kind not in variadic]
+    keys = [name for name in known if name != "options"]
+    takes = f"{task_class.__name__} takes: {', '.join(keys) or 'no keys'}"
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for key in arguments:
+            if key not in known:
+                raise UsageError("unknown key", where=f"task.{key}", remedy=f"{did_you_mean(key, known)}{takes}")
+        for key, value in data.items():
+            if key not in known:
+                remedy = f"leave it out, or give the constructor a parameter {key!r}. {takes}"
+                raise UsageError(f"{task_class.__name__} has no use for {value!r}", where=f"data.{key}", remedy=remedy)
+    arguments = arguments | data
+    required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+    missing = [name for name in required if name not in arguments]
     if missing:
-        keys = ", ".join(f"data.{name}" if name in ("train", "eval") else f"task.{name}" for name in missing)
-        raise UsageError(
-            f"{task_class.__name__} needs {keys}", where="config", remedy=f"give {keys}, in the file or as key=value"
-        )
-    return task_class(**arguments)
+        listed = ", ".join(f"data.{name}" if name in ("train", "eval") else f"task.{name}" for name in missing)
+        remedy = f"give {listed}, in the file or as key=value"
+        raise UsageError(f"{task_class.__name__} needs {listed}", where="config", remedy=remedy)
+    return arguments
 
 
-def _shipped(home: str) -> type[Task]:
-    module, _, name = home.partition(":")
-    task_class: type[Task] = getattr(importlib.import_module(f"lockstep.tasks.{module}"), name)
-    return task_class
+def _entry_points(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group by name, sorted.
+
+    Raises:
+        UsageError: two distributions declare the same name.
+    """
+    from importlib.metadata import entry_points  # takes time, and is not needed for the shipped names
+
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=group):
+        other = found.setdefault(entry.name, entry)
+        if other.value != entry.value:
+            what = f"{entry.name!r} is declared twice, as {other.value} and as {entry.value}"
+            raise UsageError(what, where=f"{_origin(other)}, {_origin(entry)}", remedy="uninstall one of them")
+    return dict(sorted(found.items()))
 
 
-def _from_file(kind: str) -> type[Task]:
-    path, _, name = kind.rpartition(":")
-    if not Path(path).is_file():
-        raise UsageError(
-            "no such file", where=path, remedy="the task's Python file must be where it was when the run began"
-        )
-    module = _import(Path(path).resolve())
-    found = getattr(module, name, None)
-    if not (inspect.isclass(found) and issubclass(found, Task)):
-        tasks = [
-            n
-            for n, value in vars(module).items()
-            if inspect.isclass(value) and issubclass(value, Task) and value is not Task
-        ]
-        raise UsageError(f"no Task class {name!r}", where=path, remedy=f"the file has: {', '.join(tasks) or 'none'}")
-    if inspect.isabstract(found):
-        raise UsageError(
-            f"{name} lacks {', '.join(sorted(found.__abstractmethods__))}", where=path, remedy="write these methods"
-        )
-    return found
-
-
-def _import(path: Path) -> ModuleType:
-    """The module of a Python file; of a file in a package (a folder with `__init__.py`) as a part of it."""
-    if str(path.parent) not in sys.path[:1]:
-        sys.path.insert(0, str(path.parent))
-    packages, root = package_of(path)
-    other = _other_of(packages[0], root) if packages else None
+def _load(entry: EntryPoint) -> Any:
     try:
-        if packages and other is None:
-            dotted = ".".join([*packages, path.stem])
-            loaded = sys.modules.get(dotted)  # by an earlier call: the file may be another by now
-            return importlib.import_module(dotted) if loaded is None else importlib.reload(loaded)
-        module_name = f"lockstep_user_{path.stem}"
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module  # where pickle looks for the classes of loader workers
-        spec.loader.exec_module(module)
-    except ImportError as error:
-        if "relative import" not in str(error):
-            raise
-        remedy = f"put an empty __init__.py into {path.parent}, or write `from NAME import ...` without the dot"
-        if other:
-            remedy = f"give the folder {root / packages[0]} another name: Python finds {other} under this one"
-        raise UsageError(f"cannot be imported: {error}", where=str(path), remedy=remedy) from error
-    return module
+        return entry.load()
+    except Exception as error:
+        what = f"{entry.value} cannot be loaded for {entry.group} {entry.name!r}: {type(error).__name__}: {error}"
+        raise UsageError(what, where=_origin(entry), remedy="repair this distribution, or uninstall it") from error
 
 
-def package_of(path: Path) -> tuple[list[str], Path]:
-    """Names of the packages around a file, the outermost first, and the folder that this is in, or the file's own."""
-    packages: list[str] = []
-    folder = path.parent
-    while folder.name.isidentifier() and (folder / "__init__.py").is_file():
-        packages.insert(0, folder.name)
-        folder = folder.parent
-    return packages, folder
+def _origin(entry: EntryPoint) -> str:
+    return f"distribution {entry.dist.name} {entry.dist.version}" if entry.dist else "entry point"
 
 
-def _other_of(package: str, root: Path) -> str | None:
-    """Where Python finds a package of this name that is not the one in `root`; None where it finds that."""
-    if str(root) not in sys.path:
-        sys.path.append(str(root))  # last: what else lies there must not hide a library
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # a module that was made by hand
-        return package
-    places = [os.path.realpath(place) for place in (spec.submodule_search_locations or ())] if spec else []
-    return None if spec is None or str(root / package) in places else spec.origin or package
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _yaml_files(folder: Traversable) -> dict[str, Traversable]:
+    files = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {file.name.removesuffix(".yaml"): file for file in files if file.name.endswith(".yaml")}

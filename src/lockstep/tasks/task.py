@@ -1,138 +1,163 @@
-"""The contract between a task and the engine: what a user writes, and nothing else."""
+"""The contract between a task and the engine: what a user writes."""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from lockstep.errors import UsageError
+from lockstep.tasks.presenter import Presenter
 
 if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
+    from torchmetrics import Metric, MetricCollection
+
+    MetricsUpdate = Callable[[MetricCollection, Any, Any], None]
 
 Batch = Any
 Losses = dict[str, Tensor]
 
 
+def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> None:
+    """Feed a batch to the metrics. This is for batches that are (input, target) pairs."""
+    metrics.update(output, batch[1])
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Metrics, and how a batch is fed to them. `Task.metrics` may return this."""
+
+    metrics: MetricCollection | Metric | Mapping[str, Metric | MetricCollection]
+    """torchmetrics objects on the CPU. Lockstep moves them to the device. They see every evaluation sample once."""
+    update: MetricsUpdate = update_from_pair
+    """Called with (metrics, output of `predict`, batch) for each batch. `metrics` is always a MetricCollection."""
+
+
 class Task(abc.ABC):
     """A model, its data, its loss and its metrics, for one process on one device.
 
-    A task knows nothing of ranks, devices, precision or accumulation. `model`, `train_data` and `loss` must be written;
-    everything else has a default. Its constructor takes the keys of the config's `task` section.
+    A task knows nothing of ranks, devices, precision or gradient accumulation. `model`, `train_data` and `loss` must be
+    written. Everything else has a default. The constructor takes the keys of the config's `task` section.
     """
 
-    # ---- what it is made of
+    coefficients: Mapping[str, float] = MappingProxyType({})
+    """Factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
 
-    def setup(self, folder: Path, trained: bool) -> None:  # noqa: B027 - it may be left as it is
-        """Called before anything else where the task belongs to a run, on rank 0 and then on the others: `folder` is kept with
-        the run for what the task finds out from its data (label names, a vocabulary). trained: a checkpoint gives the weights."""
+    presenter: type[Presenter] = Presenter
+    """The class that shows samples, outputs and results to people."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _refuse_old_names(cls)
+
+    # ---- the parts
+
+    def setup(self, folder: Path, trained: bool) -> None:  # noqa: B027 - the default does nothing
+        """Called before every other method if the task belongs to a run: on rank 0 first, then on the other ranks.
+
+        Args:
+            folder: is kept with the run. Store there what the task learns from its data (label names, a vocabulary).
+            trained: whether a checkpoint provides the weights.
+        """
 
     @abc.abstractmethod
     def model(self) -> nn.Module:
-        """A new model. Called under a seeded RNG: the same weights on every rank."""
+        """A new model. The random number generators are seeded before, so that all ranks make the same weights."""
 
     @abc.abstractmethod
     def train_data(self) -> Dataset[Any]:
-        """Raw training samples: a map-style data set (`len` and `[index]`). Its optional method `where(index)` names
-        the file of a sample in error messages."""
+        """The raw training samples: a map-style data set (`len(data)` and `data[index]`).
+
+        The data set may have a method `where(index)`, which names the file of a sample in error messages, and an attribute
+        `lengths`, an array of sample lengths.
+        """
 
     def eval_data(self) -> Dataset[Any] | None:
-        """Raw samples for evaluation; None where there are none."""
+        """The raw evaluation samples: a map-style data set, or None if there are none."""
         return None
 
-    # ---- from a sample to a batch; runs in loader workers
+    # ---- from a sample to a batch; these methods run in loader workers
 
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
-        """Turn a raw sample into what `collate` takes. Randomness (torch, numpy, random) drawn here depends on
-        (seed, epoch, sample) alone."""
+        """Turn a raw sample into an item for `collate`.
+
+        Random numbers (torch, NumPy, random) that are drawn here depend on (seed, epoch, sample) only.
+        """
         return sample
 
-    prepare.default = prepare  # type: ignore[attr-defined]
+    prepare.default = prepare  # type: ignore[attr-defined]  # see `data.loader.is_default`
 
     def collate(self, samples: list[Any]) -> Batch:
-        """A batch of prepared samples."""
+        """Turn a list of prepared samples into a batch."""
         return default_collate(samples)
 
     collate.default = collate  # type: ignore[attr-defined]
 
     def weight(self, batch: Batch) -> Tensor | float | Mapping[str, Tensor | float] | None:
-        """How many units the loss of this batch sums over, by head, from the labels alone (valid labels, tokens,
-        pixels, boxes). None, the default: the unit is the sample."""
+        """The number of units that the loss of this batch sums over (valid labels, tokens, pixels, boxes).
+
+        It is computed from the labels alone. A task with several heads returns a dict with a number for each head.
+        None, the default, means that the unit is the sample.
+        """
         return None
 
-    # ---- from a batch to a loss
+    # ---- from a batch to a loss and an output
 
     @abc.abstractmethod
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses:
-        """The SUM of the loss over the units that `weight` counts; with several heads a dict with the same keys."""
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses | tuple[Tensor | Losses, Any]:
+        """The SUM of the loss over the units that `weight` counts: a scalar tensor, or a dict of scalar tensors by head.
 
-    def coefficients(self) -> Mapping[str, float]:
-        """Factor of each head's mean in the total loss; 1 for those not named."""
-        return {}
-
-    # ---- what comes out
+        It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
+        evaluation with metrics needs no second forward pass. In training the output is not used, so a task may return
+        the tuple only if `not model.training`.
+        """
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
-        """Outputs for metrics and users: tensors whose first dimension is the batch, or a dict, tuple or list of them."""
+        """The outputs for metrics and users: tensors with the batch as first dimension, or a dict, tuple or list of them."""
         raise UsageError(
             f"{type(self).__name__} has no predict",
             where="Task.predict",
-            remedy="write it: predictions and metrics need outputs",
+            remedy="write this method: predictions and metrics need outputs",
         )
 
-    def metrics(self) -> MetricCollection | None:
-        """torchmetrics, on the CPU; they are moved to the device, and see every evaluation sample once."""
-        return None
+    def metrics(self) -> MetricCollection | Metric | Mapping[str, Metric | MetricCollection] | Metrics | None:
+        """torchmetrics objects for the evaluation, or None.
 
-    def update_metrics(self, metrics: MetricCollection, output: Any, batch: Batch) -> None:
-        """Feed one batch to the metrics. The default is for batches that are (input, target) pairs."""
-        metrics.update(output, batch[1])
-
-    def loss_and_output(self, model: nn.Module, batch: Batch) -> tuple[Tensor | Losses, Any]:
-        """Both for one evaluation batch. Override it to spare the second forward pass."""
-        return self.loss(model, batch), self.predict(model, batch)
-
-    # ---- for people
-
-    def input_data(self, inputs: Sequence[str]) -> Dataset[Any]:
-        """Samples from the command line's INPUT arguments, prepared like evaluation samples."""
-        raise UsageError(
-            f"{type(self).__name__} reads no files",
-            where="Task.input_data",
-            remedy="write it, or predict without INPUT",
-        )
-
-    def describe(self, output: Any) -> dict[str, Any]:
-        """One sample's output as plain values for a person to read."""
-        return {"output": output}
-
-    def show(self, sample: Any) -> dict[str, Any]:
-        """A raw sample as plain values, to stand beside its prediction."""
-        return {}
-
-    def notes(self) -> list[str]:
-        """Lines about the data, for the head of the log."""
-        return []
-
-    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """What an evaluation found, as text for the log, beside the numbers.
-
-        Args:
-            values: what `metrics` computed; those of two and more dimensions, such as a confusion matrix, are shown nowhere else.
-            samples: some (raw sample, output).
+        By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs, return
+        `lockstep.Metrics(metrics, update)`.
         """
-        return ""
-
-    report.default = report  # type: ignore[attr-defined]
-
-    def export(self, model: nn.Module, folder: Path) -> None:  # noqa: B027 - it may be left as it is
-        """Write what users of the weights need besides them (labels, a tokenizer) into `folder`, beside `model.safetensors`."""
-
-    def truth(self, sample: Any) -> Any:
-        """A raw sample's label as `describe` would name it, to show beside a prediction; None where it has none."""
         return None
+
+
+_TO_PRESENTER = (
+    "move it to a subclass of lockstep.Presenter, and set the attribute `presenter` of the task to that class"
+)
+# Methods of a task that an earlier version of Lockstep called, with what replaces them.
+_OLD_NAMES = {
+    "attach": "call it `setup`",
+    "update_metrics": "return lockstep.Metrics(metrics, update) from `metrics`, with this method as `update`",
+    "loss_and_output": "return the tuple (loss, output) from `loss`",
+    "input_data": f"call it `inputs`, and {_TO_PRESENTER}",
+    "notes": f"call it `log_header`, and {_TO_PRESENTER}",
+    **dict.fromkeys(("describe", "truth", "show", "report", "export"), _TO_PRESENTER),
+}
+
+
+def _refuse_old_names(kind: type[Task]) -> None:
+    """Raise UsageError if a task class defines a method that Lockstep no longer calls, or `coefficients` as a method."""
+    for name, remedy in _OLD_NAMES.items():
+        if hasattr(kind, name):
+            raise UsageError(
+                "Lockstep does not call this method of a task", where=f"{kind.__name__}.{name}", remedy=remedy
+            )
+    if callable(kind.coefficients):
+        remedy = "write `coefficients = {'depth': 0.5}` in the class, or put @property above the method"
+        raise UsageError(
+            "it is a method, but must be an attribute", where=f"{kind.__name__}.coefficients", remedy=remedy
+        )

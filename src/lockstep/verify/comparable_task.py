@@ -6,7 +6,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -16,12 +16,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
 from lockstep.data.loader import MicroBatches, is_default, map_tensors
+from lockstep.engine import task_checks
 from lockstep.engine.step import SAMPLES
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Metrics, Task
 from lockstep.verify.generators import disturb
-
-if TYPE_CHECKING:
-    from torchmetrics import MetricCollection
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -58,12 +56,13 @@ class ComparableTask(Task):
 
     def __init__(self, task: Task, changes: TaskChanges) -> None:
         self.task, self.changes, self.weight_calls = task, changes, 0
-        unchanged = ["report", "setup", "coefficients", "metrics", "describe", "truth", "show", "notes"]
+        self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
+        unchanged = ["setup", "coefficients"]
         unchanged += [] if changes.no_augmentation and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if changes.reverse else ["collate"]
-        unchanged += [] if changes.float64 else ["predict", "update_metrics"]
+        unchanged += [] if changes.float64 else ["metrics"]
         unchanged += [] if changes.float64 or changes.disturb_generators else ["weight"]
-        unchanged += [] if changes.float64 or changes.exact else ["loss", "loss_and_output"]
+        unchanged += [] if changes.float64 or changes.exact else ["loss", "predict"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
 
@@ -119,14 +118,14 @@ class ComparableTask(Task):
             return self.task.loss(model, self._converted(batch))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
-        return self.task.predict(model, self._converted(batch))
-
-    def update_metrics(self, metrics: MetricCollection, output: Any, batch: Any) -> None:
-        self.task.update_metrics(metrics, output, self._converted(batch))
-
-    def loss_and_output(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
         with self._without_dropout():
-            return self.task.loss_and_output(model, self._converted(batch))
+            return self.task.predict(model, self._converted(batch))
+
+    def metrics(self) -> Metrics | None:
+        metrics, update = task_checks.metrics(self.task)
+        if metrics is None:
+            return None
+        return Metrics(metrics, lambda collection, output, batch: update(collection, output, self._converted(batch)))
 
     def _converted(self, batch: Any) -> Any:
         return to_float64(batch) if self.changes.float64 else batch

@@ -68,7 +68,7 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
             baseline.obstacle = f"no constant output could be fitted in place of the model's output: {reason}"
             baseline.values = {}
             return baseline
-        metrics = task_checks.metrics(task)
+        metrics, _ = task_checks.metrics(task)
         for name, metric in metrics.items() if metrics is not None else ():
             if metric.higher_is_better is not None:
                 baseline.higher_is_better[str(name)] = bool(metric.higher_is_better)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.build import seed_everything
 from lockstep.data.loader import MicroBatches, map_tensors
+from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
@@ -78,12 +79,12 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
     """
     batches = _batches(task, device)
     units = count_units(task, batches)
-    coefficients = task.coefficients()
+    coefficients = task.coefficients
 
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch, _ in batches:
-            losses = task.loss(outputs, batch)
+            losses, _ = split_output(task.loss(outputs, batch))
             for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
                 count = units.get(head, units.get(SAMPLES, 0.0))
                 total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)

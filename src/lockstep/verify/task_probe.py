@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
-from lockstep.distributed.strategy import by_head
+from lockstep.distributed.strategy import by_head, split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
@@ -192,14 +192,14 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
         batches: a batch and its halves.
     """
     (whole, _), *halves = batches
-    losses = by_head(task.loss(model, whole))
+    losses = by_head(split_output(task.loss(model, whole))[0])
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
     probe.epsilon = torch.finfo(objective.dtype).eps
     if len(halves) < 2:
         return
     with torch.no_grad():
-        losses_of_halves = [by_head(task.loss(model, batch)) for batch, _ in halves]
+        losses_of_halves = [by_head(split_output(task.loss(model, batch))[0]) for batch, _ in halves]
     units = [count_units(task, [half]) for half in halves]
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)

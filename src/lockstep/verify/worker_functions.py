@@ -120,7 +120,8 @@ def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> lis
     """
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = ComparableTask(trainer.task(), changes)
-    return [task.describe(output) for output in trainer.predict(task) or []]
+    presenter = task.presenter(task)
+    return [presenter.describe(output) for output in trainer.predict(task) or []]
 
 
 def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -268,32 +268,37 @@ class TextData(Dataset[TextSample]):
         return self.texts.where(index if self.rows is None else int(self.rows[index]))
 
 
-class Given(NamedTuple):
-    """A text to label, and where it comes from."""
+class InputText(NamedTuple):
+    """A text, or a pair of texts, to predict."""
 
     where: str
+    """The source in messages: a file with a line, or an argument."""
     text: str
-    pair: str | None
+    pair: str | None = None
 
 
-def given(
-    source: Source, text: str | int | Sequence[str | int] | None, pair: str | int | None, label: str | int | None
-) -> list[Given]:
-    """The texts of a source, which needs no labels; columns as for `read_texts`."""
+def read_input_texts(
+    source: Source,
+    *,
+    text: str | int | Sequence[str | int] | None,
+    pair: str | int | None,
+    label: str | int | None,
+) -> list[InputText]:
+    """The texts of a source, which needs no labels. The arguments are those of `read_texts`."""
     rows = source.read()
     chosen = table.choose(rows, source.name, text, pair, label, needs_label=False)
     seconds = _joined(rows, (chosen.pair,)) if chosen.pair is not None else [None] * len(rows)
     return [
-        Given(rows.where(row), *texts)
+        InputText(rows.where(row), *texts)
         for row, texts in enumerate(zip(_joined(rows, chosen.text), seconds, strict=True))
     ]
 
 
-class GivenTexts(Dataset[TextSample]):
+class InputTexts(Dataset[TextSample]):
     """Texts without labels, tokenised in memory. A text in which the tokenizer finds nothing has no token at all, not even
     a special one."""
 
-    def __init__(self, rows: Sequence[Given], tokenizer: Tokenizer, max_length: int) -> None:
+    def __init__(self, rows: Sequence[InputText], tokenizer: Tokenizer, max_length: int) -> None:
         self.rows = rows
         pairs = [one.pair or "" for one in rows] if any(one.pair is not None for one in rows) else None
         found: Any = {"input_ids": []}

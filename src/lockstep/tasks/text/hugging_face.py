@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import os
@@ -14,6 +15,7 @@ from torch import nn
 
 from lockstep.data.cache import cached, digest_of
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.tasks.text.options import EMBEDDING_BAG
 
 # Roles of the special tokens of a tokenizer that is trained here, as BERT's are called.
 _SPECIAL = {
@@ -24,7 +26,6 @@ _SPECIAL = {
     "mask_token": "[MASK]",
 }
 _SHOWN = 8
-EMBEDDING_BAG = "embedding_bag"
 
 
 def load_tokenizer(name: str | Path) -> Any:
@@ -219,6 +220,21 @@ def make_model(config: Any, name: str | None, new_head: bool) -> tuple[nn.Module
         what = f"none of the weights of {type(model).__name__} is in {name}, which has: {_listed(sorted(info['unexpected_keys'])) or 'none'}"
         raise UsageError(what, where="task.model", remedy="use the folder or name of a model of this architecture")
     return model, missing
+
+
+def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
+    """Write a config and a tokenizer into `folder`. The tokenizer's longest text is the model's limit, else `max_length`."""
+    config.save_pretrained(folder)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.model_max_length = min(tokenizer.model_max_length, longest(config, tokenizer) or max_length)
+    tokenizer.save_pretrained(folder)
+
+
+def save_for_pipeline(model: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
+    """Write the config of `model`, with the name of its class, and the tokenizer into `folder`."""
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    save(config, tokenizer, max_length=max_length, folder=folder)
 
 
 def longest(config: Any, tokenizer: Any) -> int | None:

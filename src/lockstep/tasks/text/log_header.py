@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lockstep.sources.labels import count_labels
 from lockstep.tasks import confusion
 from lockstep.tasks.text.data import TextData
-from lockstep.tasks.text.hugging_face import EMBEDDING_BAG
+from lockstep.tasks.text.options import EMBEDDING_BAG
 
 _ROLES = ("text", "pair", "label")
 _SHOWN = 8

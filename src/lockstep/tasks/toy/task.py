@@ -8,34 +8,43 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Task
 from lockstep.tasks.toy.mlp import MLP
+from lockstep.tasks.toy.options import ToyOptions
+
+
+class ToyPresenter(Presenter):
+    """Shows the five values of an output."""
+
+    def describe(self, output: Tensor) -> dict[str, Any]:
+        return {f"y{number}": round(value, 3) for number, value in enumerate(output.tolist())}
+
+    def truth(self, sample: tuple[Tensor, Tensor]) -> list[float]:
+        return [round(value, 3) for value in sample[1].tolist()]
 
 
 @final
 class Toy(Task):
-    """An MLP 10-10-5 learns from a fixed random one. The data is drawn once, from its own seed: the same on all ranks.
+    """A fully connected network from 10 inputs to 5 outputs learns the tanh of a fixed random linear map, with noise.
 
-    Args:
-        samples, eval_samples: sizes of the two data sets.
-        hidden: width, and layers: number of hidden layers.
-        double: float64 model and data, where rounding must not hide an error.
+    The data is drawn once, from a seed of its own: it is the same on all ranks.
     """
 
-    def __init__(
-        self, samples: int = 1000, eval_samples: int = 200, hidden: int = 10, layers: int = 1, double: bool = False
-    ) -> None:
-        self.samples, self.eval_samples, self.sizes = samples, eval_samples, [10, *[hidden] * layers, 5]
-        self.dtype = torch.float64 if double else torch.float32
+    presenter = ToyPresenter
+
+    def __init__(self, options: ToyOptions) -> None:
+        self.options = options
+        self.dtype = torch.float64 if options.double else torch.float32
 
     def model(self) -> nn.Module:
-        return MLP(self.sizes).to(self.dtype)
+        return MLP([10, *[self.options.hidden] * self.options.layers, 5]).to(self.dtype)
 
     def train_data(self) -> TensorDataset:
-        return self._draw(self.samples, seed=1)
+        return self._draw(self.options.samples, seed=1)
 
     def eval_data(self) -> TensorDataset:
-        return self._draw(self.eval_samples, seed=2)
+        return self._draw(self.options.eval_samples, seed=2)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         inputs, targets = batch
@@ -45,12 +54,6 @@ class Toy(Task):
     def predict(self, model: nn.Module, batch: Any) -> Tensor:
         outputs: Tensor = model(batch[0])
         return outputs
-
-    def describe(self, output: Tensor) -> dict[str, Any]:
-        return {f"y{number}": round(value, 3) for number, value in enumerate(output.tolist())}
-
-    def truth(self, sample: tuple[Tensor, Tensor]) -> list[float]:
-        return [round(value, 3) for value in sample[1].tolist()]
 
     def _draw(self, count: int, seed: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(seed)

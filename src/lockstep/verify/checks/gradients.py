@@ -82,7 +82,12 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     config = experiments.short_config(train__steps=recording.stop)
     schedule = Schedule(total=recording.stop, steps_per_epoch=recording.steps_per_epoch, **config["schedule"])
     optim = config["optim"]
-    base = scaled_lr(optim["lr"], optim["lr_scaling"], experiments.global_batch, optim["reference_batch"])
+    base = scaled_lr(
+        optim["lr"],
+        optim["lr_scaling"],
+        global_batch=experiments.global_batch,
+        reference_batch=optim["reference_batch"],
+    )
     # The last parameter group, of which the rates are recorded, may be a group with a rate of its own.
     has_own_rates = any(group.get("lr") for group in optim["groups"])
     if not has_own_rates and not math.isclose(recording.base_lr, base, rel_tol=1e-9):

@@ -13,6 +13,7 @@ from lockstep.build import seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
 from lockstep.engine.evaluate import split
@@ -33,7 +34,7 @@ def evaluate_model(
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
     micro_batches = MicroBatches(data, task, 0, False, on_error)
-    metrics = task_checks.metrics(task)
+    metrics, update = task_checks.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
@@ -46,16 +47,16 @@ def evaluate_model(
             batch = task.collate(samples)
             weight = task.weight(batch)
             batch = map_tensors(batch, lambda tensor: tensor.to(device))
-            losses = task.loss(model, batch)
+            losses, _ = split_output(task.loss(model, batch))
             heads = losses if isinstance(losses, dict) else {"loss": losses}
             for head, loss in heads.items():
                 sums[head] = sums.get(head, 0.0) + float(loss)
                 count = len(samples) if weight is None else weight[head] if isinstance(weight, Mapping) else weight
                 units[head] = units.get(head, 0.0) + float(count)
             if metrics is not None:
-                task.update_metrics(metrics, task.predict(model, batch), batch)
+                update(metrics, task.predict(model, batch), batch)
     means = {head: sums[head] / units[head] for head in sums if units[head]}
-    coefficients = task.coefficients()
+    coefficients = task.coefficients
     values = {"loss": sum(coefficients.get(head, 1.0) * mean for head, mean in means.items())} if means else {}
     values |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
     values |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
@@ -79,12 +80,13 @@ def predict_checkpoint(config: Mapping[str, Any], folder: str, changes: TaskChan
     with _load(config, folder, changes) as (task, model, precision, _), torch.no_grad(), precision.autocast():
         data: Any = task.eval_data()
         micro_batches = MicroBatches(data, task, 0, training=False)
+        presenter = task.presenter(task)
         rows = []
         for index in range(len(data)):
             batch = task.collate([micro_batches.sample(index, 0)])
             batch = map_tensors(batch, lambda tensor: tensor.to(precision.device))
             (output,) = split(task.predict(model.eval(), batch), 1)
-            rows.append({"truth": task.truth(data[index])} | task.describe(output))
+            rows.append({"truth": presenter.truth(data[index])} | presenter.describe(output))
         return rows
 
 

@@ -16,6 +16,7 @@ from lockstep.build import PreparedRun
 from lockstep.data.loader import map_tensors
 from lockstep.data.order import StepPlan, derive_seed
 from lockstep.distributed.sharded_tensor import gather_on_rank0
+from lockstep.distributed.strategy import split_output
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.verify.comparable_task import count_units
@@ -79,13 +80,13 @@ def reference_gradient(prepared: PreparedRun, task: Task) -> GradientComparison:
     gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     sum_of_norms = epsilon = 0.0
     for batch, _ in batches:
-        losses = task.loss(model, batch)
+        losses, _ = split_output(task.loss(model, batch))
         heads: dict[str, Tensor] = losses if isinstance(losses, dict) else {"loss": losses}
         epsilon = max(torch.finfo(loss.dtype).eps for loss in heads.values())
         objective: Any = 0.0
         for head, loss in heads.items():
             count = units.get(head, units.get(SAMPLES, 0.0))
-            objective = objective + (task.coefficients().get(head, 1.0) * loss / count if count else 0.0 * loss)
+            objective = objective + (task.coefficients.get(head, 1.0) * loss / count if count else 0.0 * loss)
         grads = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
         part = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
         sum_of_norms += _norm(part)

@@ -42,7 +42,12 @@ class ReferenceOptimizer:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         optim = self.config["optim"]
         groups: dict[tuple[float, float | None], list[Tensor]] = {}
-        scale = scaled_lr(1.0, optim["lr_scaling"], int(self.config["batch"]["global"]), optim["reference_batch"])
+        scale = scaled_lr(
+            1.0,
+            optim["lr_scaling"],
+            global_batch=int(self.config["batch"]["global"]),
+            reference_batch=optim["reference_batch"],
+        )
         for name, copy in self.copies.items():
             matching = [group for group in optim["groups"] if any(fnmatchcase(name, glob) for glob in group["match"])]
             group: Mapping[str, Any] = matching[0] if matching else {}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import atomic
-from lockstep.tasks.registry import package_of
+from lockstep.tasks.user_file import package_of
 
 Parts = dict[str, str]  # text by name
 Units = dict[str, tuple[str, int]]

@@ -10,7 +10,7 @@ import types
 
 import pytest
 
-from lockstep.tasks import source
+from lockstep.tasks import source_code
 from lockstep.tasks.registry import build_task
 from tests import own_tasks
 
@@ -66,7 +66,7 @@ def test_files_are_those_that_the_task_imports_from_its_folder(write):
     (folder / "models" / "net.py").write_text("from . import block\nimport losses")
     (folder / "models" / "block.py").write_text("")
     (folder / "models" / "__init__.py").write_text("import os")
-    found = source.of_file(folder / "task.py")
+    found = source_code.of_file(folder / "task.py")
     expected = {
         "task.py",
         "losses.py",
@@ -93,39 +93,39 @@ def test_files_of_a_package_are_named_from_its_root(write):
     (folder / "lab" / "loaded_by_package.py").write_text("")
     (folder / "lab" / "deep" / "__init__.py").write_text("")
     names = {"__init__", "task", "util", "sibling", "loaded_by_package", "deep/__init__", "deep/y"}
-    assert source.of_file(folder / "lab" / "task.py").keys() == {f"lab/{name}.py" for name in names}
+    assert source_code.of_file(folder / "lab" / "task.py").keys() == {f"lab/{name}.py" for name in names}
 
 
 def test_module_that_was_imported_under_a_computed_name_counts(write):
     folder = write(task="import importlib\nx = importlib.import_module('zoo.' + 'bear')", zoo__bear="", zoo__wolf="")
     sys.path.insert(0, str(folder))
-    assert source.of_file(folder / "task.py").keys() == {"task.py"}
+    assert source_code.of_file(folder / "task.py").keys() == {"task.py"}
     importlib.import_module("zoo.bear")
-    assert source.of_file(folder / "task.py").keys() == {"task.py", "zoo/bear.py"}
+    assert source_code.of_file(folder / "task.py").keys() == {"task.py", "zoo/bear.py"}
 
 
 @pytest.mark.parametrize("text", ["def broken(:", "\0", "import task", "import .", "x = '\\d'"])
 def test_odd_files_are_no_error(write, text):
     folder = write(task="import odd", odd=text)
-    assert source.of_file(folder / "task.py") == {"task.py": "import odd", "odd.py": text}
-    assert source.digest({"odd.py": text})
+    assert source_code.of_file(folder / "task.py") == {"task.py": "import odd", "odd.py": text}
+    assert source_code.digest({"odd.py": text})
 
 
 def test_task_of_a_file_is_told_from_another_task(write):
     folder = write(mine=TASK.replace("from models.net import Net\n", ""), losses="")
     kind = f"{folder}/mine.py:Mine"
     task = build_task({"kind": kind}, None, None)
-    assert source.of_task(task, kind).keys() == {"mine.py", "losses.py"}
-    assert source.of_task(task, kind, {"losses.py": "old", "gone.py": ""}) == {"losses.py": ""}
-    assert source.of_task(task, f"{folder}/mine.py:Other").keys() == {"lockstep_user_mine.Mine"}
-    assert source.of_task(build_task({"kind": "toy"}, None, None), "toy") == {}
+    assert source_code.of_task(task, kind).keys() == {"mine.py", "losses.py"}
+    assert source_code.of_task(task, kind, {"losses.py": "old", "gone.py": ""}) == {"losses.py": ""}
+    assert source_code.of_task(task, f"{folder}/mine.py:Other").keys() == {"lockstep_user_mine.Mine"}
+    assert source_code.of_task(build_task({"kind": "toy"}, None, None), "toy") == {}
 
 
 # ---- classes
 
 
 def test_class_counts_with_its_bases_and_what_they_name():
-    found = source.of_task(own_tasks.Deep())
+    found = source_code.of_task(own_tasks.Deep())
     assert found.keys() == {
         f"tests.own_tasks.{name}" for name in ("Deep", "Masked", "masked_data", "DeepModel", "Block")
     }
@@ -140,12 +140,12 @@ def test_local_class_counts():
         def loss(self, model, batch):
             return super().loss(model, batch) * 2
 
-    found = source.of_task(Local())
+    found = source_code.of_task(Local())
     name = f"{__name__}.test_local_class_counts.<locals>.Local"
     assert found.keys() - {f"tests.own_tasks.{name}" for name in ("Plain", "Masked", "masked_data")} == {name}
     changed = found | {name: found[name].replace("* 2", "* 3")}
-    assert source.difference(found, changed).startswith(f"{name} differs in 1 place, first in Local.loss: now ")
-    assert source.difference(found, found | {name: found[name].replace("here.", "there.")}) is None
+    assert source_code.difference(found, changed).startswith(f"{name} differs in 1 place, first in Local.loss: now ")
+    assert source_code.difference(found, found | {name: found[name].replace("here.", "there.")}) is None
 
 
 def typed(code, number):
@@ -160,10 +160,12 @@ def typed(code, number):
 def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n    @staticmethod\n    def help(): return 1\n"
-    one, same, other = (source.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2)))
+    one, same, other = (
+        source_code.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2))
+    )
     assert one == same
     assert (
-        source.difference(one, other)
+        source_code.difference(one, other)
         == '__main__.Typed differs in 1 place, first in loss: now "return 2", before "return 1"'
     )
 
@@ -172,8 +174,8 @@ def test_class_without_source_has_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
     space = vars(sys.modules["__main__"])
     exec("class Typed:\n    def loss(self): return 1\n", space)
-    assert source.of_task(space["Typed"]()) == {}
-    assert source.of_class(type("Made", (), {})) == {}
+    assert source_code.of_task(space["Typed"]()) == {}
+    assert source_code.of_class(type("Made", (), {})) == {}
 
 
 # ---- what is a difference
@@ -222,8 +224,8 @@ if __name__ == "__main__":
 def test_layout_comments_and_docstrings_are_no_difference(old, new):
     assert old in CODE
     changed = CODE.replace(old, new)
-    assert source.difference({"mine.py": CODE}, {"mine.py": changed}) is None
-    assert source.digest({"mine.py": CODE}) == source.digest({"mine.py": changed})
+    assert source_code.difference({"mine.py": CODE}, {"mine.py": changed}) is None
+    assert source_code.digest({"mine.py": CODE}) == source_code.digest({"mine.py": changed})
 
 
 @pytest.mark.parametrize(
@@ -265,27 +267,27 @@ def test_layout_comments_and_docstrings_are_no_difference(old, new):
 def test_difference_names_the_place_and_what_it_says(old, new, text):
     code = CODE.replace("return x\n", "return x + 2\n") if text.startswith("2") else CODE
     changed = code.replace(old, new)
-    assert source.difference({"mine.py": code}, {"mine.py": changed}).startswith(f"mine.py differs in {text}")
-    assert source.digest({"mine.py": code}) != source.digest({"mine.py": changed})
+    assert source_code.difference({"mine.py": code}, {"mine.py": changed}).startswith(f"mine.py differs in {text}")
+    assert source_code.digest({"mine.py": code}) != source_code.digest({"mine.py": changed})
 
 
 def test_parts_that_come_and_go_are_a_difference_and_many_are_one_line():
     old = {f"{name}.py": "x = 1" for name in "abcdef"}
-    assert source.difference(old, old) is None
-    assert source.difference(old, {**old, "g.py": ""}) == "g.py is new"
-    assert source.difference(old, {"a.py": "x = 1"}) == "b.py is gone; c.py is gone; d.py is gone; and 2 more"
-    assert "\n" not in source.difference(old, dict.fromkeys(old, "x = 2"))
+    assert source_code.difference(old, old) is None
+    assert source_code.difference(old, {**old, "g.py": ""}) == "g.py is new"
+    assert source_code.difference(old, {"a.py": "x = 1"}) == "b.py is gone; c.py is gone; d.py is gone; and 2 more"
+    assert "\n" not in source_code.difference(old, dict.fromkeys(old, "x = 2"))
 
 
 def test_what_is_written_is_read_back_and_replaced(tmp_path):
     folder = tmp_path / "source"
     parts = {"task.py": "x", "lab/net.py": "caf\u00e9", "tests.own.<locals>.Mine": "y"}
-    source.write(folder, parts)
-    assert source.read(folder) == parts
-    source.write(folder, {"task.py": "z"})
-    assert source.read(folder) == {"task.py": "z"}
-    source.write(folder, {})
-    assert source.read(folder) == {}
+    source_code.write(folder, parts)
+    assert source_code.read(folder) == parts
+    source_code.write(folder, {"task.py": "z"})
+    assert source_code.read(folder) == {"task.py": "z"}
+    source_code.write(folder, {})
+    assert source_code.read(folder) == {}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -300,7 +302,7 @@ def git(folder, *arguments):
 
 
 def test_commit_is_that_of_the_folder_and_says_whether_files_differ(tmp_path, monkeypatch):
-    assert source.commit(tmp_path) is None
+    assert source_code.commit(tmp_path) is None
     git(tmp_path, "init")
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "task.py").write_text("x = 1")
@@ -309,9 +311,9 @@ def test_commit_is_that_of_the_folder_and_says_whether_files_differ(tmp_path, mo
     name = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "log").write_text("untracked")
-    assert source.commit(tmp_path / "lab") == {"commit": name, "dirty": False}
+    assert source_code.commit(tmp_path / "lab") == {"commit": name, "dirty": False}
     (tmp_path / "lab" / "task.py").write_text("x = 2")
-    assert source.commit(tmp_path / "lab") == {"commit": name, "dirty": True}
-    assert source.commit(tmp_path / "nowhere") is None
+    assert source_code.commit(tmp_path / "lab") == {"commit": name, "dirty": True}
+    assert source_code.commit(tmp_path / "nowhere") is None
     monkeypatch.setenv("PATH", "")
-    assert source.commit(tmp_path / "lab") is None
+    assert source_code.commit(tmp_path / "lab") is None

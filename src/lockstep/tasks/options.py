@@ -1,0 +1,25 @@
+"""The options of a task: the keys of the config's `task` section. Importing them loads no torch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from lockstep.config_section import Section
+
+
+class TaskOptions(Section):
+    """Base of the options of a task.
+
+    A subclass is declared by name: a shipped one in `tasks.registry`, another in the entry point group `lockstep.tasks`.
+    Unknown keys and values of another type are errors.
+    """
+
+    task: ClassVar[str]
+    """The task class, as `module:Class`. It is text, so that options can be read without importing torch.
+
+    Its constructor takes an object of this class as first argument, and `train` and `eval` if it has such parameters.
+    """
+
+    def suggestions(self) -> dict[str, dict[str, Any]]:
+        """Values of other sections that suit this task. They apply to keys that neither a file nor the command line sets."""
+        return {}

@@ -1,0 +1,71 @@
+"""How a task shows its samples, outputs and results to people. Optional: every method has a default that works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.tasks.task import Task
+
+
+class Presenter:
+    """The texts and files about a task that people read. Training does not depend on it.
+
+    A task names its presenter in its attribute `presenter`. Lockstep makes it with `task.presenter(task)`.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task: Any = task
+
+    def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
+        """Samples from the INPUT arguments of `lockstep predict`.
+
+        They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data set
+        names the source of a sample.
+
+        Raises:
+            UsageError: the task reads no files. This is the default.
+        """
+        raise UsageError(
+            f"{type(self.task).__name__} reads no files",
+            where="Presenter.inputs",
+            remedy="write this method, or predict without INPUT",
+        )
+
+    def describe(self, output: Any) -> dict[str, Any]:
+        """The output of a single sample, as plain values by name."""
+        return {"output": output}
+
+    def truth(self, sample: Any) -> Any:
+        """The label of a raw sample, in the form that `describe` gives a prediction. None if the sample has no label."""
+        return None
+
+    def show(self, sample: Any) -> dict[str, Any]:
+        """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
+        return {}
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """A text about an evaluation, for the log. An empty text is not logged.
+
+        Args:
+            values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion matrix,
+                are not logged as numbers, so this is the place to show them.
+            samples: a few pairs (raw sample, output of this sample).
+        """
+        return ""
+
+    report.default = report  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def log_header(self) -> list[str]:
+        """Lines about the data and the model, for the head of the log."""
+        return []
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer) into `folder`."""

@@ -1,0 +1,85 @@
+"""Options of text classification."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat
+
+from lockstep.config_section import Section
+from lockstep.tasks.options import TaskOptions
+
+EMBEDDING_BAG = "embedding_bag"
+
+
+class ColumnsOptions(Section):
+    """Columns of the data, by name or by place counted from 0. None: the column with a usual name."""
+
+    text: str | int | list[str | int] | None = None
+    """The texts. Several columns are joined with a space."""
+    pair: str | int | None = None
+    """The second text of each sample, for pairs of texts."""
+    label: str | int | None = None
+    """The label, or the labels."""
+
+
+class ScratchOptions(Section):
+    """A new model, and the tokenizer that is trained for it on the training texts."""
+
+    architecture: str = EMBEDDING_BAG
+    """`embedding_bag`, or a model type of transformers, such as `bert`."""
+    sizes: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the architecture's config, such as `hidden_size`."""
+    vocab_size: Annotated[int, Field(ge=100)] = 20000
+    """The largest number of tokens that the tokenizer may have."""
+    lowercase: bool = True
+    """Whether the tokenizer turns letters into lower case and drops accents."""
+
+
+class TextOptions(TaskOptions):
+    """Text classification with a Hugging Face model or a new one."""
+
+    task: ClassVar[str] = "lockstep.tasks.text.task:Text"
+
+    model: str | None = None
+    """Name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""
+    scratch: ScratchOptions = ScratchOptions()
+    max_length: Annotated[int, Field(ge=4)] = 128
+    """Longest text in tokens. Longer texts are cut, counted and reported."""
+    columns: ColumnsOptions = ColumnsOptions()
+    multi_label: bool = False
+    """Whether a text may have any number of labels: lists, or text with `label_separator` between the labels."""
+    label_separator: Annotated[str, Field(min_length=1)] = ","
+    class_weights: Literal["balanced"] | dict[str, PositiveFloat] | None = None
+    """`balanced`, or a weight by label. The loss is then a weighted mean, as in torch's cross_entropy."""
+    new_head: bool = False
+    """Whether to replace the last layer of a model that already classifies."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Without `data.eval`: the share of every class that is held back for evaluation."""
+    split_seed: Annotated[int, Field(ge=0)] = 0
+    """Seed that draws the texts that are held back."""
+    empty: Literal["raise", "drop"] = "raise"
+    """What happens to texts without letters: `raise` an error, or `drop` them."""
+    subset: str | None = None
+    """Configuration of a data set on the hub."""
+    header: bool = True
+    """Whether the first line of a CSV file names the columns. Otherwise the columns are called 0, 1, ..."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
+    quoting: Literal["minimal", "none"] | None = None
+    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters. None: `none` for
+    .tsv, `minimal` for .csv."""
+
+    def suggestions(self) -> dict[str, dict[str, Any]]:
+        """Learning rate, length and schedule. They were measured on four data sets of 160 to 4,000 texts: docs/text.md."""
+        optim: dict[str, Any] = {"name": "AdamW", "weight_decay": 0.01, "clip_norm": 1.0}
+        if self.model:
+            optim |= {"lr": 2e-4, "layer_decay": 0.9}
+            train = {"epochs": 3, "min_steps": 300}
+        elif self.scratch.architecture == EMBEDDING_BAG:
+            optim["lr"] = 0.01
+            train = {"epochs": 10, "min_steps": 400}
+        else:
+            optim["lr"] = 5e-4
+            train = {"epochs": 10, "min_steps": 1000}
+        return {"train": train, "optim": optim, "schedule": {"name": "linear", "warmup_share": 0.1}}

@@ -1,0 +1,113 @@
+"""How text classification shows its data, predictions and results to people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from lockstep.sources.table import SUFFIXES, Source, lines_of
+from lockstep.tasks import confusion
+from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.text import hugging_face, log_header
+from lockstep.tasks.text.data import InputText, InputTexts, TextSample, read_input_texts
+
+if TYPE_CHECKING:
+    from lockstep.tasks.text.task import Text
+
+_LINE = 100  # characters of a text in the log
+_NO_TOKENS = "the text is empty, or has no letter that the tokenizer knows"
+
+
+class TextPresenter(Presenter):
+    """Shows label names with probabilities, and results by class. INPUT arguments are texts, or files with texts."""
+
+    task: Text
+
+    def inputs(self, arguments: Sequence[str]) -> InputTexts:
+        """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument itself."""
+        columns = self.task.options.columns
+        texts: list[InputText] = []
+        for number, argument in enumerate(arguments, start=1):
+            if argument == "-":
+                lines = lines_of(sys.stdin.read())
+                texts += [InputText(f"standard input:{line}", text) for line, text in enumerate(lines, start=1)]
+            elif Path(argument).is_file() or (argument.endswith(SUFFIXES) and " " not in argument):
+                source = Source.parse(argument, **self.task.reading)
+                texts += read_input_texts(source, text=columns.text, pair=columns.pair, label=columns.label)
+            else:
+                texts.append(InputText(f"argument {number}", argument))
+        return InputTexts(texts, self.task.tokenizer, self.task.options.max_length)
+
+    def describe(self, output: Tensor) -> dict[str, Any]:
+        """The predicted label (with several labels per text: all above 0.5), its probability, and those of all labels."""
+        labels = self.task.labels
+        if output.isnan().all():
+            nothing = {"prediction": None, "probability": None, "probabilities": dict.fromkeys(labels)}
+            return nothing | {"reason": _NO_TOKENS}
+        probabilities = {label: round(value, 6) for label, value in zip(labels, output.tolist(), strict=True)}
+        if self.task.options.multi_label:
+            chosen: Any = [label for label, value in probabilities.items() if value > 0.5]
+            return {"prediction": chosen, "probability": max(probabilities.values()), "probabilities": probabilities}
+        best = int(output.argmax())
+        return {
+            "prediction": labels[best],
+            "probability": round(float(output[best]), 6),
+            "probabilities": probabilities,
+        }
+
+    def truth(self, sample: TextSample) -> Any:
+        labels = self.task.labels
+        if isinstance(sample.label, int):
+            return labels[sample.label] if sample.label >= 0 else None
+        return [label for label, has_label in zip(labels, sample.label, strict=True) if has_label]
+
+    def show(self, sample: TextSample) -> dict[str, Any]:
+        return {"text": sample.text} | ({} if sample.pair is None else {"text_pair": sample.pair})
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """Precision, recall and F1 by class, the confusion matrix (of many classes: the most frequent confusions), samples."""
+        counts, labels = values["confusion"], self.task.labels
+        parts = [confusion.by_class(counts, labels)]
+        if not self.task.options.multi_label:
+            parts.append(confusion.confusions(counts, labels))
+        parts.append("\n".join(self._line(sample, output) for sample, output in samples))
+        return "\n".join(parts)
+
+    def _line(self, sample: TextSample, output: Tensor) -> str:
+        described, truth = self.describe(output), self.truth(sample)
+        prediction, probability = described["prediction"], described["probability"]
+        verdict = "right" if prediction == truth else "wrong"
+        text = sample.text if len(sample.text) <= _LINE else f"{sample.text[:_LINE]}..."
+        return f"  {verdict}: {prediction!r} ({probability:.3f}), truth {truth!r}: {' '.join(text.split())}"
+
+    def log_header(self) -> list[str]:
+        """The data that was read, by class, the texts that were cut, and the weights that are new."""
+        task, length = self.task, self.task.options.max_length
+        training = task.train_data()
+        lines = log_header.of_model(
+            task.options.model,
+            kind=task.config.model_type,
+            parameters=task.parameters,
+            new=task.new_weights,
+            texts=len(training),
+        )
+        lines += log_header.of_data("training", training, labels=task.labels, max_length=length)
+        lines += log_header.of_reading(training)
+        if task.why_nothing_is_held_back:
+            return [*lines, task.why_nothing_is_held_back]
+        evaluation = task.eval_data()
+        if evaluation is not None:
+            lines += log_header.of_data("evaluation", evaluation, labels=task.labels, max_length=length)
+            lines += log_header.of_reading(evaluation) if task.eval_source else []
+            lines += log_header.of_absent_labels(evaluation, task.labels)
+        return lines
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the files that `transformers.pipeline` needs: the config with the label names, and the tokenizer."""
+        hugging_face.save_for_pipeline(
+            model, self.task.tokenizer, max_length=self.task.options.max_length, folder=folder
+        )
