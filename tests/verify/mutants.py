@@ -124,6 +124,8 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
 
 
 STEP, OPTIM = "engine.step:train_step", "engine.schedule:set_lr"
+MICRO_BATCH, FACTORS = "engine.step:forward_backward_step", "engine.step:_factors"
+CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch)"
 RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
 
 # ---- loss: the training goes nowhere
@@ -189,9 +191,9 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 # ---- gradients: what the optimizer gets
 
-_engine("gradient divided by the world size", "gradients", (STEP, "else world.data_size)", "else 1)"))
+_engine("gradient divided by the world size", "gradients", (FACTORS, "state.world.data_size", "1"))
 _engine(
-    "gradient multiplied by the world size", "gradients", (STEP, "else world.data_size)", "else world.data_size**2)")
+    "gradient multiplied by the world size", "gradients", (FACTORS, "state.world.data_size", "state.world.data_size**2")
 )
 _engine(
     "loss summed twice",
@@ -253,7 +255,7 @@ _engine(
     (
         STEP,
         "state.schedule(result.step - state.skipped)",
-        "state.schedule((result.step - state.skipped) * len(micros))",
+        "state.schedule((result.step - state.skipped) * len(micro_batches))",
     ),
     base="micro-batches",
 )
@@ -506,7 +508,7 @@ _engine(
 _engine(
     "reduced on the first micro-batch only",
     "probe",
-    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(number == 0)"),
+    (MICRO_BATCH, "strategy.gradient_sync(last)", "strategy.gradient_sync(number == 0)"),
     base="micro-batches",
 )
 _engine(
@@ -591,25 +593,34 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("engine.step:_count", "state.world.data_sum(mine)", "[max(1.0, one) * state.world.size for one in mine]"),
+    ("engine.step:_count_units", "state.world.data_sum(units)", "[max(1.0, one) * state.world.size for one in units]"),
     base="masked",
 )
 _engine(
     "units packed in the rank's own order of heads",
     "ranks",
     ("data.loader:_as_floats", "for head in sorted(named)}", "for head in named}"),
-    ("engine.step:_count", 'heads.agree(state.weight_heads, names, "Task.weight", state.world)', "names"),
+    (
+        "engine.step:_count_units",
+        'heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)',
+        "names",
+    ),
     base="heads-by-rank",
 )
 _engine(
     "logged losses packed in the rank's own order of heads",
     "ranks",
     ("distributed.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
-    ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), "Task.loss", world)', "tuple(losses)"),
-    ("engine.log_window:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
+    ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), method="Task.loss", world=world)', "tuple(losses)"),
+    ("engine.log_window:LogWindow._losses", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
-_engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.data_size", "world.size"), base="few")
+_engine(
+    "filler counted",
+    "ranks",
+    (FACTORS, "bool(units[head]) and not micro_batch.filler", "bool(units[head])"),
+    base="few",
+)
 _engine(
     "filler's weight counted",
     "ranks",
@@ -634,9 +645,10 @@ _engine(
     "a rank drops its last micro-batch",
     "ranks",
     (
-        STEP,
-        "0 if micro.filler else world.data_size",
-        "0 if micro.filler or (last and world.rank == 1) else world.data_size",
+        MICRO_BATCH,
+        CALL_FACTORS,
+        f"{CALL_FACTORS}\nif last and world.rank == 1:\n"
+        "    factors = {head: 0 * factor for head, factor in factors.items()}",
     ),
 )
 _engine(
@@ -647,7 +659,7 @@ _engine(
 _engine(
     "a partial batch is divided by the full size",
     "gradients",
-    ("engine.step:_count", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
+    ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
 _task("loss depends on the rank", "ranks", "PerRankLoss")
@@ -658,41 +670,53 @@ _task("samples influence each other", "ranks", "CoupledLoss")
 _engine(
     "gradient of the last micro-batch only",
     "accumulation",
-    (STEP, "result.losses.append(", "last or state.forward.zero_grad()\nresult.losses.append("),
+    (MICRO_BATCH, "result.losses.append(", "last or state.forward.zero_grad()\nresult.losses.append("),
 )
 _engine(
     "mean of means over micro-batches",
     "accumulation",
     (
-        STEP,
-        "factors, rest = _factors(",
-        "totals = {'': micro.samples * world.size * len(micros)}\nfactors, rest = _factors(",
+        MICRO_BATCH,
+        "result.totals, micro_batch)",
+        "{'': micro_batch.samples * world.size * len(micro_batches)}, micro_batch)",
     ),
 )
 _engine(
     "divided by the number of micro-batches as well",
     "accumulation",
-    (STEP, "0 if micro.filler else world.data_size", "0 if micro.filler else world.data_size / len(micros)"),
+    (
+        MICRO_BATCH,
+        CALL_FACTORS,
+        f"{CALL_FACTORS}\nfactors = {{head: factor / len(micro_batches) for head, factor in factors.items()}}",
+    ),
 )
 _engine(
     "clipped after each micro-batch",
     "accumulation",
     (
-        STEP,
+        MICRO_BATCH,
         "result.losses.append(",
-        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micros))\n"
+        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micro_batches))\n"
         "result.losses.append(",
     ),
 )
 _engine(
     "an update after each micro-batch",
     "accumulation",
-    (STEP, "result.losses.append(", "last or (optimizer.step(), optimizer.zero_grad())\nresult.losses.append("),
+    (
+        MICRO_BATCH,
+        "result.losses.append(",
+        "last or (state.optimizer.step(), state.optimizer.zero_grad())\nresult.losses.append(",
+    ),
 )
 _engine(
     "one micro-batch twice",
     "accumulation",
-    (STEP, "strategy.forward(micro.batch)", "strategy.forward(micros[max(0, number - (number == 2))].batch)"),
+    (
+        MICRO_BATCH,
+        "strategy.forward(micro_batch.batch)",
+        "strategy.forward(micro_batches[max(0, number - (number == 2))].batch)",
+    ),
 )
 _task("mean where a sum is asked for", "accumulation", "MeanLoss")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
@@ -726,7 +750,7 @@ _engine(
 _engine(
     "gradients of shards summed instead of averaged",
     "strategies",
-    (STEP, "else world.data_size)", "else world.data_size * (1 + strategy.is_sharded))"),
+    (FACTORS, "state.world.data_size", "state.world.data_size * (1 + state.strategy.is_sharded)"),
 )
 _engine(
     "shards drawn anew on each rank",
@@ -847,7 +871,7 @@ _engine(
     "forward passes seeded by the steps of this process",
     "resume",
     (
-        STEP,
+        MICRO_BATCH,
         "derive_seed(state.seed, result.step,",
         "derive_seed(state.seed, state.__dict__.setdefault('count', []).append(0) or len(state.count),",
     ),
@@ -1114,9 +1138,9 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "world.broadcast(_means(world.data_gather(parts), task.coefficients()))",
+        "world.broadcast(_means(world.data_gather(parts), task.coefficients))",
         "dict(zip(['loss'], "
-        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
+        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
     ),
 )
 _engine(
@@ -1141,7 +1165,7 @@ _engine(
 _engine(
     "rank 0's metric states only",
     "evaluation",
-    ("engine.metric_sync:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
+    ("engine.metric_sync:compute", "for rank_states in gathered]", "for rank_states in gathered[:1]]"),
 )
 _engine(
     "evaluation in training mode",
@@ -1156,8 +1180,8 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "task.update_metrics(metrics, output, micro.batch)",
-        "[task.update_metrics(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
+        "update(metrics, output, micro.batch)",
+        "[update(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
     ),
 )
 _engine(
@@ -1176,18 +1200,18 @@ _engine(
 _engine(
     "reduced after every micro-batch",
     "collectives",
-    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
+    (MICRO_BATCH, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
 )
 _engine(
     "reduced after every micro-batch under FSDP",
     "collectives",
-    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
+    (MICRO_BATCH, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
     base="fsdp",
 )
 _engine(
     "loss read in every step",
     "collectives",
-    (STEP, "result.losses.append(", "sum(value.item() for value in losses.values())\nresult.losses.append("),
+    (MICRO_BATCH, "result.losses.append(", "sum(value.item() for value in losses.values())\nresult.losses.append("),
 )
 _engine(
     "norm read in every step",
@@ -1206,14 +1230,18 @@ _engine(
 _engine(
     "units counted for each micro-batch",
     "collectives",
-    (STEP, "state.step += 1\n", "state.step += 1; [_count(state, [micro], samples) for micro in micros]\n"),
+    (
+        STEP,
+        "state.step += 1\n",
+        "state.step += 1; [_count_units(state, [micro], samples) for micro in micro_batches]\n",
+    ),
     base="masked",
 )
 _engine(
     "loss averaged over ranks in every step",
     "collectives",
     (
-        STEP,
+        MICRO_BATCH,
         "result.losses.append(",
         "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\n"
         "result.losses.append(",
@@ -1248,7 +1276,11 @@ _task("augmentation seeded with the clock", "determinism", "TimedNoise")
 _engine(
     "dropout seeded with the clock",
     "determinism",
-    (STEP, "seed_forward(derive_seed(state.seed,", "seed_forward(derive_seed(__import__('time').perf_counter_ns(),"),
+    (
+        MICRO_BATCH,
+        "seed_forward(derive_seed(state.seed,",
+        "seed_forward(derive_seed(__import__('time').perf_counter_ns(),",
+    ),
     base="dropout",
 )
 _engine(

@@ -132,7 +132,7 @@ def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
 
 
 def test_what_is_not_shown_is_no_fault(monkeypatch, call):
-    monkeypatch.setitem(CHECKS, "loss", lambda bench: not_shown("it is dark"))
+    monkeypatch.setitem(CHECKS, "loss", lambda experiments: not_shown("it is dark"))
     done = call("Classes", "--checks", "loss")
     assert done.exit_code == 0
     assert "it is dark" in done.stdout
@@ -162,7 +162,9 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
         monkeypatch.setitem(
             CHECKS,
             name,
-            lambda bench, name=name: made.append((name, bench.steps, bench.learning_steps)) or passed("good"),
+            lambda experiments, name=name: (
+                made.append((name, experiments.steps, experiments.learning_steps)) or passed("good")
+            ),
         )
     result, told = verify(tmp_path, checks=())
     assert made == [(name, 8, 40) for name in CHECKS]
@@ -174,7 +176,7 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Raises", "NotBuilt"])
-def test_a_task_that_does_not_run_is_said_before_anything_is_judged(tmp_path, name):
+def test_a_task_that_does_not_run_is_said_before_any_check(tmp_path, name):
     with pytest.raises(LockstepError, match="the task does not run") as caught:
         verify(tmp_path, name)
     assert not isinstance(caught.value, UsageError)
@@ -191,7 +193,7 @@ def test_a_task_that_cannot_be_had_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trials_leave_nothing_behind(tmp_path):
+def test_experiments_leave_nothing_behind(tmp_path):
     seen = []
 
     def wrap(function, *arguments):
@@ -209,8 +211,8 @@ def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, mon
     made = []
     monkeypatch.setattr(command, "Workers", lambda log: made.append(Here(log)) or made[0])
 
-    def broken(bench):
-        (bench.folder / "trial").mkdir()
+    def broken(experiments):
+        (experiments.folder / "training").mkdir()
         raise KeyboardInterrupt
 
     monkeypatch.setitem(CHECKS, "loss", broken)
@@ -221,7 +223,7 @@ def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, monkeypatch):
+def test_an_experiment_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, monkeypatch):
     def fail(_):
         raise ValueError("the cat sat on the cable")
 
@@ -230,7 +232,7 @@ def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, m
             fail if function is command.worker_functions.train else function, *arguments
         )
 
-    monkeypatch.setitem(CHECKS, "metric", lambda bench: fault("another"))
+    monkeypatch.setitem(CHECKS, "metric", lambda experiments: fault("another"))
     result, told = verify(tmp_path, checks=("loss", "metric"), wrap=wrap)
     assert [check.status for check in result.checks] == ["fault", "fault"]
     assert "learned-1" in result.checks[0].reason

@@ -1,4 +1,4 @@
-"""A task with its randomness, its batch statistics and its rounding taken out; and nothing else changed."""
+"""A task without dropout, batch statistics and coarse rounding, and otherwise unchanged."""
 
 import inspect
 import pickle
@@ -283,7 +283,7 @@ def test_every_method_of_a_task_that_training_and_evaluation_call_is_passed_on()
         assert methods - vars(ComparableTask).keys() - vars(made).keys() == set()
 
 
-def test_what_is_not_adjusted_is_the_tasks_own_method():
+def test_what_is_not_changed_is_the_tasks_own_method():
     """So that the engine finds out the same about it as in training, also where it was set on the object."""
     task = clean_tasks.Base()
     task.collate = lambda samples: task.__class__.collate(task, samples[::-1])

@@ -1,4 +1,4 @@
-"""What a witness looks at, and that it leaves no trace."""
+"""What a recorder records, and that it leaves no trace in the training."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ TASKS = Path(broken_tasks.__file__)
 
 
 def fitted(name, folder, disturbed=False, workers=0, **options):
-    """What was seen of a training of six steps in two micro-batches each."""
+    """What was recorded of a training of six steps in two micro-batches each."""
     batch, task = {"global": 20, "micro": 12}, {"kind": f"{TASKS}:{name}", **options}
     settings = runs.config(
         task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers}

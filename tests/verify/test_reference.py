@@ -238,7 +238,7 @@ def test_a_recorder_sees_norms_rates_and_what_was_never_used(tmp_path):
     assert [len(indices) for _, _, indices in found.samples] == [24] * 3
 
 
-def test_a_trial_ends_where_it_is_to_end(tmp_path):
+def test_a_training_ends_where_it_is_to_end(tmp_path):
     settings = runs.config(
         task={"kind": f"{OWN}:Plain"}, log={"every_steps": 1}, optim={"lr": 0.05, "weight_decay": 0.0}
     )

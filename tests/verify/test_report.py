@@ -1,4 +1,4 @@
-"""What verify writes and prints: strict JSON, a page that needs nothing else, lines for a terminal."""
+"""What verify writes and prints: strict JSON, a page that loads no other file, lines for a terminal."""
 
 import json
 import math

@@ -24,19 +24,17 @@ OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
 PACKAGE = Path(lockstep.__file__).parent
 
 
-TALK = RecorderOptions(communication_steps=(1, 2, 3))
+EARLY_STEPS = RecorderOptions(communication_steps=(1, 2, 3))
 
 
-def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
-    """What this rank saw of five steps of which nothing is logged."""
+def recorded(name, file=OWN, watch=EARLY_STEPS, folder=None, **sections):
+    """What was recorded on this rank of five steps of which nothing is logged."""
     settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 5}, log={"every_steps": 5}, **sections)
     with runs.shared_folder() as shared:
-        return worker_functions.train(
-            TrainingRun("overheard", 1, settings, str(folder or shared), TaskChanges(), watch)
-        )
+        return worker_functions.train(TrainingRun("recorded", 1, settings, str(folder or shared), TaskChanges(), watch))
 
 
-def overheard_on_ranks(name, sections, wasteful=False):
+def recorded_on_ranks(name, sections, wasteful=False):
     """The communication of the recorded steps, the step with the least first, and the shapes of what was trained.
 
     wasteful: the gradients of every micro-batch travel.
@@ -45,11 +43,11 @@ def overheard_on_ranks(name, sections, wasteful=False):
     if wasteful:
         DDP.gradient_sync = lambda strategy, last: sync(strategy, True)
     try:
-        seen = overheard(name, **sections)
+        seen = recorded(name, **sections)
     finally:
         DDP.gradient_sync = sync
     quietest_first = sorted(
-        map(vars, seen.communication.values()), key=lambda talk: len(talk["own_reductions"])
+        map(vars, seen.communication.values()), key=lambda communication: len(communication["own_reductions"])
     )  # about once a second, all agree whether to stop
     return quietest_first, seen.trainable, seen.sharded
 
@@ -69,17 +67,22 @@ def test_the_operators_that_reduce_take_their_tensors_where_they_are_looked_for(
 
 
 def test_alone_nobody_talks_and_nobody_waits(tmp_path):
-    seen = overheard("Masked", folder=tmp_path, batch={"micro": 5}, optim={"clip_norm": 1.0})
+    seen = recorded("Masked", folder=tmp_path, batch={"micro": 5}, optim={"clip_norm": 1.0})
     assert list(seen.communication) == [1, 2, 3]
-    for talk in seen.communication.values():
-        assert (talk.reductions, talk.own_reductions, talk.other_collectives, talk.host_waits) == ([], [], [], [])
+    for communication in seen.communication.values():
+        assert (
+            communication.reductions,
+            communication.own_reductions,
+            communication.other_collectives,
+            communication.host_waits,
+        ) == ([], [], [], [])
 
 
 def test_a_value_that_the_task_reads_is_the_tasks_wait(tmp_path):
-    seen = overheard("Waits", ODD, folder=tmp_path, batch={"global": 20, "micro": 10})
-    for talk in seen.communication.values():
-        assert len(talk.host_waits) == 2
-        place, ours = talk.host_waits[0]
+    seen = recorded("Waits", ODD, folder=tmp_path, batch={"global": 20, "micro": 10})
+    for communication in seen.communication.values():
+        assert len(communication.host_waits) == 2
+        place, ours = communication.host_waits[0]
         assert not ours
         file, _, line = place.partition(":")
         assert file == "odd_tasks.py"
@@ -105,8 +108,10 @@ def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks(monkey
         return factors(run, losses, *arguments)
 
     monkeypatch.setattr(engine, "_factors", nosy)
-    seen = overheard("Masked", folder=tmp_path)
-    assert [talk.host_waits for talk in seen.communication.values()] == [[(f"{Path(path).name}:4", ours)]] * 3
+    seen = recorded("Masked", folder=tmp_path)
+    assert [communication.host_waits for communication in seen.communication.values()] == [
+        [(f"{Path(path).name}:4", ours)]
+    ] * 3
 
 
 def test_comparing_and_asking_for_truth_wait_too():
@@ -161,7 +166,7 @@ def test_digests_tell_the_first_operation_that_differs():
 
 def test_the_operations_of_a_step_are_the_same_when_it_is_run_again(tmp_path):
     one, other = (
-        overheard("Dropout", watch=RecorderOptions(operations_step=2), folder=tmp_path / name)
+        recorded("Dropout", watch=RecorderOptions(operations_step=2), folder=tmp_path / name)
         for name in ("one", "other")
     )
     assert one.communication == {}
@@ -180,33 +185,33 @@ def test_what_draws_random_numbers_is_noted():
 
 
 def test_on_two_ranks_each_gradient_travels_once():
-    answers = run_ranks(2, overheard_on_ranks, "Deep", {"batch": {"micro": 4}})
+    answers = run_ranks(2, recorded_on_ranks, "Deep", {"batch": {"micro": 4}})
     for talks, trainable, sharded in answers:
         assert not sharded
         elements = sum(math.prod(shape) for shape in trainable.values())
-        for talk in talks:
-            assert sum(talk["reductions"]) == elements
-            assert talk["host_waits"] == []
+        for communication in talks:
+            assert sum(communication["reductions"]) == elements
+            assert communication["host_waits"] == []
         assert talks[0]["own_reductions"] == [1]  # the units of one head
 
 
 def test_on_two_ranks_gradients_that_travel_with_each_micro_batch_are_seen():
-    talks, trainable, _ = run_ranks(2, overheard_on_ranks, "Deep", {"batch": {"micro": 4}}, True)[0]
+    talks, trainable, _ = run_ranks(2, recorded_on_ranks, "Deep", {"batch": {"micro": 4}}, True)[0]
     elements = sum(math.prod(shape) for shape in trainable.values())
-    assert [sum(talk["reductions"]) for talk in talks] == [3 * elements] * 3
+    assert [sum(communication["reductions"]) for communication in talks] == [3 * elements] * 3
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_on_two_ranks_sharded_gradients_travel_once_with_their_padding(clip):
     sections = {"batch": {"micro": 4}, "parallel": {"strategy": "fsdp"}, "optim": {"clip_norm": clip}}
-    talks, trainable, sharded = run_ranks(2, overheard_on_ranks, "Deep", sections)[0]
+    talks, trainable, sharded = run_ranks(2, recorded_on_ranks, "Deep", sections)[0]
     assert sharded
     padded = sum(2 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in trainable.values())
     assert padded > sum(math.prod(shape) for shape in trainable.values())
-    for talk in talks:
-        assert sum(talk["reductions"]) == padded
-        assert any("allgather" in name for name in talk["other_collectives"])
-        assert talk["host_waits"] == []
+    for communication in talks:
+        assert sum(communication["reductions"]) == padded
+        assert any("allgather" in name for name in communication["other_collectives"])
+        assert communication["host_waits"] == []
     assert talks[0]["own_reductions"] == ([1] if clip is None else [1, 1])  # the units; the norm
 
 
@@ -217,7 +222,7 @@ def test_listening_ends_where_a_step_fails(tmp_path):
     factors, engine._factors = engine._factors, fail
     try:
         with pytest.raises(RuntimeError, match="asleep"), contextlib.suppress(KeyError):
-            overheard("Masked", watch=RecorderOptions(communication_steps=(0,)), folder=tmp_path)
+            recorded("Masked", watch=RecorderOptions(communication_steps=(0,)), folder=tmp_path)
     finally:
         engine._factors = factors
     torch.ones(1).item()

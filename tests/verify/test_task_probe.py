@@ -1,4 +1,4 @@
-"""What makes a training depend on how it is run, found in a forward and a backward pass."""
+"""What a forward and a backward pass show about a task."""
 
 from pathlib import Path
 

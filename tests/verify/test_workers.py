@@ -1,4 +1,4 @@
-"""Warm ranks: worlds of changing size, and what becomes of ranks that die. One pool of two for the whole file."""
+"""Workers: worlds of changing size, and processes that die. All tests share a pool of two processes."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ from tests import runs
 
 
 class Named(Dataset):
-    """Every sample is the process that reads it, how that one was started, and the one that started it."""
+    """Every sample holds the ids of the process that reads it and of its parent."""
 
     def __len__(self):
         return 2

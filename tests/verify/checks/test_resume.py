@@ -191,7 +191,7 @@ def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
         assert "failed before it could be killed" in result.reason
 
 
-def test_a_run_that_cannot_be_resumed_is_a_failed_trial(tmp_path, monkeypatch):
+def test_a_run_that_cannot_be_resumed_is_a_failed_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(resume.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
     made = experiments(
         {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, workers=Killing()
@@ -231,7 +231,7 @@ def test_going_on_with_the_same_samples_passes(monkeypatch):
     assert result.curves["2 ranks, then 1"] == LOSSES
 
 
-def test_going_on_with_other_samples_is_a_failed_trial(monkeypatch):
+def test_going_on_with_other_samples_is_a_failed_experiment(monkeypatch):
     with pytest.raises(ExperimentFailed, match="go on with other samples"):
         stretched(monkeypatch, TABLE | {3: (6, 6)})
 
