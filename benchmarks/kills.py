@@ -2,10 +2,11 @@
 
     python benchmarks/kills.py [--random 10] [--whole 5] [--seed 0] [KEY=VALUE ...]
 
-2 ranks, DDP unless another strategy is given, digits, 200 steps with a checkpoint every 10. One command gets a SIGKILL of one rank at each stage of a
-checkpoint write and inside an evaluation, and at random times (start-up included), and restarts its ranks each time. In
-another run the launcher and all ranks are killed at random times, and the command is given again. Compared are the
-weights, the optimizer state, and the ledger: which samples every step used, on which rank.
+2 ranks, DDP unless another strategy is given, digits, 200 steps with a checkpoint every 10. One command gets a SIGKILL
+of one rank at each stage of a checkpoint write and inside an evaluation, and at random times (start-up included), and
+restarts its ranks each time. In another run the launcher and all ranks are killed at random times, and the command is
+given again. Compared are the weights, the optimizer state, and the ledger: which samples every step used, on which
+rank.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def compare(name, expected, found):
         and expected[0].keys() == found[0].keys()
     )
     print(
-        f"{name}: weights and optimizer state bit-identical: {weights}; ledger of {len(found[1])} entries exact: {expected[1] == found[1]}",
+        f"{name}: weights and optimizer state bit-identical: {weights}; "
+        f"ledger of {len(found[1])} entries exact: {expected[1] == found[1]}",
         flush=True,
     )
     return weights and expected[1] == found[1]
@@ -122,7 +124,8 @@ def kill_ranks(folder, count, rng):
     staged = [stage for stage in STAGES if (folder / stage).exists()]
     restarts = (folder / "ranks.log").read_text().count(": restart ")
     print(
-        f"one command: {killed} random kills, {len(staged)} kills at stages ({', '.join(staged)}), {restarts} restarts, exit code {launcher.returncode}"
+        f"one command: {killed} random kills, {len(staged)} kills at stages ({', '.join(staged)}), "
+        f"{restarts} restarts, exit code {launcher.returncode}"
     )
     return launcher.returncode == 0 and len(staged) == len(STAGES)
 

@@ -9,7 +9,7 @@ _step = loop.train_step
 
 
 def _noting(run, micros, samples, want_norm=False):
-    outcome = _step(run, micros, samples, want_norm)
+    outcome = _step(run, micros, samples, want_norm=want_norm)
     used = sorted(index for micro in micros if not micro.filler for index in micro.indices)
     with open(os.environ["LEDGER"], "a") as file:  # one write: lines of several processes do not mix
         file.write(f"{outcome.step} {run.world.rank} {os.getpid()} {','.join(map(str, used))}\n")

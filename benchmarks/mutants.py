@@ -1,8 +1,9 @@
-"""Break the engine in many ways, one at a time, and see which of `lockstep verify`'s checks notices.
+"""Break the engine or a task in many ways, one way at a time, and find out which check of `lockstep verify` notices it.
 
-    .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write docs/mutants.md]
+    .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write benchmarks/MUTANTS.md]
 
-What is right is verified first, with every check that is to catch something in it, so that a catch is no false alarm.
+The same trainings without a fault are verified first, with the same checks. So a fault that is found later is no
+false alarm.
 """
 
 from __future__ import annotations
@@ -17,78 +18,76 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.verify import mutants
-from tests.verify.mutants import MUTANTS, SURVIVORS, Found
+from tests.verify.mutants import MUTANTS, SURVIVORS, Outcome
 
 
-def clean_twins(
-    names: Sequence[str], judge: Callable[[str, Sequence[str]], Found], everything: bool
-) -> dict[str, Found]:
-    """What verify says of each base that `names` break, by base."""
-    found = {}
+def verify_bases(
+    names: Sequence[str], verify: Callable[[str, Sequence[str]], Outcome], all_checks: bool
+) -> dict[str, Outcome]:
+    """What verify says of each base that the mutants `names` break, by base."""
+    outcomes = {}
     for base in dict.fromkeys(MUTANTS[name].base for name in names):
-        checks = (
-            []
-            if everything
-            else list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
-        )
-        found[base] = one = judge(base, checks)
-        faults = "; ".join(f"{check}: {one.verdicts[check].reason}" for check in one.faults)
-        print(f"as it is  {base:24} {one.seconds:5.1f} s  {one.error or faults or 'no fault'}", flush=True)
-    return found
+        checks = list(dict.fromkeys(MUTANTS[name].check for name in names if MUTANTS[name].base == base))
+        outcomes[base] = outcome = verify(base, [] if all_checks else checks)
+        faults = "; ".join(f"{check}: {outcome.checks[check].reason}" for check in outcome.faults)
+        print(f"as it is  {base:24} {outcome.seconds:5.1f} s  {outcome.error or faults or 'no fault'}", flush=True)
+    return outcomes
 
 
-def ordered(check: str, everything: bool) -> list[str]:
-    """The check that is to catch it first."""
+def ordered(check: str, all_checks: bool) -> list[str]:
+    """The names of the checks to make: first the check that must find the fault."""
     from lockstep.verify.checks import CHECKS
 
-    return [check, *(name for name in CHECKS if name != check)] if everything else [check]
+    return [check, *(name for name in CHECKS if name != check)] if all_checks else [check]
 
 
 def shortened(text: str, length: int = 160) -> str:
-    """As a cell of a table."""
+    """The first line of a text as the cell of a table."""
     line = text.splitlines()[0] if text else ""
     return (line if len(line) <= length else f"{line[: length - 3]}...").replace("|", "\\|")
 
 
-def said(name: str, found: Found) -> str:
-    """By the check that was to catch it, or by the first that did."""
-    verdict = found.verdicts.get(MUTANTS[name].check)
-    if verdict is not None and verdict.status != "fault" and found.faults:
-        verdict = found.verdicts[found.faults[0]]
-    return found.error or (verdict.reason if verdict is not None else "")
+def reason(name: str, outcome: Outcome) -> str:
+    """The reason that was given by the check that must find the fault, or else by the first check that found it."""
+    check = outcome.checks.get(MUTANTS[name].check)
+    if check is not None and check.status != "fault" and outcome.faults:
+        check = outcome.checks[outcome.faults[0]]
+    return outcome.error or (check.reason if check is not None else "")
 
 
-def row(name: str, found: Found) -> str:
-    """Of the table. Bold: the check that is to notice it."""
+def row(name: str, outcome: Outcome) -> str:
+    """A row of the table. The check that must find the fault is bold."""
     mutant = MUTANTS[name]
-    by = ", ".join(f"**{check}**" if check == mutant.check else check for check in found.faults) or "nobody"
-    return f"| {name} | {shortened(mutant.words, 220)} | {by} | {shortened(said(name, found))} | {found.seconds:.1f} |"
+    by = ", ".join(f"**{check}**" if check == mutant.check else check for check in outcome.faults) or "no check"
+    cells = (name, shortened(mutant.words, 220), by, shortened(reason(name, outcome)), f"{outcome.seconds:.1f}")
+    return f"| {' | '.join(cells)} |"
 
 
-def local_shard(text: str) -> dict[str, str]:
+def earlier_rows(text: str) -> dict[str, str]:
     """The rows of an earlier table, by mutant."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    return {one.split(" | ")[0].removeprefix("| "): one for one in rows[1:]}
+    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:]}
 
 
-def table(results: dict[str, Found], before: str, clean: dict[str, Found], nproc: int) -> str:
-    """Markdown. Rows of mutants that were not made again stay as they were in the text `before`."""
-    earlier = local_shard(before)
-    rows = {name: row(name, results[name]) if name in results else earlier.get(name, "") for name in MUTANTS}
+def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], nproc: int) -> str:
+    """The Markdown page. Mutants that have no outcome keep their rows in the text `before`."""
+    earlier = earlier_rows(before)
+    rows = {name: row(name, outcomes[name]) if name in outcomes else earlier.get(name, "") for name in MUTANTS}
     caught = [
         name
         for name in MUTANTS
         if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]
     ]
-    minutes = sum(float(one.rsplit("|", 2)[1]) for one in rows.values() if one) / 60
-    alarms = {base: one.faults for base, one in clean.items() if one.faults or one.error}
-    bases = {one.base for one in MUTANTS.values()}
+    minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values() if text) / 60
+    alarms = {base: outcome.faults for base, outcome in bases.items() if outcome.faults or outcome.error}
+    count = len({mutant.base for mutant in MUTANTS.values()})
     lines = [
         "# What `lockstep verify` notices",
         "",
-        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one at a time, and verifies the training on {nproc} ranks.",
-        f"The check that is to notice it reported a fault for {len(caught)} of them; together they took {minutes:.0f} minutes. The same {len(bases)}",
-        f"trainings as they are gave {'no fault' if not alarms else f'faults: {alarms}'}.",
+        f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one way at a time, and verifies",
+        f"the training on {nproc} ranks. Each fault was made for one check; {len(caught)} were found by that check.",
+        f"Together they took {minutes:.0f} minutes. The same {count} trainings without a fault gave "
+        f"{'no fault' if not alarms else f'faults: {alarms}'}.",
         "",
         "| mutant | what was broken | caught by | what verify said | seconds |",
         "|---|---|---|---|---:|",
@@ -109,48 +108,47 @@ def main() -> int:
     parser.add_argument(
         "--all-checks",
         action="store_true",
-        help="make every check on every mutant, not only the one that is to catch it",
+        help="make every check on every mutant, and not only the check that must find the fault",
     )
     parser.add_argument(
         "--write", type=Path, help="a Markdown file for the table; rows of mutants that are not named stay"
     )
     options = parser.parse_args()
-    names = [name for name, one in MUTANTS.items() if not options.names or {name, one.check} & {*options.names}]
+    names = [name for name, mutant in MUTANTS.items() if not options.names or {name, mutant.check} & {*options.names}]
 
-    from lockstep.verify.ranks import Ranks
+    from lockstep.verify.workers import Workers
 
-    results: dict[str, Found] = {}
+    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        ranks = Ranks(Path(folder) / "ranks.log")
-        place, common = Path(folder) / "run", {"nproc": options.nproc, "steps": options.steps}
+        workers = Workers(Path(folder) / "ranks.log")
+        run_dir, common = Path(folder) / "run", {"nproc": options.nproc, "steps": options.steps}
         try:
-            clean = clean_twins(
+            bases = verify_bases(
                 names,
-                lambda base, checks: mutants.judge_clean(base, ranks, place, checks, **common),
+                lambda base, checks: mutants.verify_base(base, workers, run_dir, checks, **common),
                 options.all_checks,
             )
-            begun = time.perf_counter()
+            start = time.perf_counter()
             for name in names:
                 check = MUTANTS[name].check
-                results[name] = found = mutants.judge(name, ranks, place, ordered(check, options.all_checks), **common)
-                word = "caught" if check in found.faults else "elsewhere" if found.faults else "SURVIVED"
-                unclear = [one.name for one in found.verdicts.values() if one.status == "not shown"]
-                by = ", ".join(found.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
-                print(
-                    f"{word:9} {name:60} {check:13} {found.seconds:5.1f} s  {by}: {shortened(said(name, found), 110)}",
-                    flush=True,
-                )
-            seconds = time.perf_counter() - begun
+                checks = ordered(check, options.all_checks)
+                outcomes[name] = outcome = mutants.verify_mutant(name, workers, run_dir, checks, **common)
+                word = "caught" if check in outcome.faults else "elsewhere" if outcome.faults else "SURVIVED"
+                unclear = [result.name for result in outcome.checks.values() if result.status == "not shown"]
+                by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
+                text = f"{by}: {shortened(reason(name, outcome), 110)}"
+                print(f"{word:9} {name:60} {check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
+            seconds = time.perf_counter() - start
         finally:
-            ranks.close()
-    missed = [name for name, found in results.items() if MUTANTS[name].check not in found.faults]
-    print(
-        f"{len(results) - len(missed)} of {len(results)} caught in {seconds:.0f} s; {sum(bool(one.faults) for one in clean.values())} false alarms"
-    )
+            workers.close()
+    missed = [name for name, outcome in outcomes.items() if MUTANTS[name].check not in outcome.faults]
+    alarms = sum(bool(outcome.faults) for outcome in bases.values())
+    print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught in {seconds:.0f} s; {alarms} false alarms")
     if options.write is not None:
         before = options.write.read_text() if options.write.exists() else ""
-        options.write.write_text(table(results, before, clean, options.nproc))
-    return 1 if set(missed) - SURVIVORS.keys() or any(one.faults or one.error for one in clean.values()) else 0
+        options.write.write_text(table(outcomes, before, bases, options.nproc))
+    failed = any(outcome.faults or outcome.error for outcome in bases.values())
+    return 1 if set(missed) - SURVIVORS.keys() or failed else 0
 
 
 if __name__ == "__main__":

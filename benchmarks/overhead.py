@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--data map tensors collate] [--ranks 1 2] [--sizes small large] [--rounds 15]
 
-The data are, by --data: `map`, an ordinary data set with `len` and `[index]`, as most are; `tensors`, a TensorDataset, which
-Lockstep reads a micro-batch at a time; `collate`, a TensorDataset under a task with a `collate` of its own.
+The data are, by --data: `map`, an ordinary data set with `len` and `[index]`, as most are; `tensors`, a TensorDataset,
+which Lockstep reads a micro-batch at a time; `collate`, a TensorDataset under a task with a `collate` of its own.
 
 Both train the same MLP on the same batches with AdamW, log the mean loss to TensorBoard, a text file and a progress bar
 every 50 steps, and use DDP from two ranks on. In one process (per rank), rounds of both alternate; what counts is the
@@ -179,7 +179,8 @@ def rank_main(size, rounds, kind):
             ratio = statistics.median(o / p for p, o in pairs)
             spread = f"{min(o / p for p, o in pairs):.3f} to {max(o / p for p, o in pairs):.3f}"
             print(
-                f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  ratio {ratio:.3f} ({spread})",
+                f"{kind:8} {world.size} ranks  {size:5}  plain {plain_ms:7.3f} ms  ours {extra:+.3f} ms  "
+                f"ratio {ratio:.3f} ({spread})",
                 flush=True,
             )
 
@@ -236,7 +237,8 @@ def main():
             )
     plain, ours = (statistics.median(peaks[which]) for which in ("plain", "ours"))
     print(
-        f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, ratio {ours / plain:.3f}"
+        f"peak memory, 1 rank, 50 million parameters: plain {plain:.0f} MiB, ours {ours:.0f} MiB, "
+        f"ratio {ours / plain:.3f}"
     )
     return None
 

@@ -3,16 +3,19 @@
     python benchmarks/restart.py [--rounds 9] [--restarts 20]
 
 Lockstep (`lockstep train --max-restarts`) against a hand-written DDP loop that resumes from its `torch.save` checkpoint
-under torch's own elastic agent. In each round both are started, and a rank is killed, the same in both, once it has saved.
-What counts is the median of ratios, over rounds in which other processes took at most `--busy` of the machine (where
-there are any), and beside it that of the seconds computed, which others hardly change. Then `--restarts` kills of a
-random rank at random times, in one Lockstep run; 120 s without a first step count as a hang.
-The plain loop draws no bar and imports no TensorBoard; Lockstep runs with its defaults.
+under torch's own elastic agent. In each round both are started, and a rank is killed, the same in both, once it has
+saved. What counts is the median of ratios, over rounds in which other processes took at most `--busy` of the machine
+(where there are any), and beside it that of the seconds computed, which others hardly change. Then `--restarts` kills
+of a random rank at random times, in one Lockstep run; 120 s without a first step count as a hang. The plain loop draws
+no bar and imports no TensorBoard; Lockstep runs with its defaults.
 
-The parts, each until the later rank has done it:
-agent    the others are ended and processes started     group  the process group is made; Lockstep's claim of the run directory
-imports  Python, torch; Lockstep's connection to the    data   training data; Lockstep's search for a checkpoint, and its check
-         store that ranks meet in                       model  model, checkpoint, DDP and the first batch        step   the first step
+The parts of a restart. Each part ends when the later rank has done it:
+agent    the other ranks are ended, and new processes are started
+imports  Python, torch; Lockstep's connection to the store in which ranks meet
+group    the process group is made; Lockstep claims the run directory
+data     training data; Lockstep searches for a checkpoint, and checks it
+model    model, checkpoint, DDP and the first batch
+step     the first step
 """
 
 from __future__ import annotations
@@ -121,13 +124,18 @@ class Job:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 ended = "no step" if self.process.returncode is None else f"exit code {self.process.returncode}"
                 raise Hang(
-                    f"{ended} after {time.monotonic() - deadline + LIMIT_S:.0f} s; the end of its output:\n{self.log.read_text()[-3000:]}"
+                    f"{ended} after {time.monotonic() - deadline + LIMIT_S:.0f} s; the end of its output:\n"
+                    f"{self.log.read_text()[-3000:]}"
                 )
             time.sleep(0.1)
 
     def kill(self, rank):
-        """Kill a rank that has saved since it was started. Seconds of the parts of the restart, seconds that the new ranks
-        computed, on average, and the share of the machine that all else took (the dying rank and the launcher included)."""
+        """Kill a rank that has saved since it was started.
+
+        Returns:
+            the seconds of each part of the restart; the seconds that the new ranks computed, on average; and the share
+            of the machine that everything else took (the dying rank and the launcher included).
+        """
         pids = self.wait(self.killed_before, 2 * EVERY)
         time.sleep(random.uniform(0, 2))
         before = set(self.ranks)

@@ -1,4 +1,7 @@
-"""A hand-written DDP loop that resumes from its `torch.save` checkpoint, for `restart.py`; and what `restart_task.py` shares with it."""
+"""For `restart.py`: a hand-written DDP loop that resumes from its `torch.save` checkpoint.
+
+`restart_task.py` uses the model, the data and the marks of this file.
+"""
 
 import os
 import time
@@ -18,7 +21,8 @@ def mark(name, at=None):
     """Append a line `time cpu-seconds rank pid name` to the file that the environment names."""
     with open(os.environ["MARKS"], "a") as file:
         file.write(
-            f"{time.time() if at is None else at:.3f} {time.process_time():.3f} {os.environ['RANK']} {os.getpid()} {name}\n"
+            f"{time.time() if at is None else at:.3f} {time.process_time():.3f} "
+            f"{os.environ['RANK']} {os.getpid()} {name}\n"
         )
 
 

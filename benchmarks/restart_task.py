@@ -11,7 +11,7 @@ from lockstep import Task
 class Marked(Task):
     def __init__(self):
         mark("started", started())
-        # Lockstep starts this thread when it has imported what it needs and reached the store, right before the process group is made.
+        # Lockstep starts this thread right before the process group is made: imports are done, the store is reached.
         threads = [thread.native_id for thread in threading.enumerate() if thread.name == "lockstep-failures"]
         mark("imported", started(*threads))
         mark("joined")

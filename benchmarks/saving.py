@@ -183,7 +183,8 @@ def report(found, size, busy):
     found = quiet or found
     middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
     print(
-        f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s"
+        f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; "
+        f"written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s"
     )
     for what in ("blocked", "total"):
         ratios = [row[f"ours {what}"] / row[f"plain {what}"] for row in found]

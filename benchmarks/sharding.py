@@ -1,19 +1,21 @@
-"""FSDP on two ranks: what a rank holds, what a step costs, and what the construction of the model takes.
+"""FSDP on two ranks: the memory of a rank, the time of a step, and the memory that building the model takes.
 
     python benchmarks/sharding.py [memory] [steps] [build] [--parameters MILLIONS] [--rounds N] [--fused]
 
-A causal transformer in fp32 with AdamW and clipped gradients, one torch thread per rank. By hand is `fully_shard` on each block
-and on the model.
+The model is a causal transformer in fp32, with AdamW and clipped gradients, and one torch thread per rank. "By hand"
+means `fully_shard` on each block and on the model.
 
-memory  Trained through `Trainer.fit` with ddp and with fsdp, and by hand, each in new processes. Bytes are those of the storages
-        of the rank's own tensors just before an update. RSS is relative to just before the model was made, after a training of
-        a small one: as the last update begins, and the most from the second step on. glibc keeps what is freed in pieces of up
-        to 32 MB; with MALLOC_MMAP_THRESHOLD_=1048576 in the environment it gives it back.
-steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged every 50
-        steps. Phases of both alternate in one process per rank. Time is the slower rank's, CPU time both ranks'. The medians of
-        ratios over rounds count. Both begin with the same weights; how far these are apart in the end is a check.
-build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new processes that
-        have trained a small one before.
+memory  Training through `Trainer.fit` with ddp and with fsdp, and by hand, each in new processes. Bytes are those of
+        the storages of the rank's own tensors just before an update. RSS is relative to the RSS just before the model
+        was made, after the training of a small model. It is measured as the last update begins; its peak is from the
+        second step on. glibc keeps freed memory in pieces of up to 32 MB. With MALLOC_MMAP_THRESHOLD_=1048576 in the
+        environment it gives the memory back.
+steps   Lockstep's loop with its default logging against the loop by hand on the same batches, with the loss logged
+        every 50 steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU time
+        that of both ranks. The results are medians of ratios over rounds. Both begin with the same weights; the
+        difference of the weights at the end is a check.
+build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new
+        processes that have trained a small model before.
 """
 
 from __future__ import annotations
@@ -257,7 +259,7 @@ def build_rank(folder, options):
         build.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built, _ = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        built = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,
@@ -307,10 +309,8 @@ def memory_main(options):
     ddp, _, fsdp = (
         table([launch("memory", options, way) for _ in range(options.rounds)], columns, f"{way}, MB") for way in ways
     )
-    print(
-        f"fsdp / ddp      {''.join(f'{max(f[name] / d[name] for f, d in zip(fsdp, ddp, strict=True)):12.3f}' for name in columns)}",
-        flush=True,
-    )
+    ratios = [max(f[name] / d[name] for f, d in zip(fsdp, ddp, strict=True)) for name in columns]
+    print(f"fsdp / ddp      {''.join(f'{ratio:12.3f}' for ratio in ratios)}", flush=True)
 
 
 def steps_main(options):
@@ -320,13 +320,10 @@ def steps_main(options):
         ratios = [ours[number] / plain[number] for plain, ours in pairs]
         plain = statistics.median(plain[number] for plain, _ in pairs) * 1e3
         extra = statistics.median(ours[number] - plain[number] for plain, ours in pairs) * 1e3
-        print(
-            f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-        )
-    print(
-        f"weights at most {max(one['apart'] for one in found):.1e} apart after {(options.rounds + 1) * PHASE} steps of each",
-        flush=True,
-    )
+        spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"{name:8}  plain {plain:.1f} ms, Lockstep {extra:+.1f} ms, ratio {spread}")
+    apart, steps = max(rank["apart"] for rank in found), (options.rounds + 1) * PHASE
+    print(f"weights at most {apart:.1e} apart after {steps} steps of each", flush=True)
 
 
 def build_main(options):

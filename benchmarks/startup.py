@@ -2,8 +2,8 @@
 
     python benchmarks/startup.py [--rounds 7]
 
-The plain loop runs as `python` on one rank and under `torchrun` on two; Lockstep as `lockstep train`. The two alternate;
-what counts is the median of ratios. Also: `lockstep --help`, and `import lockstep`.
+The plain loop runs as `python` on one rank and under `torchrun` on two; Lockstep as `lockstep train`. The two
+alternate; what counts is the median of ratios. Also: `lockstep --help`, and `import lockstep`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A hand-written loop, for `startup.py`: DDP where there are ranks, tqdm, TensorBoard. Marks the time of the first step."""
+"""For `startup.py`: a hand-written loop with DDP, tqdm and TensorBoard. Marks the time of the first step."""
 
 import os
 import tempfile

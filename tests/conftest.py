@@ -1,3 +1,4 @@
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish(session):
     beside.plan(session.items)
+    gc.collect()
+    gc.freeze()  # torch and the tests stay: collecting garbage need not look through them
 
 
 @pytest.fixture

@@ -54,10 +54,8 @@ def fit(case: Case, folder: Path, resumed: bool = False) -> Found:
             forget_later(folder, case.resume_at)
         settings["parallel"]["strategy"] = case.resume_strategy or case.strategy
         settings["batch"] |= {"micro": case.resume_micro} if case.resume_micro else {}
-    task = task_of(case)
-    with runs.whole_weights(task):
-        Trainer(settings, run_dir=folder, quiet=True).fit(task)
-    found = Found({name: tensor.numpy() for name, tensor in task.built.items()})
+    weights, _ = runs.fit(task_of(case), settings, folder)
+    found = Found({name: tensor.numpy() for name, tensor in weights.items()})
     if first:  # the only one who writes the log; another may leave before it is written
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         found.rows = [{name: value for name, value in line.items() if name.startswith(TOLD)} for line in lines]

@@ -61,7 +61,7 @@ def digest_of_everything(kind, options, settings):
 
 @contextlib.contextmanager
 def impatient():
-    """Ranks hear of each other's errors sooner than once a second, and wait less long for those who do not listen any more."""
+    """Ranks look for errors of other ranks more often than once a second, and wait less long for the other ranks."""
     usual, failure._POLL_S = failure._POLL_S, 0.4
     try:
         yield
@@ -80,7 +80,9 @@ def error_of(kind, options, settings, run_dir=None):
 
 
 def evaluate_and_predict(lengths, micro):
-    """Evaluation results, predictions and, on rank 0, the table and the samples to show of an untrained model, for data sets of several lengths.
+    """Evaluation results, predictions and, on rank 0, the table and the samples to show of an untrained model.
+
+    For data sets of several lengths.
 
     Samples have made-up lengths, which cut the evaluation otherwise, and change no result.
     """
@@ -147,7 +149,7 @@ def ledger(run_dir, settings, options):
 
     def noting(run, micros, samples, want_norm=False):
         steps.append((run.step, [index for micro in micros if not micro.filler for index in micro.indices]))
-        return original(run, micros, samples, want_norm)
+        return original(run, micros, samples, want_norm=want_norm)
 
     loop.train_step = noting
     try:
@@ -237,7 +239,7 @@ def fit_from_file(settings):
 
 
 def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
-    """Weights after a training in which micro-batches of `least` or more samples do not fit, and how often one did not."""
+    """Weights after a training in which micro-batches of `least` or more samples do not fit, and the failures."""
     import lockstep.build
     from lockstep.engine.out_of_memory import Guard
 
@@ -281,7 +283,7 @@ def error_out_of_memory(*arguments):
 
 
 def dtypes_seen(settings):
-    """What training ends with, and which number formats the loss met: of a gathered parameter, an activation and a target."""
+    """Weights, results, and the number formats in the loss: of a gathered parameter, an activation and a target."""
     seen = set()
 
     class Looking(own_tasks.Deep):
@@ -295,7 +297,7 @@ def dtypes_seen(settings):
 
 
 def overflow_of_one_row(settings, run_dir):
-    """Weights before a training in whose first step the gradient of one row of one parameter is too large for any loss scale."""
+    """Weights before a training in whose first step the gradient of one row is too large for any loss scale."""
 
     class OneRow(own_tasks.Deep):
         steps = 0
@@ -320,3 +322,23 @@ def command(*arguments):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.stderr
     return done.stdout
+
+
+def fit_with_equal_neighbours(settings, neighbours):
+    """Weights and results of a training with evaluation in which so many neighbouring ranks see the same samples."""
+    import dataclasses
+
+    import lockstep.trainer
+
+    joined = lockstep.trainer.join_world
+
+    @contextlib.contextmanager
+    def joined_in_groups(*arguments):
+        with joined(*arguments) as world:
+            yield dataclasses.replace(world, model_parallel_size=neighbours)
+
+    lockstep.trainer.join_world = joined_in_groups
+    try:
+        return runs.fit_kind("Classes", {"eval_length": 21}, settings)
+    finally:
+        lockstep.trainer.join_world = joined

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.verify.ranks import Ended, Ranks
+from lockstep.verify.workers import WorkerEnded, Workers
 
 _folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
-_ranks = Ranks(Path(_folder.name, "ranks.log"))
+_ranks = Workers(Path(_folder.name, "ranks.log"))
 
 
 class RankFailed(AssertionError):
@@ -28,9 +28,9 @@ class RankFailed(AssertionError):
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
     answers = _ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s)
     failed = {
-        rank: str(one) if isinstance(one, Ended) else one.error
+        rank: str(one) if isinstance(one, WorkerEnded) else one.error
         for rank, one in enumerate(answers)
-        if isinstance(one, Ended) or one.error
+        if isinstance(one, WorkerEnded) or one.error
     }
     if failed:
         raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))

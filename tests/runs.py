@@ -1,19 +1,25 @@
-"""Training through the public interface, in this process or on ranks, and the same training by hand in plain torch."""
+"""Training in memory or through `Trainer`, in this process or on ranks, and the same training by hand in plain torch."""
 
 import collections
 import contextlib
+import functools
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import lockstep.trainer
-from lockstep import Trainer
+from lockstep import Trainer, build, config_file
 from lockstep.data.order import permute
 from lockstep.distributed.sharded_tensor import gather
+from lockstep.distributed.world import join_world
+from lockstep.engine import evaluate as evaluation
+from lockstep.engine import loop
+from lockstep.errors import exits_are_failures
+from lockstep.trainer import Recorder
 
 
 def config(**sections):
@@ -49,28 +55,63 @@ def shared_folder():
 
 
 def fit(task, settings, run_dir=None, allow_change=()):
-    """Final weights, by name, and what `fit` returned."""
-    with shared_folder() as folder, whole_weights(task):
-        results = Trainer(settings, run_dir=run_dir or folder, quiet=True, allow_change=allow_change).fit(task)
-    return task.built, results
+    """Final weights of the whole model, by name, and the last value of everything logged.
+
+    Args:
+        run_dir: where `Trainer` writes. None: the training keeps everything in memory, see `fit_in_memory`.
+    """
+    if run_dir is None:
+        return fit_in_memory(task, settings)
+    weights = FinalWeights()
+    results = Trainer(settings, run_dir=run_dir, quiet=True, allow_change=allow_change).fit(task, weights)
+    return weights.tensors, results
 
 
-@contextlib.contextmanager
-def whole_weights(task):
-    """Afterwards `task.built`, the model, is its final weights by name: gathered while the ranks are still together."""
-    join = lockstep.trainer.join_world
+def fit_in_memory(task, settings):
+    """What `Trainer.fit` does, without files: no run directory, no checkpoint, no log, and no dry run before step 1."""
+    config = config_file.parse(settings, needs_task=False)
+    with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
+        config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
+        micro_batch = build.asked_micro_batch(config, world)
+        prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
+        intervals = build.intervals(config, prepared.plan)
+        hooks = loop.Hooks()
+        if intervals.evaluate:
+            data = build.evaluation_data(config, task, world)
+            hooks = loop.Hooks(evaluate=functools.partial(evaluate, task, prepared.state, data))
+        results = loop.fit(
+            prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks
+        )
+        loop.check_any_update(prepared.state)
+        return whole_weights(prepared.built.model), results
 
-    @contextlib.contextmanager
-    def joined(*arguments):
-        with join(*arguments) as world:
-            yield world
-            task.built = {name: gather(tensor.detach()).clone() for name, tensor in task.built.state_dict().items()}
 
-    lockstep.trainer.join_world = joined
-    try:
-        yield
-    finally:
-        lockstep.trainer.join_world = join
+def evaluate(task, state, data):
+    """Results of an evaluation within a training."""
+    averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
+    state.strategy.sync_buffers()
+    with state.strategy.inference() as forward, averages:
+        return evaluation.evaluate(task, forward, data.loader, data.plan, state.world, state.precision)
+
+
+def whole_weights(model):
+    """All tensors of a model by name, gathered from the ranks' shards. A collective."""
+    return {name: gather(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+
+
+class FinalWeights(Recorder):
+    """Keeps the weights that `Trainer.fit` ends with, gathered while the ranks are still together."""
+
+    def __init__(self):
+        self.tensors = {}
+
+    def record_steps(self, prepared):
+        self.prepared = prepared
+        return prepared.batches
+
+    def close(self):
+        if sys.exc_info()[0] is None:
+            self.tensors = whole_weights(self.prepared.built.model)
 
 
 def fit_kind(kind, options, settings, run_dir=None):

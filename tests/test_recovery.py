@@ -289,7 +289,7 @@ hangs_then_crashes = launched(
 @hangs_then_crashes
 def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(launch):
     (done,) = launch.done
-    assert "no rank got on for 10 s" in done.stderr
+    assert "no rank made progress for 10 s" in done.stderr
     (report,) = (launch.folder / "run").glob("hang-2*.txt")
     text = report.read_text()
     assert re.search(r"rank 0 \(.*\): training, step 24, silent for \d+ s, at .*tasks.py:\d+ in loss", text)

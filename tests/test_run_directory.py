@@ -110,7 +110,7 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(run_directory.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with claim(tmp_path) as first:
         assert claimed(tmp_path) == first
     assert config_file.read_run(tmp_path) == first

@@ -7,7 +7,7 @@ from lockstep import Task
 from lockstep.data.order import permute
 from lockstep.tasks.text.options import TextOptions
 from lockstep.tasks.text.task import Text
-from lockstep.verify.adjusted import Adjusted, Adjustment
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from tests import runs
 
 SIZES = {
@@ -32,21 +32,9 @@ def text_task(train, eval=None, **options):
     return Text(TextOptions.model_validate(options), train, eval)
 
 
-def kept(task):
-    """`task`, whose `built` is the model that it made: for `runs.fit`."""
-    make = task.model
-
-    def model():
-        task.built = make()
-        return task.built
-
-    task.model = model
-    return task
-
-
 def train(options, settings, run_dir=None):
     """A text task in float64."""
-    return runs.fit(kept(Adjusted(text_task(**options), Adjustment(double=True))), settings, run_dir)
+    return runs.fit(ComparableTask(text_task(**options), TaskChanges(float64=True)), settings, run_dir)
 
 
 def difference(one, other):

@@ -1,30 +1,30 @@
 """The command `lockstep`, and `python -m lockstep`.
 
-A signal is understood from the first moment: the command line takes 0.2 s to import, and torch seconds.
+Signals are handled from the first moment, because imports take time: the command line 0.2 s, torch some seconds.
 """
 
 import os
 import signal
 import sys
 
-_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_RUN_ME_AGAIN = 75  # as errors.Preempted, which is not imported yet
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_EXIT_PREEMPTED = 75  # the exit code of errors.Preempted, which is not imported yet
 
 
 def _stop(number: int, frame: object) -> None:
-    """End here, without a traceback: nothing has begun. Whoever begins something handles signals in its own way."""
+    """End the process without a traceback: nothing has begun. Code that begins something sets its own handlers."""
     if sys.argv[1:2] != ["train"]:
         os._exit(128 + number)
     if "RANK" not in os.environ:
         name = signal.Signals(number).name
         rest = "before training began; nothing was lost; the same command goes on from there"
         os.write(2, f"stopped by {name} {rest}\n".encode())
-    os._exit(_RUN_ME_AGAIN)
+    os._exit(_EXIT_PREEMPTED)
 
 
 def main() -> None:
     """Run the command line, and end the process."""
-    for number in _ASKING:
+    for number in _STOP_SIGNALS:
         signal.signal(number, _stop)
     try:
         from lockstep import cli
@@ -35,7 +35,7 @@ def main() -> None:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         cli.main()
     finally:
-        for number in _ASKING:  # the exit code is decided
+        for number in _STOP_SIGNALS:  # the exit code is decided: a signal must not change it
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -53,17 +53,17 @@ class BuiltModel:
     model: nn.Module
     strategy: Strategy
     """How the model is spread over ranks; it holds the module that runs it."""
-    """What the task made."""
+    """The model that the task made."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None
     messages: list[str]
-    """What the log should say about the model."""
+    """Lines about the model for the log."""
 
 
 @dataclass
 class EvaluationData:
-    """Samples to evaluate, and how they are read."""
+    """The samples of an evaluation, and how they are read."""
 
     data: Dataset[Any]
     loader: Loader
@@ -77,21 +77,21 @@ class PreparedRun:
     built: BuiltModel
     state: TrainState
     batches: StepIterator
-    """This rank's micro-batches, step by step, from `state.step` on."""
+    """This rank's micro-batches of each step, from `state.step` on."""
     stop: int
     """The step at which the training ends."""
     fingerprint: dict[str, Any]
-    """Of the training data."""
+    """Number of samples of the training data, and a digest; see `data.fingerprint`."""
     evaluated: dict[str, float]
-    """Results of the evaluation at `state.step`, where the checkpoint has them."""
+    """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
     may_be_infinite: finite.Grades
-    """Tensors that a checkpoint may hold although they are not finite: they began so."""
+    """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     warnings: list[str]
-    """What every start of the run shows at its beginning and at its end."""
+    """Warnings that every start of the run shows at its beginning and at its end."""
 
     @property
     def plan(self) -> StepPlan:
-        """How the batches are cut now."""
+        """How the global batches are cut into micro-batches now."""
         return self.batches.plan
 
 
@@ -110,11 +110,11 @@ def prepare_run(
     micro_batch: int,
     checkpoint: Checkpoint | None,
 ) -> PreparedRun:
-    """Everything that a new run needs. `resume.restore` then loads `checkpoint` into the result.
+    """Make everything that a run needs. `resume.restore` then loads `checkpoint` into the result.
 
     Args:
-        micro_batch: most samples in one forward pass.
-        checkpoint: where the run goes on; None for a new run.
+        micro_batch: largest number of samples in a forward pass.
+        checkpoint: the checkpoint from which the run goes on. None: a new run.
 
     Raises:
         DataError: the training data cannot be used.
@@ -126,7 +126,7 @@ def prepare_run(
     plan = step_plan(config, data, world, micro_batch)
     train = config.train
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
-    print_of_data = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
+    data_fingerprint = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
     precision = Precision(config.precision, world.device, world.data_size)
@@ -143,12 +143,21 @@ def prepare_run(
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, config.compute.halve_on_oom and world.device.type == "cuda"),
     )
-    checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, where a state cannot be saved
+    checkpoint_state.capture(
+        built.model, state.optimizer
+    )  # where the state cannot be saved, this raises now, and not at the end
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, world.data_rank, step, stop)
-    warnings = list(checkpoint.manifest.get("warnings", ())) if checkpoint else []
-    evaluated = checkpoint.metrics if checkpoint else {}
-    return PreparedRun(built, state, batches, stop, print_of_data, evaluated, {}, warnings)
+    return PreparedRun(
+        built=built,
+        state=state,
+        batches=batches,
+        stop=stop,
+        fingerprint=data_fingerprint,
+        evaluated=checkpoint.metrics if checkpoint else {},
+        may_be_infinite={},
+        warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
+    )
 
 
 # ---- the model and the optimizer
@@ -166,12 +175,12 @@ def build_model(
     """The task's model, with the weights that the task gave it or with the weights of `train.init_from`.
 
     Args:
-        steps_per_epoch: to train the model; None: only to run it forward.
-        step: at which training begins or goes on.
-        init: load `train.init_from`.
+        steps_per_epoch: steps of an epoch, where the model will be trained. None: the model only runs forward.
+        step: step at which training begins or goes on.
+        init: whether to load `train.init_from`.
 
     Raises:
-        TrainingError: the model has nothing to train, or parameters that cannot be trained.
+        TrainingError: the model has no trainable parameters, or parameters that cannot be trained.
         UsageError: the config does not fit the model or the ranks.
     """
     parallel, compute = config.parallel, config.compute
@@ -183,7 +192,7 @@ def build_model(
     model, messages = strategy.build_model(lambda: _check_parameters(task_checks.model(task)))
     if compute.channels_last and not strategy.is_sharded:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.zero_grad(set_to_none=True)  # a task may have left gradients, to which the first step would add
+    model.zero_grad(set_to_none=True)  # the first step would add to gradients that a task has left
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
     if steps_per_epoch is not None:
@@ -194,25 +203,25 @@ def build_model(
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
-        compile_modules(model, list(blocks.values()), compute.compile, compute.compile_backend)
+        compile_modules(model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend)
     strategy.wrap(Forward(model, task.loss), list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
-    return BuiltModel(model, strategy, list(blocks), unfreezing, messages)
+    return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
-    """Return `model`, where its parameters have shapes and dense gradients.
+    """Check that all parameters of `model` have shapes and dense gradients. Returns `model`.
 
     Raises:
-        TrainingError: names the modules that are lazy or sparse, and the remedy.
+        TrainingError: some module is lazy or has sparse gradients; names the modules and the remedy.
     """
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
     if lazy:
         raise TrainingError(
             f"the model is not complete: {', '.join(lazy[:5])} get a shape only when a batch passes through",
             where="Task.model",
-            remedy="give lazy modules (LazyLinear, ...) their sizes, or pass a batch through before returning the model",
+            remedy="give lazy modules (LazyLinear, ...) their sizes, or pass a batch through the model",
         )
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
@@ -223,9 +232,9 @@ def _check_parameters(model: nn.Module) -> nn.Module:
     ]
     if sparse:
         raise TrainingError(
-            f"{', '.join(sparse[:5])} would have sparse gradients, which most optimizers cannot use, nor can clipping",
+            f"{', '.join(sparse[:5])} would have sparse gradients: most optimizers and clipping cannot use them",
             where="Task.model",
-            remedy="make the embedding with sparse=False, which learns the same",
+            remedy="make the embedding with sparse=False: it learns the same",
         )
     return model
 
@@ -269,8 +278,8 @@ def make_optimizer(
     """The config's optimizer, with learning rates scaled by the global batch.
 
     Args:
-        blocks: names of the model's repeated blocks, in order.
-        sharded: the parameters are shards.
+        blocks: names of the model's repeated blocks, in the model's order.
+        sharded: whether each rank holds only shards of the parameters.
 
     Raises:
         UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
@@ -281,9 +290,11 @@ def make_optimizer(
         remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
         what = f"{'fused ' if optim.name in _NO_SHARDED_KERNEL else ''}{optim.name} cannot train sharded parameters"
         raise UsageError(what, where="optim.name", remedy=remedy)
-    scale = scaled_lr(1.0, optim.lr_scaling, config.batch.global_ or 1, optim.reference_batch)
+    scale = scaled_lr(
+        1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
+    )
     groups = [
-        Group(group.name, group.match, group.lr * scale if group.lr else None, group.weight_decay)
+        Group(group.name, group.match, lr=group.lr * scale if group.lr else None, weight_decay=group.weight_decay)
         for group in optim.groups
     ]
     return build_optimizer(
@@ -356,11 +367,11 @@ def required_evaluation_data(task: Task) -> Dataset[Any]:
     Raises:
         DataError: the task has none, or an empty data set.
     """
-    found = task.eval_data()
-    if found is None:
+    evaluation_data = task.eval_data()
+    if evaluation_data is None:
         remedy = "set data.eval, or train.eval_every_epochs=0"
         raise DataError("there is no evaluation data", where="Task.eval_data", remedy=remedy)
-    data = task_checks.data(found, "Task.eval_data")
+    data = task_checks.data(evaluation_data, "Task.eval_data")
     if len(data) == 0:  # type: ignore[arg-type]
         raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")
     return data

@@ -188,7 +188,7 @@ def verify(
     overrides: Overrides = None,
     nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
@@ -208,14 +208,15 @@ def verify(
             )
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks end, and their files are deleted
         from lockstep import run_directory
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
         with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite the same files
-            result = command.verify(settings.model_dump(by_alias=True), count, folder, names, quick, steps)
+            config = settings.model_dump(by_alias=True)
+            result = command.verify(config, count, folder, checks=names, quick=quick, steps=steps)
         print(report.summary(result))
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import platform
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep import config_file
+from lockstep import atomic, config_file, locks
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
@@ -38,11 +37,7 @@ SCHEDULE_LENGTH_KEYS = (
     "schedule.total_steps",
 )  # what may make the schedule's curve another
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
-_DYING_S = 20.0  # how long the rank before may take to end
-
-_locks: list[Any] = []
-# A forked loader worker would hold the lock on after its rank was killed, until it notices.
-os.register_at_fork(after_in_child=lambda: [file.close() for file in _locks])
+_DYING_S = 20.0  # how long a rank of the launch before may take to end
 
 
 @contextlib.contextmanager
@@ -86,8 +81,7 @@ def _claim(
     folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
 ) -> RunConfig:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _lock(folder, held)
+        held.enter_context(locked(folder))
         logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
         if fresh and not _was_restarted(folder):
             for name in (*_OURS, *logs):
@@ -97,9 +91,9 @@ def _claim(
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
         if any((folder / "checkpoints").glob("step-*")):
             resolved = _same_training(folder, config, resolved, allow_change)
-        _replace(folder / "config.yaml", config_file.to_yaml(resolved))
+        atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
         about = {"task": _recorded(folder).get("task"), "git": source_code.commit(_home(config))}
-        _replace(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
+        atomic.write_text(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
     except OSError as error:
         raise _unwritable(folder, error) from error
     return resolved
@@ -110,61 +104,23 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
     return UsageError(f"cannot write: {error.strerror}", where=where, remedy="choose another place with --run-dir")
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves it in whole, or as it was."""
-    staged = path.with_name(f".{path.name}.new")
-    staged.write_text(text)
-    store.sync(staged)
-    staged.replace(path)
-
-
 @contextlib.contextmanager
-def locked(folder: Path, name: str) -> Iterator[None]:
-    """Keep other processes that ask for the same `name` out of a folder, which is made where it is not there.
+def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+    """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
 
     Raises:
-        UsageError: another process is in it, or it cannot be written.
+        UsageError: another process holds the lock, or the folder cannot be written.
     """
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder, held, name)
+            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2))
+        except locks.LockedError as error:
+            remedy = "wait for it, stop it, or give another --run-dir"
+            raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
         except OSError as error:
-            raise UsageError(
-                f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-            ) from error
+            raise _unwritable(folder, error) from error
         yield
-
-
-def _lock(folder: Path, held: contextlib.ExitStack, name: str = ".lock") -> None:
-    """Keep other processes out until `held` is closed or this process is gone."""
-    file = (folder / name).open("a+")
-    held.callback(_close, file)
-    _locks.append(file)
-    held.callback(_locks.remove, file)
-    deadline = time.monotonic() + _DYING_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.seek(0)
-                remedy = "wait for it, stop it, or give another --run-dir"
-                raise UsageError(
-                    f"in use by {file.read().strip() or 'another process'}", where=str(folder), remedy=remedy
-                ) from None
-            time.sleep(0.2)
-        except OSError:  # a file system without locks
-            return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}\n")
-    file.flush()
-
-
-def _close(file: Any) -> None:
-    with contextlib.suppress(OSError):  # on a full disk: who holds the lock could not be written, which was told
-        file.close()
 
 
 def _was_restarted(folder: Path) -> bool:
@@ -253,7 +209,7 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
             if kept != found:
                 source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
             about = _recorded(folder) | {"task": source_code.digest(found) if found else None}
-            _replace(folder / "environment.json", json.dumps(about, indent=1))
+            atomic.write_text(folder / "environment.json", json.dumps(about, indent=1))
         except OSError as error:
             raise _unwritable(folder, error) from error
         return [f"warning: the task's code has changed: {change}"] if change else []
@@ -278,7 +234,7 @@ def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any:
     """
     if world.rank == 0 or from_any:
         with contextlib.suppress(OSError):  # a full disk is no reason to end a training
-            _replace(folder / _MICRO, json.dumps({"asked": asked, "world": world.size, "micro": micro}))
+            atomic.write_text(folder / _MICRO, json.dumps({"asked": asked, "world": world.size, "micro": micro}))
 
 
 def remembered_micro(folder: Path, world: World, asked: int) -> int:

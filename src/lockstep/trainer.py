@@ -38,21 +38,23 @@ from lockstep.tasks.task import Task
 
 
 class Trainer:
-    """Trains, evaluates and predicts as a config says, on the ranks that torchrun's environment variables describe.
+    """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
+
+    The ranks are those that torchrun's environment variables describe. Without these variables there is one rank.
 
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
             FILE.py:Task.
-        run_dir: the folder of everything that is written; default `runs/<name>`.
-        fresh: delete what an earlier run left there instead of resuming it.
-        allow_change: keys of the config (or `data`, or `task`) that may differ from the run's when it is resumed.
+        run_dir: the folder into which everything is written. None: `runs/<name>`.
+        fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
+        allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         quiet: print nothing.
     """
 
     model: nn.Module | None = None
     """After `fit`: the trained model. With FSDP its parameters are this rank's shards."""
     results: Mapping[str, float] = {}
-    """After `fit`: what it returned."""
+    """After `fit`: the results that it returned."""
 
     def __init__(
         self,
@@ -73,19 +75,20 @@ class Trainer:
 
     # ---- training
 
-    def fit(self, task: Task | None = None, witness: Witness | None = None) -> dict[str, float]:
-        """Train to the end, resuming what the run directory holds.
+    def fit(self, task: Task | None = None, recorder: Recorder | None = None) -> dict[str, float]:
+        """Train to the end. If the run directory holds a run, that run is resumed.
 
         Args:
-            task: instead of the config's.
-            witness: sees the training on every rank.
+            task: the task to train, instead of the config's task.
+            recorder: records the training on every rank.
 
         Returns:
-            the last value of everything logged, such as `train/loss` and `eval/accuracy`.
+            the last logged value of each name, such as `train/loss` and `eval/accuracy`.
 
         Raises:
             Preempted: SIGINT, SIGTERM or SIGUSR1 asked to stop; the state was saved, and `fit` again goes on.
-            CheckpointError: the training went to its end, but a checkpoint could not be written.
+            CheckpointError: the training reached its end, but a checkpoint could not be written.
+            LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
         with (
             signals.listening() as flag,
@@ -100,9 +103,9 @@ class Trainer:
             self.model = prepared.built.model
             writers = self._writers(task, prepared)
             batches: Iterator[list[MicroBatch]] = prepared.batches
-            if witness is not None:
-                writers.append(witness)
-                batches = witness.watch(prepared)
+            if recorder is not None:
+                writers.append(recorder)
+                batches = recorder.record_steps(prepared)
             try:
                 self.results = self._train(task, prepared, batches, flag, writers)
             finally:
@@ -111,7 +114,7 @@ class Trainer:
             return dict(self.results)
 
     def _prepare(self, task: Task, world: World) -> PreparedRun:
-        """The run on this rank, with the newest checkpoint loaded."""
+        """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         asked = build.asked_micro_batch(self.config, world)
@@ -145,13 +148,15 @@ class Trainer:
         flag: StopFlag,
         writers: Sequence[Writer],
     ) -> dict[str, float]:
-        """Check what can be checked before the first step, then run the loop."""
+        """Make all checks that are possible before the first step, then run the loop."""
         state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
         intervals = build.intervals(self.config, prepared.plan)
         evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
         notes = loop.set_training_mode(state.strategy)
         with state.strategy.inference() as forward:
-            batch_norm.check_smallest_micro_batch(forward, prepared.plan, prepared.batches.loader.one, state.precision)
+            batch_norm.check_smallest_micro_batch(
+                forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
+            )
         for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
             tell(text)
         consensus = StopConsensus(world, flag)
@@ -210,18 +215,20 @@ class Trainer:
         return latest
 
     def _look_ahead(self, task: Task, prepared: PreparedRun, evaluated: EvaluationData | None) -> list[str]:
-        """Before the first step of a new run, try on a few samples what the run will need. Adds to the run's warnings.
+        """Before the first step of a new run, try the loss and the evaluation on a few samples.
+
+        Adds to the run's warnings.
 
         Returns:
             further messages for the log.
 
         Raises:
-            UsageError: `checkpoint.keep_best` names nothing that an evaluation gives.
+            UsageError: `checkpoint.keep_best` names no result of an evaluation.
         """
         state, best = prepared.state, self._best
         if best:
             dry_run.check_is_evaluated(evaluated is not None)
-        if state.step:  # a restart is to be quick
+        if state.step:  # a restart must be quick
             dry_run.check_best_of_saved(best, self._checkpoints, state.world)
             return []
         compiled = self.config.compute.compile is not None
@@ -248,7 +255,11 @@ class Trainer:
         tell: Callable[[str], None],
         arrays: WriteGuard,
     ) -> dict[str, float]:
-        """Evaluate the averaged weights, where there are averages, until somebody asks to stop."""
+        """Evaluate the averaged weights, or the weights where there are no averages.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
         state = prepared.state
         assert evaluated is not None
 
@@ -349,7 +360,7 @@ class Trainer:
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
-        """Predictions for people.
+        """Predictions in a form for people: a dict for each sample.
 
         Args:
             inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, beside their truth.
@@ -375,9 +386,9 @@ class Trainer:
         ]
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
-        """Write the newest checkpoint's weights into `folder`, as `model.safetensors` and what the task adds.
+        """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
 
-        Tensors have the names of the task's model.
+        The tensors have the names that they have in the task's model.
 
         Returns:
             the file.
@@ -411,11 +422,11 @@ class Trainer:
         resume.load_trained_weights(checkpoint, built.model)
         return built
 
-    # ---- what all of these need
+    # ---- shared by the methods above
 
     @exits_are_failures()
     def task(self) -> Task:
-        """The config's task, newly made."""
+        """A new object of the config's task."""
         build.seed_everything(self.config)
         return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
 
@@ -426,7 +437,7 @@ class Trainer:
             yield world
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:
-        """Rank 0 writes what the task keeps with the run; then the other ranks read it."""
+        """Set up the task: rank 0 writes the files that the task keeps with the run, then the other ranks read them."""
 
         def write() -> None:
             if not trained:  # an earlier start without a checkpoint may have had another config
@@ -449,14 +460,14 @@ class Trainer:
 
     @property
     def _kept(self) -> Path:
-        """The folder of what the task keeps with the run."""
+        """The folder of the files that the task keeps with the run."""
         return self.run_dir / "task"
 
 
-class Witness(Writer):
-    """Sees a training on every rank, between its steps, and leaves no trace in it."""
+class Recorder(Writer):
+    """Records a training on every rank, between its steps, and leaves no trace in it."""
 
-    def watch(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
         raise NotImplementedError
 
@@ -473,7 +484,7 @@ def _report(
     outputs: list[tuple[int, Any]],
     tell: Callable[[str], None],
 ) -> None:
-    """Tell what the task says of an evaluation."""
+    """Log the text that the task's report gives for an evaluation."""
     if text := task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs]):
         tell(text)
 

@@ -90,7 +90,7 @@ def save_on_ranks(folder, tensors):
 
 
 def newest_on_ranks(folders):
-    """Of each folder the step of the newest valid checkpoint and the messages, or the error, as this rank finds them."""
+    """For each folder the step of the newest valid checkpoint and the messages, or the error, on this rank."""
     from lockstep.errors import CheckpointError
 
     answers = []

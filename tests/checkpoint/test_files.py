@@ -123,7 +123,7 @@ def test_checksum_is_that_of_the_file(tmp_path):
 
 
 def test_checksum_of_a_file_of_many_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_CHUNK", 7)
+    monkeypatch.setattr(files, "_READ_BYTES", 7)
     (tmp_path / "file").write_bytes(bytes(range(100)))
     assert files.checksum(tmp_path / "file") == {"bytes": 100, "crc32": zlib.crc32(bytes(range(100)))}
 
@@ -241,7 +241,7 @@ CUTS = ([3, 0, 2, 2], [7], [1, 1, 1, 1, 1, 1, 1], [0, 0, 7, 0])
 
 
 def write_parts(folder, tensor, counts, name="weight"):
-    """Rows of a tensor by ranks, as many each as `counts` says, with a small tensor of the rank's own before it; the index of all."""
+    """Write a tensor by ranks, `counts[rank]` rows each after a small tensor of the rank's own; returns the index."""
     shares, start = [], 0
     for rank, count in enumerate(counts):
         share = cases.whole({f"own{rank}": torch.full((2,), rank)})

@@ -1,4 +1,4 @@
-"""The state of a training goes out and in by parameter name, bit for bit, and whoever goes on from it trains the same."""
+"""The state of a training is saved and restored by parameter name, bit for bit, and trains on the same."""
 
 import json
 

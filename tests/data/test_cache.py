@@ -236,7 +236,7 @@ def test_without_locks_what_another_process_is_writing_is_left_alone(tmp_path, m
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    monkeypatch.setattr("lockstep.data.cache.fcntl.flock", no_locks)
+    monkeypatch.setattr("fcntl.flock", no_locks)
     (tmp_path / ".staging-kind-key-other-1").mkdir()
     folder = cached("kind", "key", lambda staging: (staging / "a").write_text("whole"))
     assert (folder / "a").read_text() == "whole"

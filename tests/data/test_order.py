@@ -300,7 +300,7 @@ def test_every_epoch_uses_every_sample_exactly_once():
         plan = StepPlan(length, global_batch, micro, world, seed)
         for epoch in (0, 3):
             steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
-            seen = [index for step in steps for index in real(plan.chunks(step))]
+            seen = [index for step in steps for index in real(plan.by_rank(step))]
             assert sorted(seen) == list(range(length)), (length, global_batch, world, micro, epoch)
 
 
@@ -310,8 +310,8 @@ def test_the_samples_of_a_step_do_not_depend_on_world_or_micro_batch():
         spread = StepPlan(length, global_batch, micro, world, seed)
         assert spread.steps_per_epoch == alone.steps_per_epoch
         for step in {0, 1, alone.steps_per_epoch - 1, 12_345}:
-            ((whole,),) = alone.chunks(step)
-            assert sorted(real(spread.chunks(step))) == sorted(whole.indices), (
+            ((whole,),) = alone.by_rank(step)
+            assert sorted(real(spread.by_rank(step))) == sorted(whole.indices), (
                 length,
                 global_batch,
                 world,
@@ -323,13 +323,13 @@ def test_the_samples_of_a_step_do_not_depend_on_world_or_micro_batch():
 def test_every_chunk_of_a_step_is_of_that_steps_epoch():
     plan = StepPlan(25, 10, 2, 3)
     for step in range(12):
-        assert {chunk.epoch for chunk in flatten(plan.chunks(step))} == {step // 3}
+        assert {chunk.epoch for chunk in flatten(plan.by_rank(step))} == {step // 3}
 
 
 def test_epochs_differ_in_order_and_in_the_samples_of_their_steps():
     plan = StepPlan(100, 10, 10)
-    first = [frozenset(real(plan.chunks(step))) for step in range(10)]
-    second = [frozenset(real(plan.chunks(step))) for step in range(10, 20)]
+    first = [frozenset(real(plan.by_rank(step))) for step in range(10)]
+    second = [frozenset(real(plan.by_rank(step))) for step in range(10, 20)]
     assert not set(first) & set(second)
 
 
@@ -340,13 +340,13 @@ def test_the_seed_decides_the_samples_of_a_step():
 def test_the_last_batch_of_an_epoch_is_what_is_left():
     plan = StepPlan(25, 10, 10)
     assert plan.steps_per_epoch == 3
-    assert [len(real(plan.chunks(step))) for step in range(6)] == [10, 10, 5, 10, 10, 5]
+    assert [len(real(plan.by_rank(step))) for step in range(6)] == [10, 10, 5, 10, 10, 5]
 
 
 def test_a_data_set_that_fills_its_batches_has_no_partial_one():
     plan = StepPlan(30, 10, 10)
     assert plan.steps_per_epoch == 3
-    assert [len(real(plan.chunks(step))) for step in range(4)] == [10, 10, 10, 10]
+    assert [len(real(plan.by_rank(step))) for step in range(4)] == [10, 10, 10, 10]
 
 
 def test_drop_last_leaves_out_the_partial_batch_of_each_epoch():
@@ -355,7 +355,7 @@ def test_drop_last_leaves_out_the_partial_batch_of_each_epoch():
         if length < global_batch:
             continue
         assert plan.steps_per_epoch == length // global_batch
-        seen = [real(plan.chunks(step)) for step in range(plan.steps_per_epoch)]
+        seen = [real(plan.by_rank(step)) for step in range(plan.steps_per_epoch)]
         assert {len(batch) for batch in seen} == {global_batch}
         together = [index for batch in seen for index in batch]
         assert len(set(together)) == len(together)
@@ -364,14 +364,14 @@ def test_drop_last_leaves_out_the_partial_batch_of_each_epoch():
 
 def test_drop_last_drops_other_samples_in_other_epochs():
     plan = StepPlan(15, 10, 10, drop_last=True)
-    assert len({frozenset(real(plan.chunks(epoch))) for epoch in range(20)}) > 10
-    assert set().union(*(real(plan.chunks(epoch)) for epoch in range(50))) == set(range(15))
+    assert len({frozenset(real(plan.by_rank(epoch))) for epoch in range(20)}) > 10
+    assert set().union(*(real(plan.by_rank(epoch)) for epoch in range(50))) == set(range(15))
 
 
 def test_drop_last_keeps_one_step_where_all_would_be_dropped():
     plan = StepPlan(7, 10, 4, 2, drop_last=True)
     assert plan.steps_per_epoch == 1
-    assert [sorted(real(plan.chunks(step))) for step in range(3)] == [list(range(7))] * 3
+    assert [sorted(real(plan.by_rank(step))) for step in range(3)] == [list(range(7))] * 3
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -379,7 +379,7 @@ def test_the_announced_number_of_samples_is_the_real_one(drop_last):
     for length, global_batch, world, micro, seed in combinations(100):
         plan = StepPlan(length, global_batch, micro, world, seed, drop_last)
         for step in {0, 1, plan.steps_per_epoch - 1, plan.steps_per_epoch, 7 * plan.steps_per_epoch - 1}:
-            assert plan.samples(step) == len(real(plan.chunks(step))) == len(plan.indices(step)[0]), (
+            assert plan.samples(step) == len(real(plan.by_rank(step))) == len(plan.indices(step)[0]), (
                 length,
                 global_batch,
                 world,
@@ -404,10 +404,10 @@ def test_steps_follow_the_permutation_across_any_internal_border(length, global_
 def test_steps_asked_for_in_any_order_are_the_same():
     plan = StepPlan(30_000, 900, 100, 2, seed=8)
     steps = list(range(0, 140, 3))
-    in_order = {step: plan.chunks(step) for step in steps}
+    in_order = {step: plan.by_rank(step) for step in steps}
     random.Random(1).shuffle(steps)
-    assert {step: plan.chunks(step) for step in steps} == in_order
-    assert all(StepPlan(30_000, 900, 100, 2, seed=8).chunks(step) == in_order[step] for step in steps[:5])
+    assert {step: plan.by_rank(step) for step in steps} == in_order
+    assert all(StepPlan(30_000, 900, 100, 2, seed=8).by_rank(step) == in_order[step] for step in steps[:5])
 
 
 @pytest.mark.parametrize(
@@ -415,7 +415,7 @@ def test_steps_asked_for_in_any_order_are_the_same():
 )
 def test_any_step_of_any_data_set_costs_little_memory(length, step):
     plan = StepPlan(length, 64, 8, 4, seed=1)
-    chunks, peak = peak_memory(lambda: plan.chunks(step))
+    chunks, peak = peak_memory(lambda: plan.by_rank(step))
     samples = real(chunks)
     assert peak < 2_000_000
     assert len(samples) == plan.samples(step) == len(set(samples))
@@ -434,9 +434,9 @@ def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
         return sum(int((lengths[list(c.indices)].max() - lengths[list(c.indices)]).sum()) for c in flatten(chunks))
 
     for step in range(14):
-        assert sorted(real(grouped.chunks(step))) == sorted(real(plain.chunks(step)))
-    assert sum(padding(grouped.chunks(step)) for step in range(14)) < 0.3 * sum(
-        padding(plain.chunks(step)) for step in range(14)
+        assert sorted(real(grouped.by_rank(step))) == sorted(real(plain.by_rank(step)))
+    assert sum(padding(grouped.by_rank(step)) for step in range(14)) < 0.3 * sum(
+        padding(plain.by_rank(step)) for step in range(14)
     )
 
 
@@ -447,26 +447,26 @@ EVALUATIONS = list(itertools.product(range(51), range(1, 8), range(1, 6)))  # le
 
 def test_evaluation_takes_every_sample_once_and_in_order_over_ranks():
     for length, micro, world in EVALUATIONS:
-        assert real(EvaluationPlan(length, micro).chunks(world)) == list(range(length)), (length, micro, world)
+        assert real(EvaluationPlan(length, micro).by_rank(world)) == list(range(length)), (length, micro, world)
 
 
 def test_evaluation_gives_every_rank_equally_many_chunks_and_as_few_as_possible():
     for length, micro, world in EVALUATIONS:
-        chunks = EvaluationPlan(length, micro).chunks(world)
+        chunks = EvaluationPlan(length, micro).by_rank(world)
         fewest = math.ceil(math.ceil(length / micro) / world)
         assert [len(rank) for rank in chunks] == [fewest] * world, (length, micro, world)
 
 
 def test_evaluation_forward_passes_are_those_of_one_process():
     for length, micro, world in EVALUATIONS:
-        ours = [chunk.indices for chunk in flatten(EvaluationPlan(length, micro).chunks(world)) if not chunk.filler]
+        ours = [chunk.indices for chunk in flatten(EvaluationPlan(length, micro).by_rank(world)) if not chunk.filler]
         alone = [tuple(range(length))[start : start + micro] for start in range(0, length, micro)]
         assert ours == alone, (length, micro, world)
 
 
 def test_evaluation_fillers_are_single_existing_samples():
     for length, micro, world in EVALUATIONS:
-        chunks = flatten(EvaluationPlan(length, micro).chunks(world))
+        chunks = flatten(EvaluationPlan(length, micro).by_rank(world))
         fillers = [chunk for chunk in chunks if chunk.filler]
         assert len(fillers) == len(chunks) - math.ceil(length / micro), (length, micro, world)
         assert all(len(chunk.indices) == 1 and 0 <= chunk.indices[0] < length for chunk in fillers)
@@ -475,16 +475,16 @@ def test_evaluation_fillers_are_single_existing_samples():
 @given(lengths=st.lists(st.integers(1, 50), max_size=60), micro=st.integers(1, 7), world=st.integers(1, 5))
 def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_one_process(lengths, micro, world):
     plan = EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64))
-    one, many = ([chunk.indices for chunk in flatten(plan.chunks(count)) if not chunk.filler] for count in (1, world))
+    one, many = ([chunk.indices for chunk in flatten(plan.by_rank(count)) if not chunk.filler] for count in (1, world))
     assert one == many
     assert sorted(index for indices in one for index in indices) == list(range(len(lengths)))
-    assert len({len(rank) for rank in plan.chunks(world)}) == 1
+    assert len({len(rank) for rank in plan.by_rank(world)}) == 1
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), micro=st.integers(1, 7))
 def test_evaluation_by_length_pads_least(lengths, micro):
     """Whoever cuts n samples into batches of at most m pads no less than who cuts the sorted ones."""
-    chunks = flatten(EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64)).chunks(1))
+    chunks = flatten(EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64)).by_rank(1))
     longest = sorted((max(lengths[index] for index in chunk.indices) for chunk in chunks), reverse=True)
     assert longest == sorted(lengths, reverse=True)[::micro]
 
@@ -495,7 +495,7 @@ def test_evaluation_by_length_pads_least(lengths, micro):
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        # the first outputs of the published SplitMix64 generator for the seeds 0 and 1234567, and its second one for the latter
+        # first outputs of the published SplitMix64 generator for the seeds 0 and 1234567, and the second for 1234567
         ((0,), 0xE220A8397B1DCDAF),
         ((1234567,), 6457827717110365317),
         ((1234567 + 0x9E3779B97F4A7C15,), 3203168211198807973),

@@ -177,7 +177,7 @@ def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
 
 
 def test_methods_on_the_object_and_decorated_ones_are_not_taken_for_the_default():
-    """A TensorDataset is read at once only where nothing is prepared and collated: decorators copy a function's attributes."""
+    """A TensorDataset is read at once only if the task neither prepares nor collates. Decorators copy attributes."""
 
     def half(self, sample, epoch, training):
         return [sample[0] / 2, *sample[1:]]

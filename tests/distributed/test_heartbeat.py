@@ -1,4 +1,4 @@
-"""Where a rank is can be read by another process, also when the rank is dead."""
+"""Another process can read the progress of a rank, even when the rank is dead."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from lockstep.distributed.heartbeat import Heartbeat, Phase
 
 RANK = """
 import sys
-from lockstep.distributed import heart
-one = heart.own()
-assert one is heart.own()
-assert one.step == -1
-one.step = 2**40 + 7
-one.enter(heart.Phase.SAVING)
-one.beats += 41
+from lockstep.distributed import heartbeat
+own = heartbeat.own()
+assert own is heartbeat.own()
+assert own.step == -1
+own.step = 2**40 + 7
+own.enter(heartbeat.Phase.SAVING)
+own.beats += 41
 print("torch" in sys.modules, flush=True)
 sys.stdin.read()
 """
@@ -121,8 +121,14 @@ def test_only_who_was_started_by_a_launcher_can_lose_it(monkeypatch, variable):
 
 
 def test_a_rank_without_its_launcher_knows(tmp_path):
-    orphan = "import sys; from lockstep.distributed import heart; print(heart.is_orphan(), flush=True); sys.stdin.read(); print(heart.is_orphan())"
-    launcher = "import json, subprocess, sys; p = subprocess.Popen([sys.executable, '-c', json.loads(sys.argv[1])]); sys.stdin.readline()"
+    orphan = (
+        "import sys; from lockstep.distributed.heartbeat import is_orphan; "
+        "print(is_orphan(), flush=True); sys.stdin.read(); print(is_orphan())"
+    )
+    launcher = (
+        "import json, subprocess, sys; "
+        "p = subprocess.Popen([sys.executable, '-c', json.loads(sys.argv[1])]); sys.stdin.readline()"
+    )
     environment = os.environ | {heartbeat.FOLDER: str(tmp_path)}
     command = [sys.executable, "-c", launcher, json.dumps(orphan)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

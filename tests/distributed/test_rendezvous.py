@@ -21,7 +21,7 @@ from tests.processes import environment, wait_for
 
 
 def meet(store, ranks, size, timeout_s=20.0):
-    """What the part of the store that each of `ranks` found holds under its own rank, and the error of those that found none."""
+    """For each of `ranks`, the value under its own rank in its part of the store, or the error without a part."""
 
     def one(rank):
         try:
@@ -114,7 +114,9 @@ def test_a_lost_connection_is_not_blamed_on_memory_alone():
         error = board.explain(RuntimeError("gloo: Connection reset by peer"))
         board.close()
     assert "lost the connection to another rank" in error.what
-    assert error.remedy.startswith("that rank's process was killed, or its machine or the network between them failed")
+    assert error.remedy.startswith(
+        "the process of that rank was killed, or its machine or the network between them failed"
+    )
 
 
 @pytest.mark.exhaustive

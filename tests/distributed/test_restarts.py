@@ -17,7 +17,7 @@ def failed(code, retryable=True, retries_differently=False):
         {
             "message": {
                 "message": "its words",
-                "extraInfo": {"origin": None, "may_pass": retryable, "adapts": retries_differently},
+                "extraInfo": {"origin": None, "retryable": retryable, "retries_differently": retries_differently},
             }
         }
         if code > 0
@@ -75,7 +75,7 @@ def test_crash_at_one_step_is_not_the_same_where_the_next_start_does_it_in_anoth
 
 def test_rank_that_the_agent_stopped_is_not_the_cause(starts):
     def words(text, **more):
-        return {"message": {"message": text, "extraInfo": {"origin": None, "may_pass": False, **more}}}
+        return {"message": {"message": text, "extraInfo": {"origin": None, "retryable": False, **more}}}
 
     stopped = SimpleNamespace(exitcode=143, error_file_data=words("stopped by SIGTERM", stopped=True), timestamp=1)
     wrong = SimpleNamespace(exitcode=2, error_file_data=words("a wrong key"), timestamp=2)

@@ -280,6 +280,6 @@ def test_optimizer_that_cannot_be_sharded_is_an_error_before_training():
 
 
 def test_a_process_may_join_again_whatever_groups_it_made_before():
-    """torch names groups by counting them, and keeps meshes, with those names, among what it knows of operations on shards."""
+    """torch numbers its groups, and keeps meshes with these numbers in its cache of operations on sharded tensors."""
     for found in run_ranks(2, sharding_cases.stay_again, [4, 0, 2]):
         assert all(runs.difference(one, found[0]) == 0 for one in found)

@@ -344,7 +344,8 @@ def test_key_press_before_another_command_ends_it_without_a_traceback(child):
 
 def test_importing_the_package_sets_no_handler(child):
     process = child(
-        "import signal, lockstep.__main__, lockstep.cli; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+        "import signal, lockstep.__main__, lockstep.cli; "
+        "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     )
     assert process.communicate(timeout=PATIENCE_S)[0] == "True\n"
 
@@ -372,7 +373,10 @@ class Ranks:
         return summed
 
     def run(self, calls, seconds, asked_at=None, restart_at=None):
-        """Per rank the calls at which ranks talked, and those that were answered with yes. seconds(rank, call): how long work takes."""
+        """For each rank, the calls with communication, and the calls with the answer yes.
+
+        seconds(rank, call): how long the work before a call takes.
+        """
         answers = [None] * self.size
 
         def work(rank):

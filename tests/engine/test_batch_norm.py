@@ -26,19 +26,19 @@ def statistics_by_hand(length, plan, steps, lengths):
 @pytest.mark.parametrize(
     ("world", "length", "micro", "strategy"), [(2, 25, 3, "ddp"), (3, 28, 1, "ddp"), (2, 25, 3, "fsdp")]
 )
-def test_fillers_move_no_statistics(world, length, micro, strategy, lengths):
+def test_fillers_move_no_statistics(tmp_path, world, length, micro, strategy, lengths):
     """An epoch's last batch leaves places without a sample; with lengths such a place is rank 0's."""
     settings = runs.config(batch={"global": 12, "micro": micro}, train={"steps": 5}, parallel={"strategy": strategy})
     settings["optim"] = {"name": "SGD", "lr": 1e-30}
     plan = StepPlan(length, 12, micro, world, lengths=np.array([1 + n % 7 for n in range(length)]) if lengths else None)
     fillers = [
-        rank for step in range(5) for rank, chunks in enumerate(plan.chunks(step)) for chunk in chunks if chunk.filler
+        rank for step in range(5) for rank, chunks in enumerate(plan.by_rank(step)) for chunk in chunks if chunk.filler
     ]
     assert fillers
     assert (0 in fillers) == (lengths and micro == 1)
     expected = statistics_by_hand(length, plan, 5, lengths)
     options = {"length": length, "lengths": lengths, "places": True}
-    for weights, _ in run_ranks(world, runs.fit_kind, "Normed", options, settings):
+    for weights, _ in run_ranks(world, runs.fit_kind, "Normed", options, settings, tmp_path):
         assert weights["1.num_batches_tracked"] == expected["1.num_batches_tracked"]
         for name in ("1.running_mean", "1.running_var"):
             assert torch.allclose(weights[name], expected[name], rtol=1e-12, atol=0), name
@@ -61,18 +61,18 @@ def test_a_filler_does_not_raise_for_its_single_sample():
 def test_a_last_micro_batch_of_one_sample_is_known_before_the_first_step(world, tmp_path):
     settings = runs.config(batch={"global": 24, "micro": 12})
     length = 24 + world
-    for message in run_ranks(world, rank_cases.error_of, "Normed", {"length": length}, settings):
+    for message in run_ranks(world, rank_cases.error_of, "Normed", {"length": length}, settings, tmp_path / "first"):
         assert "in step 2 of each epoch some rank has a micro-batch of one sample" in message
         assert "data.drop_last=true" in message
     for weights, _ in run_ranks(
-        world, runs.fit_kind, "Normed", {"length": length}, settings | {"data": {"drop_last": True}}
+        world, runs.fit_kind, "Normed", {"length": length}, settings | {"data": {"drop_last": True}}, tmp_path
     ):
         assert weights["1.num_batches_tracked"] == 20 * 2 // world
 
 
-def test_micro_batches_of_one_sample_throughout_are_an_error_too():
+def test_micro_batches_of_one_sample_throughout_are_an_error_too(tmp_path):
     with pytest.raises(LockstepError, match="in each step some rank has a micro-batch of one sample") as caught:
-        runs.fit(own_tasks.Normed(), runs.config(batch={"micro": 1}))
+        runs.fit(own_tasks.Normed(), runs.config(batch={"micro": 1}), tmp_path)
     assert "batch.micro" in str(caught.value)
 
 
@@ -106,7 +106,7 @@ def test_the_plan_knows_its_smallest_micro_batch(length, world, micro, expected)
     sizes = [
         (len(chunk.indices), step)
         for step in range(plan.steps_per_epoch)
-        for rank in plan.chunks(step)
+        for rank in plan.by_rank(step)
         for chunk in rank
         if not chunk.filler
     ]

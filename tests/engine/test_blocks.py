@@ -1,4 +1,4 @@
-"""Repeated blocks: which modules they are, and that recomputing or compiling them changes nothing but memory and speed."""
+"""Repeated blocks: which modules they are. Recomputing or compiling them changes only memory and speed."""
 
 import weakref
 
@@ -223,7 +223,12 @@ class Stack(nn.Module):
 
 
 def pass_through(recompute, autocast=False):
-    """The bits of loss and gradients, how many bytes the forward pass kept for the backward pass, and which inner values lived until then."""
+    """A forward and a backward pass.
+
+    Returns:
+        the bits of the loss and the gradients, the bytes that the forward pass kept for the backward pass, and which
+        inner values lived until then.
+    """
     torch.manual_seed(0)
     model, inputs = Stack(), torch.randn(16, 8, requires_grad=True)
     if recompute:
@@ -289,7 +294,7 @@ def test_compiling_changes_no_name_and_no_result(what):
     model = own_tasks.DeepModel(2, 0.0)
     names, parameters, expected = list(model.state_dict()), list(model.parameters()), model(torch.ones(2, 10))
     blocks = list(find_blocks(model).values())
-    compile_modules(model, blocks, what, "eager")
+    compile_modules(model, blocks, what=what, backend="eager")
     assert model(torch.ones(2, 10)).tolist() == expected.tolist()
     assert list(model.state_dict()) == names
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
@@ -301,11 +306,11 @@ def test_an_unknown_backend_is_an_error_that_names_the_known_ones():
     with pytest.raises(
         UsageError, match=r"compute\.compile_backend: torch\.compile has no backend 'inductr'[\s\S]*inductor"
     ) as caught:
-        compile_modules(nn.Linear(2, 2), [], "model", "inductr")
+        compile_modules(nn.Linear(2, 2), [], what="model", backend="inductr")
     assert caught.value.where == "compute.compile_backend"
 
 
 def test_blocks_of_a_model_that_has_none_cannot_be_compiled():
     with pytest.raises(UsageError, match="no repeated blocks") as caught:
-        compile_modules(nn.Linear(2, 2), [], "blocks", "eager")
+        compile_modules(nn.Linear(2, 2), [], what="blocks", backend="eager")
     assert caught.value.where == "compute.compile=blocks"

@@ -1,4 +1,4 @@
-"""Memory by rank and purpose: figures that can be computed by hand, peaks that belong to one part, and a readable table."""
+"""Memory by rank and purpose: figures computed by hand, peaks that belong to one part, and a readable table."""
 
 import json
 import resource
@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.distributed.world import World, join_world
-from lockstep.engine import memory_gauge
-from lockstep.engine.memory import Memory, table
-from lockstep.engine.memory_gauge import MB, MemoryGauge, mib
+from lockstep.engine import memory as engine_memory
+from lockstep.engine.memory import MB, MemoryGauge, MemoryMonitor, mib, table
 from lockstep.observe.entry_line import entry_line
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
@@ -92,9 +91,9 @@ def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
 
 def test_steps_that_do_not_log_measure_nothing(monkeypatch):
     counted, measured = [], []
-    count, status = Memory._count, memory_gauge._status
-    monkeypatch.setattr(Memory, "_count", lambda self: counted.append(self.state.step) or count(self))
-    monkeypatch.setattr(memory_gauge, "_status", lambda name: measured.append(name) or status(name))
+    count, status = MemoryMonitor._count, engine_memory._status
+    monkeypatch.setattr(MemoryMonitor, "_count", lambda self: counted.append(self.state.step) or count(self))
+    monkeypatch.setattr(engine_memory, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
     assert counted == [0, 5, 20]
     few = len(measured)
@@ -106,7 +105,7 @@ def test_steps_that_do_not_log_measure_nothing(monkeypatch):
 
 
 def training(model, device="cpu", optimizer=None, **options):
-    """What `Memory` looks at of a training."""
+    """What `MemoryMonitor` looks at of a training."""
     world = options.pop("world", None) or World(
         0, 1, 0, torch.device(device, 0) if device == "cuda" else torch.device(device)
     )
@@ -140,7 +139,7 @@ def test_ties_and_views_count_once_and_so_does_nested_state():
         "count": 3,
         "name": "words",
     }
-    memory = Memory(run, 9, False)
+    memory = MemoryMonitor(run, stop=9, evaluates=False)
     step(run, memory)
     assert memory.counted == {"parameters": 64 * 4 + 100 * 4, "gradients": 64 * 4, "optimizer": 12 * 4}
 
@@ -148,14 +147,14 @@ def test_ties_and_views_count_once_and_so_does_nested_state():
 def test_sparse_gradient_counts_what_it_holds():
     model = nn.Embedding(1000, 4, sparse=True)
     run = training(model)
-    memory = Memory(run, 9, False)
+    memory = MemoryMonitor(run, stop=9, evaluates=False)
     step(run, memory, lambda: model(torch.tensor([1, 2, 5])).sum())
     assert memory.counted["gradients"] == 3 * 4 * 4 + 3 * 8
 
 
 def test_step_that_is_repeated_is_counted_once():
     run = training(nn.Linear(2, 2))
-    memory = Memory(run, 9, False)
+    memory = MemoryMonitor(run, stop=9, evaluates=False)
     memory.count_in_next_step()
     step(run, memory)
     assert memory.report()[1]
@@ -164,7 +163,7 @@ def test_step_that_is_repeated_is_counted_once():
 
 def test_update_that_was_skipped_is_made_up_for_at_the_next_entry():
     run = training(nn.Linear(2, 2))
-    memory = Memory(run, 9, False)
+    memory = MemoryMonitor(run, stop=9, evaluates=False)
     memory.count_in_next_step()
     run.step += 1
     assert memory.report() == ({}, [])
@@ -179,7 +178,7 @@ def test_update_that_was_skipped_is_made_up_for_at_the_next_entry():
 def report_where_one_rank_skipped():
     with join_world("cpu") as world:
         run = training(nn.Linear(2, 2), world=world)
-        memory = Memory(run, 9, False)
+        memory = MemoryMonitor(run, stop=9, evaluates=False)
         reports = []
         for skips in (True, False):
             if not (skips and world.rank == 1):
@@ -206,7 +205,7 @@ class Allocator:
         }.items():
             monkeypatch.setattr(torch.cuda, name, get)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
-        monkeypatch.setattr(memory_gauge, "_most", {})
+        monkeypatch.setattr(engine_memory, "_highest", {})
 
     def reset(self, _):
         self.most, self.slabs = self.now, 0
@@ -228,7 +227,7 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
         device.hold(12)
 
     run.optimizer.register_step_pre_hook(take_30)
-    memory = Memory(run, 2, True)
+    memory = MemoryMonitor(run, stop=2, evaluates=True)
 
     def evaluation():
         device.hold(99)
@@ -236,8 +235,8 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
         return 7
 
     evaluate, save = (
-        memory.during("evaluation", evaluation),
-        memory.during("saving", lambda: (device.hold(70), device.hold(12))),
+        memory.measured("evaluation", evaluation),
+        memory.measured("saving", lambda: (device.hold(70), device.hold(12))),
     )
     step(run, memory)
     entries, lines = memory.report()
@@ -265,7 +264,7 @@ def test_on_cuda_peaks_are_the_allocators(monkeypatch):
 def test_at_the_end_only_news_is_told(monkeypatch):
     device = Allocator(monkeypatch)
     run = training(nn.Linear(2, 2), "cuda")
-    memory = Memory(run, 2, False)
+    memory = MemoryMonitor(run, stop=2, evaluates=False)
     device.hold(100)
     step(run, memory)
     assert memory.report()[1]
@@ -296,18 +295,18 @@ def test_entry_on_cuda_has_what_was_reserved(monkeypatch):
 
 def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monkeypatch):
     mark = SimpleNamespace(ru_maxrss=100 * 1024)
-    monkeypatch.setattr(memory_gauge, "_PROC", tmp_path / "absent")
-    monkeypatch.setattr(memory_gauge.sys, "platform", "linux")
+    monkeypatch.setattr(engine_memory, "_PROC", tmp_path / "absent")
+    monkeypatch.setattr(engine_memory.sys, "platform", "linux")
     monkeypatch.setattr(resource, "getrusage", lambda _: mark)
-    monkeypatch.setattr(memory_gauge, "_most", {})
+    monkeypatch.setattr(engine_memory, "_highest", {})
     run = training(nn.Linear(2, 2))
-    memory = Memory(run, 9, True)
+    memory = MemoryMonitor(run, stop=9, evaluates=True)
 
     def grow(mb):
         mark.ru_maxrss = mb * 1024
 
     step(run, memory, lambda: (grow(130), run.forward.weight.sum())[1])
-    memory.during("evaluation", grow)(180)
+    memory.measured("evaluation", grow)(180)
     entries, _ = memory.report()
     assert entries["memory/activations_mb"] == pytest.approx(30, abs=0.01)
     assert entries["memory/evaluation_mb"] == 50
@@ -318,24 +317,24 @@ def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process set its own mark back")
 def test_peak_begins_anew_and_the_most_is_remembered():
-    meter = MemoryGauge(torch.device("cpu"))
-    meter.restart()
-    before = meter.held()
+    gauge = MemoryGauge(torch.device("cpu"))
+    gauge.reset_peak()
+    before = gauge.current()
     torch.ones(200, MB, dtype=torch.uint8)
-    assert before + 190 * MB < meter.peak() < before + 300 * MB
-    most = meter.most()
-    assert meter.restart() < before + 100 * MB
-    assert meter.peak() < before + 100 * MB
-    assert meter.most() == most
+    assert before + 190 * MB < gauge.peak() < before + 300 * MB
+    highest = gauge.highest_peak()
+    assert gauge.reset_peak() < before + 100 * MB
+    assert gauge.peak() < before + 100 * MB
+    assert gauge.highest_peak() == highest
 
 
 def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
     (tmp_path / "clear_refs").mkdir()  # cannot be written
-    monkeypatch.setattr(memory_gauge, "_PROC", tmp_path)
-    monkeypatch.setattr(memory_gauge, "_most", {})
-    meter = MemoryGauge(torch.device("cpu"))
-    assert (meter.restart(), meter.peak(), meter.held(), meter.most(), meter.reserved()) == (
+    monkeypatch.setattr(engine_memory, "_PROC", tmp_path)
+    monkeypatch.setattr(engine_memory, "_highest", {})
+    gauge = MemoryGauge(torch.device("cpu"))
+    assert (gauge.reset_peak(), gauge.peak(), gauge.current(), gauge.highest_peak(), gauge.highest_reserved()) == (
         2 * MB,
         2 * MB,
         MB,
@@ -348,7 +347,7 @@ def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
 
 
 def rows(peaks, **columns):
-    row = {"parameters": 10.0, "activations": 5.0, "peak": 0.0}
+    row = {"paragauges": 10.0, "activations": 5.0, "peak": 0.0}
     return [
         {name: value * MB for name, value in (row | columns | {"peak": peak, "activations": peak / 2}).items()}
         for peak in peaks
@@ -358,7 +357,7 @@ def rows(peaks, **columns):
 def test_table_has_a_line_for_each_rank():
     assert table(rows([100, 110]), 50, "cpu") == [
         "memory at step 50 in MiB, resident:",
-        "rank  parameters  activations        peak",
+        "rank  paragauges  activations        peak",
         "   0        10.0         50.0       100.0",
         "   1        10.0         55.0       110.0",
     ]
@@ -368,7 +367,7 @@ def test_table_of_many_ranks_shows_the_extremes():
     lines = table(rows([1000 + (17 * rank) % 40 for rank in range(40)]), 50, "cuda")
     assert lines == [
         "memory at step 50 in MiB, allocated on the device:",
-        "  rank  parameters  activations        peak",
+        "  rank  paragauges  activations        peak",
         "     0        10.0        500.0     1,000.0",
         "     7        10.0        519.5     1,039.0",
         "   min        10.0        500.0     1,000.0",
@@ -379,7 +378,7 @@ def test_table_of_many_ranks_shows_the_extremes():
 
 @pytest.mark.parametrize(
     ("peaks", "hint"),
-    [([100, 119, 110], None), ([100, 110, 130], "rank 2 held 30.0 MiB more than rank 0 at its peak, ")],
+    [([100, 119, 110], None), ([100, 110, 130], "at its peak, rank 2 held 30.0 MiB more than rank 0: ")],
 )
 def test_imbalance_is_told_from_a_fifth_on(peaks, hint):
     last = table(rows(peaks), 50, "cpu")[-1]
@@ -388,13 +387,11 @@ def test_imbalance_is_told_from_a_fifth_on(peaks, hint):
 
 def test_imbalance_names_the_column_that_makes_most_of_it():
     light, heavy, elsewhere = (
-        {"parameters": 10.0 * MB, "activations": size * MB, "peak": peak * MB}
+        {"paragauges": 10.0 * MB, "activations": size * MB, "peak": peak * MB}
         for size, peak in ((5, 100), (85, 200), (6, 200))
     )
     assert (
         table([heavy, light], 50, "cpu")[-1]
-        == "rank 0 held 100.0 MiB more than rank 1 at its peak, mostly in activations"
+        == "at its peak, rank 0 held 100.0 MiB more than rank 1: mostly in activations"
     )
-    assert table([elsewhere, light], 50, "cpu")[-1].endswith(
-        "at its peak, before training, in saving, or in several columns"
-    )
+    assert table([elsewhere, light], 50, "cpu")[-1].endswith(": before training, in saving, or in several columns")

@@ -243,13 +243,13 @@ def test_a_schedule_cannot_be_changed():
 
 @pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 16.0), ("sqrt", 4.0)])
 def test_the_rate_is_scaled_from_the_reference_batch(scaling, factor):
-    assert scaled_lr(0.1, scaling, 512, 32) == pytest.approx(0.1 * factor, rel=1e-15)
-    assert scaled_lr(0.1, scaling, 2, 32) == pytest.approx(0.1 / factor, rel=1e-15)
+    assert scaled_lr(0.1, scaling, global_batch=512, reference_batch=32) == pytest.approx(0.1 * factor, rel=1e-15)
+    assert scaled_lr(0.1, scaling, global_batch=2, reference_batch=32) == pytest.approx(0.1 / factor, rel=1e-15)
 
 
 @pytest.mark.parametrize("scaling", ["none", "linear", "sqrt"])
 def test_the_rate_at_the_reference_batch_is_kept(scaling):
-    assert scaled_lr(0.37, scaling, 48, 48) == 0.37
+    assert scaled_lr(0.37, scaling, global_batch=48, reference_batch=48) == 0.37
 
 
 # ---- warm-up as a share

@@ -1,4 +1,4 @@
-"""What differs between ranks or batches: the order of heads, heads without units, parameters that a rank does not use."""
+"""Differences between ranks or batches: the order of heads, heads without units, unused parameters."""
 
 import pytest
 import torch
@@ -55,9 +55,6 @@ ALONE = launched(
     failing("HeadsByRank", "task.fewer_from=14"),
     failing("HeadsByRank", "task.fewer_from=1", "task.of=loss"),
     failing("UnusedFrom"),
-    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp"),
-    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.strategy=fsdp", "task.frozen=true"),
-    failing("ConstantHeads", "batch.global=6", "batch.micro=2", "parallel.static_graph=true"),
 )
 
 
@@ -90,12 +87,14 @@ def test_a_parameter_that_one_rank_stops_using_is_named_there(launch):
     assert "find_unused_parameters=true" in ended.stderr
 
 
-@ALONE
-def test_constants_that_a_strategy_cannot_do_without_are_named(launch):
-    for ended, key in zip(launch.done[3:], ("strategy=fsdp", "strategy=fsdp", "static_graph"), strict=True):
-        assert ended.returncode == 1
-        assert "is a constant, which depends on no parameter" in ended.stderr
-        assert f"parallel.{key}" in ended.stderr
+@pytest.mark.parametrize(
+    ("key", "value", "frozen"), [("strategy", "fsdp", False), ("strategy", "fsdp", True), ("static_graph", True, False)]
+)
+def test_constants_that_a_strategy_cannot_do_without_are_named(key, value, frozen):
+    settings = runs.config(batch={"global": 6, "micro": 2}, parallel={key: value})
+    for message in run_ranks(2, rank_cases.error_of, "ConstantHeads", {"frozen": frozen}, settings):
+        assert "is a constant, which depends on no parameter" in message
+        assert f"parallel.{key}" in message
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (1, 2), (2, 3), (3, 2)])

@@ -80,12 +80,12 @@ def test_safetensors_hold_every_number_by_name_in_its_own_format(tmp_path):
     [
         (
             [torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(2, 3)],
-            "output has another shape in another row: (2, 3), (4, 3)",
+            "output has several shapes: (2, 3), (4, 3)",
         ),
-        ([[1, 2], [1], [1, 2]], "output has another shape in another row: (2,), (1,)"),
+        ([[1, 2], [1], [1, 2]], "output has several shapes: (2,), (1,)"),
         ([[[1], [1, 2]]] * 3, "output holds lists of several lengths"),
-        ([1, None, 2], "output is missing in row 1"),
-        ([{"a": 1}, {"b": 1}, {"a": 1}], "output/a is missing in row 1"),
+        ([1, None, 2], "output is missing in prediction 1"),
+        ([{"a": 1}, {"b": 1}, {"a": 1}], "output/a is missing in prediction 1"),
         ([1, "one", 1], "output is neither a number nor a text"),
         ([object()] * 3, "output is neither a number nor a text"),
     ],

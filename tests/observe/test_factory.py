@@ -1,7 +1,9 @@
 """Writers are found by name: built-in ones, those of installed packages, and those in a file."""
 
 import sys
+import types
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +88,31 @@ def test_writer_in_a_file_receives_the_log_and_fresh_deletes_what_it_wrote(file,
         Trainer(settings, run_dir=tmp_path / "run", quiet=True, fresh=fresh).fit(own_tasks.Plain())
         assert (tmp_path / "run" / "notes.txt").read_text() == "mine on 1 cpu from 0 to 10\n5 True\n10 True\n"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_writer_of_the_documentation_sends_the_log(tmp_path, monkeypatch):
+    calls = []
+
+    class Session:
+        def log(self, entry, step):
+            calls.append((step, entry["train/loss"] > 0))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**settings):
+        assert settings["config"]["train"]["steps"] == 10
+        calls.append((settings["name"], settings["id"], settings["dir"]))
+        return Session()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    docs = Path(__file__).parents[2] / "docs" / "logs.md"
+    (tmp_path / "wandb_writer.py").write_text(docs.read_text().split("```python\n")[1].split("```")[0])
+    settings = runs.config(
+        name="mine", train={"steps": 10}, log={"writers": [f"{tmp_path}/wandb_writer.py:WandbWriter"]}
+    )
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit(own_tasks.Plain())
+    assert calls == [("mine", "run", tmp_path / "run"), (5, True), (10, True), "finished"]
 
 
 def test_writer_of_an_installed_package_is_found(package):

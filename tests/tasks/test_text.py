@@ -273,6 +273,7 @@ def test_prediction_of_lines_of_standard_input_goes_into_a_table(trained, tmp_pa
 def test_a_text_without_tokens_gets_no_class(trained, texts):
     folder, _ = trained
     rows = Trainer(config_of(folder), run_dir=folder, quiet=True).describe(texts)
+    assert [row["text"] for row in rows] == texts
     for row in rows:
         if row["text"] == "good film":
             assert row["prediction"] in ROLES

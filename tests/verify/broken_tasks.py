@@ -36,7 +36,7 @@ class Clouds(Dataset):
 
 
 class Network(nn.Module):
-    """A layer of 13 features, which no number of ranks divides, and a head; with dropout and BatchNorm where they are wanted."""
+    """A layer of 13 features, which no number of ranks divides, and a head; optionally dropout and BatchNorm."""
 
     def __init__(self, dropout=0.0, norm=False):
         super().__init__()
@@ -143,7 +143,7 @@ class Masked(Task):
 
 
 class Tensors(Classes):
-    """Right: a data set of tensors, none of which is prepared: inputs, labels and, where there are some, importances."""
+    """Right: a data set of tensors that are not prepared: inputs, labels and, where there are some, importances."""
 
     prepare, collate = Task.prepare, Task.collate
 
@@ -210,7 +210,7 @@ class Forked(Classes):
 
 
 class MixedInLoss(Classes):
-    """Right: each sample of a batch is mixed with its neighbour in the loss, by a share from NumPy's or Python's generator.
+    """Right: the loss mixes each sample of a batch with its neighbour, by a share from NumPy's or Python's generator.
 
     generator: numpy or random.
     """
@@ -254,7 +254,7 @@ class FrozenNetwork(Network):
 
 
 class TwoHeads(Masked):
-    """Right: two losses with units of their own: head `values` over valid targets, head `size` over samples; that counts three times."""
+    """Right: two losses with units of their own: `values` over valid targets, and `size` over samples, times three."""
 
     def weight(self, batch):
         return {"values": batch[2].sum(), "size": torch.tensor(float(len(batch[0])))}
@@ -451,7 +451,7 @@ class MaskedMean(Masked):
 
 
 class MeanOfOneHead(TwoHeads):
-    """One of two losses is a mean over the valid targets of the micro-batch, the other a sum; the weights count them rightly."""
+    """One of two losses is a mean over the valid targets of the micro-batch, the other a sum. The weights are right."""
 
     def loss(self, model, batch):
         heads = super().loss(model, batch)

@@ -145,7 +145,7 @@ class Words(Dataset):
 
 
 class Tokens(Base):
-    """Padding in collate, lengths that group similar samples, embeddings of which a batch uses few, and loader workers."""
+    """Padding in collate, lengths that group similar samples, embeddings that a batch uses in part, and workers."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -263,7 +263,7 @@ class Blocks(Base):
 
 
 class Smoothed(Base):
-    """Label smoothing: no output has a loss near zero. A buffer that counts forward passes; layers that ask the model for its dtype."""
+    """Label smoothing, so that no output has a loss near zero; a buffer that counts forward passes; dtype questions."""
 
     class Net(nn.Module):
         def __init__(self):

@@ -1,38 +1,62 @@
-"""A bench whose trials have been made already, as a test says, and what they saw."""
+"""Experiments whose results a test makes up."""
 
 from pathlib import Path
 
 from lockstep import config_file
-from lockstep.verify.bench import Bench
-from lockstep.verify.nature import Nature
-from lockstep.verify.trial import Answer
-from lockstep.verify.witness import Seen
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.recorder import Recording
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
+from lockstep.verify.workers import WorkerEnded
 from tests import runs
 
 
-class NoRanks:
-    """Ranks that nobody may ask."""
+class NoWorkers:
+    """Workers that no test may ask."""
 
     def run(self, world, function, *arguments):
         raise AssertionError(f"{function} with {arguments} was asked for")
 
 
-def bench(answers=None, nproc=2, steps=12, folder=Path("nowhere"), ranks=None, **sections):
-    """answers: by the name of the trial what its ranks answer, as a list; or what rank 0 does."""
+class GivenAnswers:
+    """Workers that give the same answers whatever they are asked."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def run(self, world, function, *arguments):
+        return self.answers
+
+
+class MadeUpExperiments(Experiments):
+    """Experiments of which some have given answers, by name. The workers make the others."""
+
+    answers = None
+
+    def run(self, name, world, function, *arguments):
+        workers = self.workers
+        try:
+            if name in self.answers:
+                self.workers = GivenAnswers(self.answers[name])
+            return super().run(name, world, function, *arguments)
+        finally:
+            self.workers = workers
+
+
+def experiments(answers=None, nproc=2, steps=12, folder=Path("nowhere"), workers=None, **sections):
+    """answers: by name of the experiment, a list with the answer of each rank, or the answer of rank 0."""
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
-    given = {"nature": Nature(epsilon=1e-16)} | (answers or {})
-    made = {
-        name: [
-            one if isinstance(one, Answer) else Answer(one)
-            for one in (answer if isinstance(answer, list) else [answer])
-        ]
-        for name, answer in given.items()
+    made = MadeUpExperiments(config, nproc, folder, workers or NoWorkers(), steps=steps)
+    given = {"task-probe": TaskProbe(epsilon=1e-16)} | (answers or {})
+    lists = {name: answer if isinstance(answer, list) else [answer] for name, answer in given.items()}
+    made.answers = {
+        name: [answer if isinstance(answer, Answer | WorkerEnded) else Answer(answer) for answer in answers]
+        for name, answers in lists.items()
     }
-    return Bench(config, nproc, folder, ranks or NoRanks(), steps=steps, _answers=made)
+    return made
 
 
-def seen(losses=(), **more):
-    """What a rank saw of a training with these losses."""
-    return Seen(
-        entries=[{"step": step + 1, "train/loss": loss, "train/skipped": 0} for step, loss in enumerate(losses)], **more
-    )
+def recording(losses=(), **more):
+    """What was recorded on a rank of a training with these losses."""
+    entries = [{"step": step + 1, "train/loss": loss, "train/skipped": 0} for step, loss in enumerate(losses)]
+    return Recording(entries=entries, **more)

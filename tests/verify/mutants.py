@@ -1,7 +1,8 @@
-"""Engines and tasks with one fault each, for `lockstep verify` to find.
+"""Mutants: engines and tasks with one fault each, which `lockstep verify` must find.
 
-Most are edits of the package's own source: the fault is the text that stands in the place of another, and goes into the running
-function's code object, so that whoever imported the function calls the broken one. Ranks are warm and shared: all is put back.
+Most mutants edit the package's own source: a text of a function is replaced by another text. The edited code goes into
+the function object, so that everybody who imported the function calls the broken code. Workers are shared between
+tests, so each edit is taken back.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import re
 import shutil
 import textwrap
 import time
@@ -78,15 +80,18 @@ Edit = tuple[str, str, str]  # module:function of the package, its text, what st
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault. check: the one that is to catch it. base: of BASES. edits: of the engine. task: a broken class instead of the base's.
-    overrides: a wrong config."""
+    """A training with one fault: edits of the engine, a broken task, or a wrong config."""
 
     name: str
     check: str
+    """The check that must find the fault."""
     base: str = "classes"
+    """The training without the fault; a key of BASES."""
     edits: tuple[Edit, ...] = ()
     task: str | None = None
+    """A broken class that replaces the base's class."""
     overrides: tuple[str, ...] = ()
+    """Options that make the config wrong."""
 
     @property
     def words(self) -> str:
@@ -126,7 +131,7 @@ RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').env
 _engine(
     "update with the wrong sign",
     "loss",
-    (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in run.parameters]; scaler.step(optimizer)"),
+    (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in state.parameters]; scaler.step(optimizer)"),
 )
 _engine("update never applied", "loss", (STEP, "scaler.step(optimizer)", "pass"))
 _engine(
@@ -137,7 +142,7 @@ _engine(
 _engine(
     "optimizer over a copy of the model",
     "loss",
-    ("assembly:optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+    ("build:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
 )
 _config(
     "learning rate far too high",
@@ -152,10 +157,10 @@ _engine(
     "loss",
     (
         STEP,
-        "run.step += 1\n",
-        "run.step += 1\n"
-        "run.__dict__.setdefault('first', [p.detach().clone() for p in run.parameters])\n"
-        "[p.data.copy_(w) for p, w in zip(run.parameters, run.first)]\n",
+        "state.step += 1\n",
+        "state.step += 1\n"
+        "state.__dict__.setdefault('first', [p.detach().clone() for p in state.parameters])\n"
+        "[p.data.copy_(w) for p, w in zip(state.parameters, state.first)]\n",
     ),
 )
 
@@ -170,9 +175,9 @@ _task("loss with the wrong sign", "metric", "Uphill")
 _engine(
     "checkpoint's weights not loaded for evaluation",
     "metric",
-    ("assembly:load", "states.restore(", "(lambda *_, **__: None)("),
+    ("resume:load_trained_weights", "checkpoint_state.restore(", "(lambda *_, **__: None)("),
 )
-_engine("averages never updated", "metric", (STEP, "run.averages.update()", "pass"), base="ema")
+_engine("averages never updated", "metric", (STEP, "state.averages.update()", "pass"), base="ema")
 
 # ---- overfit: not even eight samples
 
@@ -184,8 +189,10 @@ _config("learning rate a million times too small", "overfit", "optim.lr=2.0e-8")
 
 # ---- gradients: what the optimizer gets
 
-_engine("gradient divided by the world size", "gradients", (STEP, "else world.size)", "else 1)"))
-_engine("gradient multiplied by the world size", "gradients", (STEP, "else world.size)", "else world.size**2)"))
+_engine("gradient divided by the world size", "gradients", (STEP, "else world.data_size)", "else 1)"))
+_engine(
+    "gradient multiplied by the world size", "gradients", (STEP, "else world.data_size)", "else world.data_size**2)")
+)
 _engine(
     "loss summed twice",
     "gradients",
@@ -194,13 +201,13 @@ _engine(
 _engine(
     "coefficients applied twice",
     "gradients",
-    ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "run.coefficients.get(head, 1.0) ** 2"),
+    ("engine.step:_factors", "state.coefficients.get(head, 1.0)", "state.coefficients.get(head, 1.0) ** 2"),
     base="heads",
 )
 _engine(
     "coefficients ignored",
     "gradients",
-    ("engine.step:_factors", "run.coefficients.get(head, 1.0)", "1.0"),
+    ("engine.step:_factors", "state.coefficients.get(head, 1.0)", "1.0"),
     base="heads",
 )
 _engine(
@@ -213,28 +220,28 @@ _engine(
     "clipped before unscaling",
     "gradients",
     (STEP, "scaler.unscale_(optimizer)", "pass"),
-    (STEP, "set_lr(optimizer, run", "scaler.unscale_(optimizer); set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, state", "scaler.unscale_(optimizer); set_lr(optimizer, state"),
     base="fp16",
 )
 _engine(
     "clipping left out",
     "gradients",
-    (STEP, "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)", "pass"),
+    (STEP, "clip_grads(state.parameters, state.clip_norm, result.grad_norm)", "pass"),
 )
 _engine(
     "clipped by value",
     "gradients",
     (
         STEP,
-        "sharding.clip_grads(run.parameters, run.clip_norm, outcome.grad_norm)",
-        "torch.nn.utils.clip_grad_value_(run.parameters, 0.05)",
+        "clip_grads(state.parameters, state.clip_norm, result.grad_norm)",
+        "torch.nn.utils.clip_grad_value_(state.parameters, 0.05)",
     ),
 )
 _engine(
     "norm per parameter",
     "gradients",
     (
-        "dist.sharding:clip_grads",
+        "distributed.gradients:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
         "[nn.utils.clip_grad_norm_([one], max_norm) for one in held]",
     ),
@@ -243,56 +250,68 @@ _engine("zero_grad forgotten", "gradients", (STEP, "optimizer.zero_grad(set_to_n
 _engine(
     "schedule counts micro-batches",
     "gradients",
-    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule((outcome.step - run.skipped) * len(micros))"),
+    (
+        STEP,
+        "state.schedule(result.step - state.skipped)",
+        "state.schedule((result.step - state.skipped) * len(micros))",
+    ),
     base="micro-batches",
 )
-_engine("schedule never advanced", "gradients", (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(0)"))
+_engine(
+    "schedule never advanced", "gradients", (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(0)")
+)
 _engine(
     "schedule one update late",
     "gradients",
-    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(max(0, outcome.step - run.skipped - 1))"),
+    (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(max(0, result.step - state.skipped - 1))"),
 )
 _engine(
     "skipped updates advance the schedule",
     "gradients",
-    (STEP, "run.schedule(outcome.step - run.skipped)", "run.schedule(outcome.step)"),
+    (STEP, "state.schedule(result.step - state.skipped)", "state.schedule(result.step)"),
     base="overflow",
 )
 _engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "update < self.warmup", "False"))
 _engine(
-    "learning rate scaled twice", "gradients", ("assembly:optimizer", "rate.lr * scale,", "rate.lr * scale * scale,")
+    "learning rate scaled twice",
+    "gradients",
+    ("build:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
 )
 _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
-    (STEP, "run.schedule(outcome.step - run.skipped)", "world.size * run.schedule(outcome.step - run.skipped)"),
+    (STEP, "state.schedule(result.step - state.skipped)", "world.size * state.schedule(result.step - state.skipped)"),
 )
 _engine(
     "schedule for half the steps",
     "gradients",
-    ("run:Trainer._training", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
+    ("build:prepare_run", "Schedule(total=stop,", "Schedule(total=stop // 2,"),
 )
 _engine(
     "model left in evaluation mode by an evaluation",
     "gradients",
-    ("engine.trainer:fit", "for micros in batches:", "for micros in batches:\n    run.forward.train(run.step < 6)"),
+    (
+        "engine.loop:fit",
+        "for micro_batches in batches:",
+        "for micro_batches in batches:\n    state.forward.train(state.step < 6)",
+    ),
 )
 _engine(
     "model in evaluation mode from the start",
     "gradients",
-    ("engine.trainer:fit", "run.forward.train()", "run.forward.eval()"),
+    ("engine.loop:fit", "state.forward.train()", "state.forward.eval()"),
     base="dropout",
 )
 _engine(
     "norm of the local shard",
     "gradients",
-    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("distributed.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
     base="fsdp",
 )
 _engine(
     "modules put into training mode past the model's own train()",
     "gradients",
-    ("engine.trainer:fit", "run.forward.train()", "[setattr(one, 'training', True) for one in run.forward.modules()]"),
+    ("engine.loop:fit", "state.forward.train()", "[setattr(one, 'training', True) for one in state.forward.modules()]"),
     base="frozen-norm",
 )
 _task("dead branch", "gradients", "DeadBranch")
@@ -302,18 +321,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    ("assembly:optimizer", "rate.lr * scale, rate.weight_decay,", "rate.lr * scale, 30 * (rate.weight_decay or 0),"),
+    ("build:make_optimizer", "weight_decay=optim.weight_decay,", "weight_decay=30 * (optim.weight_decay or 0),"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("assembly:optimizer", "groups, rate.args,", "groups, {},"),
+    ("build:make_optimizer", "args=optim.args,", "args={},"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [],"),
+    ("build:make_optimizer", "groups=groups,", "groups=[],"),
     base="groups",
 )
 _engine(
@@ -331,24 +350,26 @@ _engine(
 _engine(
     "averages updated twice per step",
     "gradients",
-    (STEP, "run.averages.update()", "run.averages.update(); run.averages.update()"),
+    (STEP, "state.averages.update()", "state.averages.update(); state.averages.update()"),
     base="ema",
 )
 
 # ---- tensors that are read at once, and methods that are set on the object
 
 AT_ONCE, CHUNKS = "data.loader:MicroBatches.__getitem__", "data.loader:MicroBatches.__init__"
-_engine("neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[rows]", "tensor[rows - 1]"), base="tensors")
+_engine(
+    "neighbouring rows read at once", "gradients", (AT_ONCE, "tensor[indices]", "tensor[indices - 1]"), base="tensors"
+)
 _engine(
     "first row read at once in the place of the last",
     "gradients",
-    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor((*chunk.indices[:-1], chunk.indices[0]))"),
+    (AT_ONCE, "torch.tensor(plan.indices)", "torch.tensor((*plan.indices[:-1], plan.indices[0]))"),
     base="tensors",
 )
 _engine(
     "labels read at once in another order than inputs",
     "gradients",
-    (AT_ONCE, "tensor[rows]", "tensor[rows if tensor.ndim > 1 else rows.sort().values]"),
+    (AT_ONCE, "tensor[indices]", "tensor[indices if tensor.ndim > 1 else indices.sort().values]"),
     base="tensors",
 )
 _engine(
@@ -360,13 +381,13 @@ _engine(
 _engine(
     "rows read at once in reversed order",
     "predictions",
-    (AT_ONCE, "torch.tensor(chunk.indices)", "torch.tensor(chunk.indices).flip(0)"),
+    (AT_ONCE, "torch.tensor(plan.indices)", "torch.tensor(plan.indices).flip(0)"),
     base="tensors",
 )
 _engine(
     "rows of evaluation data read at once twice",
     "evaluation",
-    (AT_ONCE, "tensor[rows]", "tensor[rows if self.training else rows // 2]"),
+    (AT_ONCE, "tensor[indices]", "tensor[indices if self.training else indices // 2]"),
     base="tensors",
 )
 _engine(
@@ -398,18 +419,22 @@ _engine(
 _engine(
     "samples that draw found, and not seeded",
     "gradients",
-    (SEEDING, "self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))", "pass"),
+    (SEEDING, "self.drawn = tuple(generator for generator in GENERATORS if generator in drawn)", "pass"),
     (
         SEEDING,
-        "tuple(one for one in GENERATORS if one not in self.drawn)",
-        "tuple(one for one in self._others if one not in found)",
+        "tuple(generator for generator in GENERATORS if generator not in self.drawn)",
+        "tuple(generator for generator in self._others if generator not in newly_drawn)",
     ),
     base="rarely",
 )
 _engine(
     "nobody looks for draws after a micro-batch without any",
     "gradients",
-    (SEEDING, "if found:", "self._others, self._seed = (self._others, self._seed) if found else ((), None)\nif found:"),
+    (
+        SEEDING,
+        "if newly_drawn:",
+        "self._others, self._seed = (self._others, self._seed) if newly_drawn else ((), None)\nif newly_drawn:",
+    ),
     base="rarely",
 )
 _engine(
@@ -462,18 +487,26 @@ _engine(
 _engine(
     "weights drawn per rank, and DDP's first broadcast skipped",
     "probe",
-    ("assembly:assemble", "seed(config)\n", f"seed(config); torch.manual_seed({RANK})\n"),
-    ("dist.strategy:wrap", "static_graph=buckets.static_graph,", "static_graph=buckets.static_graph, init_sync=False,"),
+    ("build:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    (
+        "distributed.ddp:DDP.wrap",
+        "static_graph=self.options.static_graph,",
+        "static_graph=self.options.static_graph, init_sync=False,",
+    ),
 )
 _engine(
     "gradients never reduced",
     "probe",
-    ("dist.strategy:sync", "contextlib.nullcontext() if last else forward.no_sync()", "forward.no_sync()"),
+    (
+        "distributed.ddp:DDP.gradient_sync",
+        "contextlib.nullcontext() if last else self.forward.no_sync()",
+        "self.forward.no_sync()",
+    ),
 )
 _engine(
     "reduced on the first micro-batch only",
     "probe",
-    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, number == 0, world)"),
+    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(number == 0)"),
     base="micro-batches",
 )
 _engine(
@@ -485,18 +518,18 @@ _engine(
     "BatchNorm statistics never synchronised",
     "probe",
     (
-        "dist.strategy:wrap",
-        "static_graph=buckets.static_graph,",
-        "static_graph=buckets.static_graph, broadcast_buffers=False,",
+        "distributed.ddp:DDP.wrap",
+        "static_graph=self.options.static_graph,",
+        "static_graph=self.options.static_graph, broadcast_buffers=False,",
     ),
-    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("dist.strategy:_sharded_sync", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
-    ("dist.strategy:sync_buffers", "world.broadcast_tensors(list(forward.buffers()))", "pass"),
+    ("distributed.fsdp:FSDP.gradient_sync", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
+    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
     base="fsdp-norm",
 )
 
@@ -507,14 +540,15 @@ _engine(
     "replicas",
     (
         STEP,
-        "run.skipped += not outcome.applied",
-        f"run.skipped += not outcome.applied; run.parameters[0].data.view(-1)[0] += 1e-7 * ({RANK} == 1 and run.step == 4)",
+        "state.skipped += not result.applied",
+        "state.skipped += not result.applied; "
+        f"state.parameters[0].data.view(-1)[0] += 1e-7 * ({RANK} == 1 and state.step == 4)",
     ),
 )
 _engine(
     "averages on rank 0 only",
     "replicas",
-    (STEP, "run.averages is not None and outcome.applied", "run.averages is not None and world.rank == 0"),
+    (STEP, "state.averages is not None and result.applied", "state.averages is not None and world.rank == 0"),
     base="ema",
 )
 _engine(
@@ -522,8 +556,9 @@ _engine(
     "replicas",
     (
         STEP,
-        "run.skipped += not outcome.applied",
-        f"run.skipped += not outcome.applied; next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
+        "state.skipped += not result.applied",
+        "state.skipped += not result.applied; "
+        f"next(iter(optimizer.state.values()))['exp_avg'].view(-1)[-1] += 1e-9 * {RANK}",
     ),
 )
 _engine(
@@ -531,22 +566,23 @@ _engine(
     "replicas",
     (
         STEP,
-        "run.skipped += not outcome.applied",
-        f"run.skipped += not outcome.applied; next(iter(optimizer.state.values()))['step'].add_({RANK} if run.step == 3 else 0)",
+        "state.skipped += not result.applied",
+        "state.skipped += not result.applied; "
+        f"next(iter(optimizer.state.values()))['step'].add_({RANK} if state.step == 3 else 0)",
     ),
 )
 _engine(
     "clipped before the reduction, per rank",
     "replicas",
-    (STEP, "set_lr(optimizer, run", f"run.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, state", f"state.parameters[-1].grad.mul_(1 + 1e-6 * {RANK}); set_lr(optimizer, state"),
 )
 _engine(
     "weight decay by hand on rank 0",
     "replicas",
     (
         STEP,
-        "run.skipped += not outcome.applied",
-        "run.skipped += not outcome.applied; [p.data.mul_(0.9999) for p in run.parameters if world.rank == 0]",
+        "state.skipped += not result.applied",
+        "state.skipped += not result.applied; [p.data.mul_(0.9999) for p in state.parameters if world.rank == 0]",
     ),
 )
 
@@ -555,25 +591,25 @@ _engine(
 _engine(
     "each rank divides by its own weights",
     "ranks",
-    ("engine.step:_count", "run.world.all_sum(mine)", "[max(1.0, one) * run.world.size for one in mine]"),
+    ("engine.step:_count", "state.world.data_sum(mine)", "[max(1.0, one) * state.world.size for one in mine]"),
     base="masked",
 )
 _engine(
     "units packed in the rank's own order of heads",
     "ranks",
     ("data.loader:_as_floats", "for head in sorted(named)}", "for head in named}"),
-    ("engine.step:_count", 'heads.agree(run.weight_heads, names, "Task.weight", run.world)', "names"),
+    ("engine.step:_count", 'heads.agree(state.weight_heads, names, "Task.weight", state.world)', "names"),
     base="heads-by-rank",
 )
 _engine(
     "logged losses packed in the rank's own order of heads",
     "ranks",
-    ("dist.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
+    ("distributed.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
     ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), "Task.loss", world)', "tuple(losses)"),
-    ("engine.meter:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
+    ("engine.log_window:LogWindow.entry", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
-_engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.size", "world.size"), base="few")
+_engine("filler counted", "ranks", (STEP, "0 if micro.filler else world.data_size", "world.size"), base="few")
 _engine(
     "filler's weight counted",
     "ranks",
@@ -584,9 +620,9 @@ _engine(
     "augmentation seeded per rank",
     "ranks",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
-        f"derive_seed(index, {RANK}, state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        f"derive_seed(index, {RANK}, state=epoch_seed)",
     ),
 )
 _engine(
@@ -597,12 +633,16 @@ _engine(
 _engine(
     "a rank drops its last micro-batch",
     "ranks",
-    (STEP, "0 if micro.filler else world.size", "0 if micro.filler or (last and world.rank == 1) else world.size"),
+    (
+        STEP,
+        "0 if micro.filler else world.data_size",
+        "0 if micro.filler or (last and world.rank == 1) else world.data_size",
+    ),
 )
 _engine(
     "initial weights depend on the world size",
     "ranks",
-    ("assembly:assemble", "seed(config)\n", "seed(config); torch.manual_seed(world.size)\n"),
+    ("build:build_model", "seed_everything(config)", "seed_everything(config); torch.manual_seed(world.size)"),
 )
 _engine(
     "a partial batch is divided by the full size",
@@ -618,7 +658,7 @@ _task("samples influence each other", "ranks", "CoupledLoss")
 _engine(
     "gradient of the last micro-batch only",
     "accumulation",
-    (STEP, "outcome.losses.append(", "last or run.forward.zero_grad()\noutcome.losses.append("),
+    (STEP, "result.losses.append(", "last or state.forward.zero_grad()\nresult.losses.append("),
 )
 _engine(
     "mean of means over micro-batches",
@@ -632,26 +672,27 @@ _engine(
 _engine(
     "divided by the number of micro-batches as well",
     "accumulation",
-    (STEP, "0 if micro.filler else world.size", "0 if micro.filler else world.size / len(micros)"),
+    (STEP, "0 if micro.filler else world.data_size", "0 if micro.filler else world.data_size / len(micros)"),
 )
 _engine(
     "clipped after each micro-batch",
     "accumulation",
     (
         STEP,
-        "outcome.losses.append(",
-        "last or torch.nn.utils.clip_grad_norm_(run.parameters, run.clip_norm / len(micros))\noutcome.losses.append(",
+        "result.losses.append(",
+        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micros))\n"
+        "result.losses.append(",
     ),
 )
 _engine(
     "an update after each micro-batch",
     "accumulation",
-    (STEP, "outcome.losses.append(", "last or (optimizer.step(), optimizer.zero_grad())\noutcome.losses.append("),
+    (STEP, "result.losses.append(", "last or (optimizer.step(), optimizer.zero_grad())\nresult.losses.append("),
 )
 _engine(
     "one micro-batch twice",
     "accumulation",
-    (STEP, "run.forward(micro.batch)", "run.forward(micros[max(0, number - (number == 2))].batch)"),
+    (STEP, "strategy.forward(micro.batch)", "strategy.forward(micros[max(0, number - (number == 2))].batch)"),
 )
 _task("mean where a sum is asked for", "accumulation", "MeanLoss")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
@@ -665,13 +706,13 @@ _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 _engine(
     "norm of the local shard under the other strategy",
     "strategies",
-    ("dist.sharding:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
+    ("distributed.gradients:grad_norm", "dist.all_reduce(square,", "(lambda *_, **__: None)(square,"),
 )
 _engine(
     "a row lost where shards are filled",
     "strategies",
     (
-        "dist.sharding:_receive",
+        "distributed.meta_init:_receive",
         "mine[first - rows.start : last - rows.start].copy_(part[first - begin : last - begin])",
         "mine.zero_()[first - rows.start : last - rows.start - 1].copy_(part[first - begin : last - begin - 1])",
     ),
@@ -679,30 +720,31 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("assembly:optimizer", "rate.weight_decay, groups,", "rate.weight_decay, [] if sharded else groups,"),
+    ("build:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
     base="groups",
 )
 _engine(
     "gradients of shards summed instead of averaged",
     "strategies",
-    (STEP, "else world.size)", "else world.size * (1 + strategy.is_sharded(run.forward)))"),
+    (STEP, "else world.data_size)", "else world.data_size * (1 + strategy.is_sharded))"),
 )
 _engine(
     "shards drawn anew on each rank",
     "strategies",
     (
-        "dist.sharding:materialise",
+        "distributed.meta_init:materialise",
         "made: dict[int, tuple[Tensor, Tensor]] = {}",
-        "made = {}; values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
+        "made = {}; "
+        "values = values and {k: torch.randn_like(v) if v.is_floating_point() else v for k, v in values.items()}",
     ),
 )
 _engine(
     "clipping skipped for shards",
     "strategies",
     (
-        "dist.sharding:clip_grads",
+        "distributed.gradients:clip_grads",
         "nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
-        "is_sharded(parameters[0]) or nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
+        "hasattr(parameters[0], 'device_mesh') or nn.utils.clip_grads_with_norm_(held, max_norm, norm)",
     ),
 )
 _engine(
@@ -710,8 +752,8 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(rows.local, non_blocking=True)",
-        "buffer.copy_(rows.local.roll(1, 0) if rows.writer else rows.local)",
+        "buffer.copy_(shard.local, non_blocking=True)",
+        "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
     ),
 )
 
@@ -745,35 +787,39 @@ _engine(
     "resume",
     (
         STEP,
-        "run.schedule(outcome.step - run.skipped)",
-        "run.schedule(outcome.step - run.skipped - run.__dict__.setdefault('begun', outcome.step))",
+        "state.schedule(result.step - state.skipped)",
+        "state.schedule(result.step - state.skipped - state.__dict__.setdefault('begun', result.step))",
     ),
 )
 _engine(
     "a step skipped",
     "resume",
-    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step + (found is not None), stop)"),
+    ("build:prepare_run", "world.data_rank, step, stop)", "world.data_rank, step + (checkpoint is not None), stop)"),
 )
 _engine(
     "a step repeated",
     "resume",
-    ("run:Trainer._training", "world.rank, run.step, stop)", "world.rank, run.step - (found is not None), stop)"),
+    ("build:prepare_run", "world.data_rank, step, stop)", "world.data_rank, step - (checkpoint is not None), stop)"),
 )
 _engine(
     "epoch begun anew",
     "resume",
     (
-        "run:Trainer._training",
-        "world.rank, run.step, stop)",
-        "world.rank, run.step // plan.steps_per_epoch * plan.steps_per_epoch, stop)",
+        "build:prepare_run",
+        "world.data_rank, step, stop)",
+        "world.data_rank, step // plan.steps_per_epoch * plan.steps_per_epoch, stop)",
     ),
 )
-_engine("step counter one ahead", "resume", ("run:Trainer._resume", "= found.step, found", "= found.step + 1, found"))
+_engine(
+    "step counter one ahead",
+    "resume",
+    ("resume:restore", "= checkpoint.step, manifest", "= checkpoint.step + 1, manifest"),
+)
 _engine(
     "checkpoint one step late",
     "resume",
-    ("run:Trainer._save_function", '"step": run.step,', '"step": run.step - 1,'),
-    ("run:Trainer._save_function", "saver.save(run.step,", "saver.save(run.step - 1,"),
+    ("resume:_manifest", '"step": state.step,', '"step": state.step - 1,'),
+    ("resume:save_function", "saver.save(state.step,", "saver.save(state.step - 1,"),
 )
 _engine(
     "dropout not a function of progress",
@@ -802,8 +848,8 @@ _engine(
     "resume",
     (
         STEP,
-        "derive_seed(run.seed, outcome.step,",
-        "derive_seed(run.seed, run.__dict__.setdefault('count', []).append(0) or len(run.count),",
+        "derive_seed(state.seed, result.step,",
+        "derive_seed(state.seed, state.__dict__.setdefault('count', []).append(0) or len(state.count),",
     ),
     base="dropout",
 )
@@ -811,7 +857,7 @@ _engine(
     "collate not seeded",
     "resume",
     (AT_ONCE, "if self.collates:", "if False:"),
-    (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, chunk.epoch))", "pass"),
+    (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, plan.epoch))", "pass"),
     (AT_ONCE, "if not self.seeding.found_more():", "if True:"),
     base="mixed-in-collate",
 )
@@ -820,8 +866,8 @@ _engine(
     "resume",
     (
         AT_ONCE,
-        "chunk.indices[0], _OF_A_BATCH",
-        "self.__dict__.setdefault('count', []).append(0) or len(self.count), _OF_A_BATCH",
+        "plan.indices[0], _COLLATE",
+        "self.__dict__.setdefault('count', []).append(0) or len(self.count), _COLLATE",
     ),
     base="mixed-in-collate",
 )
@@ -837,42 +883,42 @@ _engine(
 _engine(
     "loss scale not restored",
     "resume",
-    ("run:Trainer._resume", 'run.precision.load(found.manifest["loss_scale"])', "pass"),
+    ("resume:restore", 'state.precision.load(manifest["loss_scale"])', "pass"),
     base="overflow",
 )
 _engine(
     "number of skipped updates not restored",
     "resume",
-    ("run:Trainer._resume", 'found.manifest["skipped"]', "0"),
+    ("resume:restore", 'manifest["skipped"]', "0"),
     base="overflow",
 )
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(rows.local, non_blocking=True)", "rows.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=True)", "shard.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
     "rank 0's shard only",
     "resume",
-    ("checkpoint.saver:Saver._stage", "if rows.writer and", "if rows.writer and self.world.rank == 0 and"),
+    ("checkpoint.saver:Saver._stage", "if shard.writer and", "if shard.writer and self.world.rank == 0 and"),
     base="fsdp",
 )
 _engine(
     "rank 0 alone restored",
     "resume",
     (
-        "run:Trainer._resume",
-        "states.restore(files.read(",
-        "self.run_dir.exists() and run.world.rank == 0 and states.restore(files.read(",
+        "resume:restore",
+        "checkpoint_state.restore(",
+        "state.world.rank == 0 and checkpoint_state.restore(",
     ),
 )
 _engine(
     "augmentation seeded by the steps of this process",
     "resume",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
         "derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))",
     ),
 )
@@ -893,37 +939,38 @@ _engine(
     "optimizer state dropped on another number of ranks",
     "elastic",
     (
-        "run:Trainer._resume",
-        "== self._kind_of_optimizer() else None",
-        "== self._kind_of_optimizer() and found.manifest['versions']['world'] == run.world.size else None",
+        "resume:restore",
+        "== _kind_of_optimizer(config) else None",
+        "== _kind_of_optimizer(config) and manifest['versions']['world'] == state.world.size else None",
     ),
 )
 _engine(
     "position counted per rank",
     "elastic",
     (
-        "run:Trainer._training",
-        "world.rank, run.step, stop)",
-        "world.rank, run.step * found.manifest['versions']['world'] // world.size if found else run.step, stop)",
+        "build:prepare_run",
+        "world.data_rank, step, stop)",
+        "world.data_rank, step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else step, stop)",
     ),
 )
 _engine(
     "learning rate follows the number of ranks",
     "elastic",
     (
-        "run:Trainer._training",
-        "coefficients=checked.coefficients(task),",
-        "coefficients={'loss': 1.0 if found is None else world.size / found.manifest['versions']['world']},",
+        "build:prepare_run",
+        "coefficients=task_checks.coefficients(task),",
+        "coefficients={'loss': 1.0 if checkpoint is None "
+        "else world.data_size / checkpoint.manifest['versions']['world']},",
     ),
 )
 _engine(
     "order seeded anew on another number of ranks",
     "elastic",
     (
-        "run:Trainer._training",
+        "build:prepare_run",
         "StepIterator(loader, plan,",
-        "StepIterator(loader, plan if found is None else __import__('dataclasses').replace("
-        "plan, seed=plan.seed + world.size - found.manifest['versions']['world'], _cached=None),",
+        "StepIterator(loader, plan if checkpoint is None else __import__('dataclasses').replace("
+        "plan, seed=plan.seed + world.size - checkpoint.manifest['versions']['world'], _cached=None),",
     ),
 )
 _engine(
@@ -944,7 +991,8 @@ _engine(
     (
         "checkpoint.state:restore",
         "local(targets[rest]).copy_(tensor)",
-        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 or name.endswith('weight') else tensor * 1.001)",
+        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
+        "or name.endswith('weight') else tensor * 1.001)",
     ),
     base="norm",
 )
@@ -957,7 +1005,8 @@ _engine(
     (
         "data.order:StepPlan.indices",
         "return order[start - first * _BLOCK : stop - first * _BLOCK], epoch",
-        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], min(self.global_batch, self.length)), epoch",
+        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], "
+        "min(self.global_batch, self.length)), epoch",
     ),
     (
         "data.order:StepPlan.samples",
@@ -1011,7 +1060,7 @@ _engine(
 _engine(
     "each sample of odd number read as its neighbour",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "self.data[index]", "self.data[index // 2 * 2]"),
+    ("data.loader:MicroBatches._read_sample", "self.data[index]", "self.data[index // 2 * 2]"),
 )
 _engine(
     "neighbours where the data set reads many at once",
@@ -1026,18 +1075,22 @@ _engine(
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
-    ("run:Trainer._plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
+    ("build:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
 _engine(
     "every epoch prepared as the first",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "derive_seed(index, state=of_epoch)", "derive_seed(self.seed, 0, index)"),
+    (
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        "derive_seed(self.seed, 0, index)",
+    ),
 )
 _engine(
     "training samples prepared as for evaluation",
     "gradients",
-    ("data.loader:MicroBatches._read_one", "epoch, self.training)", "epoch, False)"),
+    ("data.loader:MicroBatches._read_sample", "epoch, self.training)", "epoch, False)"),
 )
 
 # ---- evaluation: another number than one plain loop gives
@@ -1051,7 +1104,7 @@ _engine(
     "partial last batch dropped",
     "evaluation",
     (
-        "data.order:EvaluationPlan.chunks",
+        "data.order:EvaluationPlan.by_rank",
         "range(0, self.length, self.micro_batch)]",
         "range(0, self.length - self.micro_batch + 1, self.micro_batch)]",
     ),
@@ -1061,8 +1114,9 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "world.broadcast(_means(world.gather(parts), task.coefficients()))",
-        "dict(zip(['loss'], [one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
+        "world.broadcast(_means(world.data_gather(parts), task.coefficients()))",
+        "dict(zip(['loss'], "
+        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
     ),
 )
 _engine(
@@ -1079,7 +1133,7 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:_forwards",
-        "seed_forward(derive_seed(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)",
+        "seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)",
         "pass",
     ),
     base="mixed-in-loss",
@@ -1087,7 +1141,7 @@ _engine(
 _engine(
     "rank 0's metric states only",
     "evaluation",
-    ("engine.metrics:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
+    ("engine.metric_sync:compute", "for rank in gathered]", "for rank in gathered[:1]]"),
 )
 _engine(
     "evaluation in training mode",
@@ -1095,10 +1149,8 @@ _engine(
     ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"),
     base="dropout",
 )
-_engine(
-    "augmented evaluation samples", "evaluation", ("run:Trainer._evaluation_data", "training=False", "training=True")
-)
-_engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.rank]", "[0]"))
+_engine("augmented evaluation samples", "evaluation", ("build:evaluation_data", "training=False", "training=True"))
+_engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.data_rank]", "[0]"))
 _engine(
     "metrics not reset",
     "evaluation",
@@ -1112,9 +1164,10 @@ _engine(
     "weights read inexactly on several ranks",
     "evaluation",
     (
-        "assembly:load",
-        "states.restore(files.read(found.path, found.index, part), found.values, model, averages=averages)",
-        f"states.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in files.read(found.path, found.index, part)), found.values, model, averages=averages)",
+        "resume:load_trained_weights",
+        "checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages)",
+        f"checkpoint_state.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in tensors), "
+        "checkpoint.values, model, averages=averages)",
     ),
 )
 
@@ -1123,23 +1176,23 @@ _engine(
 _engine(
     "reduced after every micro-batch",
     "collectives",
-    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"),
+    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
 )
 _engine(
     "reduced after every micro-batch under FSDP",
     "collectives",
-    (STEP, "strategy.sync(run.forward, last, world)", "strategy.sync(run.forward, True, world)"),
+    (STEP, "strategy.gradient_sync(last)", "strategy.gradient_sync(True)"),
     base="fsdp",
 )
 _engine(
     "loss read in every step",
     "collectives",
-    (STEP, "outcome.losses.append(", "sum(value.item() for value in losses.values())\noutcome.losses.append("),
+    (STEP, "result.losses.append(", "sum(value.item() for value in losses.values())\nresult.losses.append("),
 )
 _engine(
     "norm read in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, run", "float(outcome.grad_norm) > 1e9 and print('large'); set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, state", "float(result.grad_norm) > 1e9 and print('large'); set_lr(optimizer, state"),
 )
 _engine(
     "gradients reduced once more",
@@ -1147,13 +1200,13 @@ _engine(
     (
         STEP,
         "scaler.unscale_(optimizer)",
-        "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in run.parameters]",
+        "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
     ),
 )
 _engine(
     "units counted for each micro-batch",
     "collectives",
-    (STEP, "run.step += 1\n", "run.step += 1; [_count(run, [micro], samples) for micro in micros]\n"),
+    (STEP, "state.step += 1\n", "state.step += 1; [_count(state, [micro], samples) for micro in micros]\n"),
     base="masked",
 )
 _engine(
@@ -1161,8 +1214,9 @@ _engine(
     "collectives",
     (
         STEP,
-        "outcome.losses.append(",
-        "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\noutcome.losses.append(",
+        "result.losses.append(",
+        "[__import__('torch').distributed.all_reduce(value.detach().clone()) for value in losses.values()]\n"
+        "result.losses.append(",
     ),
 )
 _engine(
@@ -1173,15 +1227,15 @@ _engine(
 _engine(
     "losses gathered as objects in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, run", "world.gather(outcome.indices); set_lr(optimizer, run"),
+    (STEP, "set_lr(optimizer, state", "world.gather(result.indices); set_lr(optimizer, state"),
 )
 _engine(
     "weights broadcast in every step",
     "collectives",
     (
         STEP,
-        "set_lr(optimizer, run",
-        "world.broadcast_tensors([p.detach() for p in run.parameters]); set_lr(optimizer, run",
+        "set_lr(optimizer, state",
+        "world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
     ),
 )
 
@@ -1194,7 +1248,7 @@ _task("augmentation seeded with the clock", "determinism", "TimedNoise")
 _engine(
     "dropout seeded with the clock",
     "determinism",
-    (STEP, "seed_forward(derive_seed(run.seed,", "seed_forward(derive_seed(__import__('time').perf_counter_ns(),"),
+    (STEP, "seed_forward(derive_seed(state.seed,", "seed_forward(derive_seed(__import__('time').perf_counter_ns(),"),
     base="dropout",
 )
 _engine(
@@ -1202,17 +1256,19 @@ _engine(
     "determinism",
     (
         STEP,
-        "run.skipped += not outcome.applied",
-        "run.skipped += not outcome.applied; [p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) for p in run.parameters]",
+        "state.skipped += not result.applied",
+        "state.skipped += not result.applied; "
+        "[p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
+        "for p in state.parameters]",
     ),
 )
 _engine(
     "samples seeded per process",
     "determinism",
     (
-        "data.loader:MicroBatches._read_one",
-        "derive_seed(index, state=of_epoch)",
-        "derive_seed(index, id(self), state=of_epoch)",
+        "data.loader:MicroBatches._read_sample",
+        "derive_seed(index, state=epoch_seed)",
+        "derive_seed(index, id(self), state=epoch_seed)",
     ),
     base="workers",
 )
@@ -1220,19 +1276,19 @@ _engine(
     "order seeded with the clock",
     "determinism",
     (
-        "run:Trainer._plan",
-        "world.size, config.seed,",
-        "world.size, world.broadcast(__import__('time').perf_counter_ns()),",
+        "build:step_plan",
+        "world.data_size, config.seed,",
+        "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
 )
 _task("augmentation from one generator of the task", "ranks", "OneGenerator")
 
 
-# By name: why no check sees it, and what one would have to look at.
+# By name: why no check finds the fault, and what a check would have to look at.
 SURVIVORS: dict[str, str] = {
     "metric of the wrong target": (
-        "chance alone is better than the most frequent class of the training labels, and nothing asks by how much: compare with the metric of the "
-        "same outputs under rolled labels, or ask for more than its standard error"
+        "chance alone is better than the most frequent class of the training labels, and no check asks by how much: "
+        "compare with the metric of the same outputs under rolled labels, or ask for more than its standard error"
     ),
 }
 
@@ -1241,16 +1297,16 @@ SURVIVORS: dict[str, str] = {
 
 
 def mutated(name: str, function: Any, *arguments: Any) -> Any:
-    """For `command.verify(wrap=...)`: a trial's function in this rank, under a mutant."""
-    from lockstep.verify import trial
+    """For `command.verify(wrap=...)`: call the function on this rank with the edits of a mutant."""
+    from lockstep.verify import worker_functions
 
     with broken(MUTANTS[name]):
-        return trial.answering(function, *arguments)
+        return worker_functions.answering(function, *arguments)
 
 
 @contextlib.contextmanager
 def broken(mutant: Mutant) -> Iterator[None]:
-    """Inside, the engine of this process has the mutant's edits."""
+    """Inside, the engine of this process has the edits of the mutant."""
     before: dict[FunctionType, CodeType] = {}
     try:
         for target in dict.fromkeys(target for target, _, _ in mutant.edits):
@@ -1280,18 +1336,52 @@ def _source(function: FunctionType) -> str:
 
 
 def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """The function's code with texts replaced, each of which it holds once; at its own lines, so that tracebacks fit."""
+    """The code of a function after replacing texts, each of which it must hold once. Lines keep their numbers.
+
+    Texts are compared token by token, so that a formatter may break lines, add trailing commas and change quotes.
+    """
     source = _source(function)
     for old, new in edits:
-        assert source.count(old) == 1, f"{function.__qualname__} holds {old!r} {source.count(old)} times"
-        line = source[: source.index(old)].rpartition("\n")[2]
-        indent = " " * (len(line + old.split("\n")[0]) - len((line + old.split("\n")[0]).lstrip()))
-        source = source.replace(
-            old, new.rstrip("\n").replace("\n", f"\n{indent}") + ("\n" if new.endswith("\n") else "")
-        )
+        places = _places(source, old)
+        assert len(places) == 1, f"{function.__qualname__} holds {old!r} {len(places)} times"
+        start, stop = places[0]
+        line = source[:start].rpartition("\n")[2]
+        indent = " " * (len(line) - len(line.lstrip())) if line.strip() else line
+        source = source[:start] + new.strip("\n").replace("\n", f"\n{indent}") + source[stop:]
     text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(source)
     compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
-    return next(one for one in compiled.co_consts if isinstance(one, CodeType) and one.co_name == function.__name__)
+    return next(
+        constant
+        for constant in compiled.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == function.__name__
+    )
+
+
+_TOKEN = re.compile(
+    r"""\s+ | \#[^\n]* |
+    (?P<token> [A-Za-z]{0,2}(?:\"{3}.*?\"{3} | "(?:[^"\\\n]|\\.)*" | '(?:[^'\\\n]|\\.)*') | \w+ | . )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _tokens(text: str) -> list[tuple[str, int, int]]:
+    """(token, start, stop) of a piece of Python. Trailing commas are left out, and all quotes are double."""
+    found = [(m["token"], *m.span()) for m in _TOKEN.finditer(text) if m["token"]]
+    followed = zip(found, [*found[1:], ("", 0, 0)], strict=True)
+    kept = [token for token, after in followed if not (token[0] == "," and after[0] in (")", "]", "}", ""))]
+    return [(token.replace("'", '"') if token[-1] == "'" else token, start, stop) for token, start, stop in kept]
+
+
+def _places(source: str, text: str) -> list[tuple[int, int]]:
+    """Where `source` holds the tokens of `text`."""
+    held, wanted = _tokens(source), [token for token, _, _ in _tokens(text)]
+    names = [token for token, _, _ in held]
+    firsts = [n for n in range(len(names) - len(wanted) + 1) if names[n : n + len(wanted)] == wanted]
+    places = [(held[n][1], held[n + len(wanted) - 1][2]) for n in firsts]
+    if text.rstrip().endswith(","):  # the comma belongs to the text, also where it is a trailing one
+        comma = re.compile(r"\s*,")
+        places = [(start, match.end() if (match := comma.match(source, stop)) else stop) for start, stop in places]
+    return places
 
 
 def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (), nproc: int = 2) -> dict[str, Any]:
@@ -1308,47 +1398,58 @@ def _last_of(overrides: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Found:
-    """What verify said. verdicts: by check."""
+class Outcome:
+    """What verify said of a training."""
 
-    verdicts: dict[str, Any]
+    checks: dict[str, Any]
+    """The results, by check."""
     seconds: float
     error: str = ""
 
     @property
     def faults(self) -> list[str]:
-        return [name for name, one in self.verdicts.items() if one.status == "fault"]
+        return [name for name, check in self.checks.items() if check.status == "fault"]
 
 
-def judge_clean(
+def verify_base(
     base: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
-) -> Found:
+) -> Outcome:
     """What verify says of a base as it is."""
-    from lockstep.verify import trial
+    from lockstep.verify import worker_functions
 
-    return _judge(config_of(base, nproc=nproc), trial.answering, ranks, folder, checks, nproc, steps)
+    return _verify(config_of(base, nproc=nproc), worker_functions.answering, ranks, folder, checks, nproc, steps)
 
 
-def judge(name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8) -> Found:
-    """What verify says of a mutant. checks: none: all."""
+def verify_mutant(
+    name: str, ranks: Any, folder: Path, checks: Sequence[str] = (), nproc: int = 2, steps: int = 8
+) -> Outcome:
+    """What verify says of a mutant. checks: names of checks; empty: all."""
     mutant = MUTANTS[name]
     config = config_of(mutant.base, mutant.task, mutant.overrides, nproc)
-    return _judge(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
+    return _verify(config, functools.partial(mutated, name), ranks, folder, checks, nproc, steps)
 
 
-def _judge(
+def _verify(
     config: dict[str, Any], wrap: Any, ranks: Any, folder: Path, checks: Sequence[str], nproc: int, steps: int
-) -> Found:
+) -> Outcome:
     from lockstep.errors import LockstepError
     from lockstep.verify import command
 
     begun = time.perf_counter()
     try:
         result = command.verify(
-            config, nproc, folder, checks, quick=True, steps=steps, tell=lambda line: None, wrap=wrap, ranks=ranks
+            config,
+            nproc,
+            folder,
+            checks=checks,
+            quick=True,
+            steps=steps,
+            tell=lambda line: None,
+            wrap=wrap,
+            workers=ranks,
         )
-        return Found({one.name: one for one in result.verdicts}, time.perf_counter() - begun)
+        return Outcome({check.name: check for check in result.checks}, time.perf_counter() - begun)
     except LockstepError as error:
-        return Found({}, time.perf_counter() - begun, str(error))
+        return Outcome({}, time.perf_counter() - begun, str(error))
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -86,7 +86,7 @@ class Odd(Mean):
 
 
 class MeanOfOneHead(Small):
-    """A mean over valid labels, of which the halves of a batch have unevenly many, beside a sum that is a thousand times as large."""
+    """A mean over valid labels, of which one half of a batch has more, beside a sum that is much larger."""
 
     def train_data(self):
         inputs, targets = super().train_data().tensors

@@ -11,14 +11,14 @@ from lockstep.cli import app
 from lockstep.errors import LockstepError, UsageError
 from lockstep.verify import command
 from lockstep.verify.checks import CHECKS
-from lockstep.verify.verdict import Result, fault, not_shown, passed
+from lockstep.verify.result import VerifyResult, fault, not_shown, passed
 from tests import runs
 
 ODD = Path(__file__).resolve().parent / "odd_tasks.py"
 
 
 class Here:
-    """Ranks that are this process."""
+    """Workers that are this process."""
 
     def __init__(self, log=None):
         self.log, self.asked, self.closed = log, [], False
@@ -38,7 +38,9 @@ def settings(name="Classes", **sections):
 
 def verify(folder, name="Classes", checks=("loss",), **more):
     told = []
-    result = command.verify(settings(name), 1, folder, checks, quick=True, tell=told.append, **{"ranks": Here()} | more)
+    result = command.verify(
+        settings(name), 1, folder, checks=checks, quick=True, tell=told.append, **{"workers": Here()} | more
+    )
     return result, told
 
 
@@ -46,7 +48,7 @@ def verify(folder, name="Classes", checks=("loss",), **more):
 def call(monkeypatch, tmp_path):
     """The command line, with ranks in this process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "Ranks", Here)
+    monkeypatch.setattr(command, "Workers", Here)
     options = [
         "batch.global=24",
         "optim.lr=0.05",
@@ -141,7 +143,7 @@ def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):
 
     def stub(config, nproc, run_dir, checks, quick, steps):
         given.update(config=config, nproc=nproc, run_dir=run_dir, checks=checks, quick=quick, steps=steps)
-        return Result(config["name"], nproc, "cpu", quick, config, {}, [passed("good", name="loss")])
+        return VerifyResult(config["name"], nproc, "cpu", quick, config, {}, [passed("good", name="loss")])
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "verify", stub)
@@ -164,10 +166,10 @@ def test_all_checks_are_made_in_their_order(monkeypatch, tmp_path):
         )
     result, told = verify(tmp_path, checks=())
     assert made == [(name, 8, 40) for name in CHECKS]
-    assert [verdict.name for verdict in result.verdicts] == list(CHECKS)
+    assert [check.name for check in result.checks] == list(CHECKS)
     assert len(told) == len(CHECKS) == 16
     made.clear()
-    command.verify(settings(), 1, tmp_path, ["elastic"], steps=5, tell=told.append, ranks=Here())
+    command.verify(settings(), 1, tmp_path, checks=["elastic"], steps=5, tell=told.append, workers=Here())
     assert made == [("elastic", 5, 60)]
 
 
@@ -193,7 +195,7 @@ def test_trials_leave_nothing_behind(tmp_path):
     seen = []
 
     def wrap(function, *arguments):
-        answer = command.trial.answering(function, *arguments)
+        answer = command.worker_functions.answering(function, *arguments)
         seen.extend(path.name for path in tmp_path.glob("verify-*/*"))
         return answer
 
@@ -205,7 +207,7 @@ def test_trials_leave_nothing_behind(tmp_path):
 
 def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(command, "Ranks", lambda log: made.append(Here(log)) or made[0])
+    monkeypatch.setattr(command, "Workers", lambda log: made.append(Here(log)) or made[0])
 
     def broken(bench):
         (bench.folder / "trial").mkdir()
@@ -213,7 +215,7 @@ def test_nothing_is_left_behind_and_ranks_end_where_a_check_breaks(tmp_path, mon
 
     monkeypatch.setitem(CHECKS, "loss", broken)
     with pytest.raises(KeyboardInterrupt):
-        command.verify(settings(), 1, tmp_path, ["loss"])
+        command.verify(settings(), 1, tmp_path, checks=["loss"])
     assert made[0].closed
     assert made[0].log == tmp_path / "verify.log"
     assert list(tmp_path.iterdir()) == []
@@ -224,12 +226,14 @@ def test_a_trial_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_path, m
         raise ValueError("the cat sat on the cable")
 
     def wrap(function, *arguments):
-        return command.trial.answering(fail if function is command.trial.fit else function, *arguments)
+        return command.worker_functions.answering(
+            fail if function is command.worker_functions.train else function, *arguments
+        )
 
     monkeypatch.setitem(CHECKS, "metric", lambda bench: fault("another"))
     result, told = verify(tmp_path, checks=("loss", "metric"), wrap=wrap)
-    assert [verdict.status for verdict in result.verdicts] == ["fault", "fault"]
-    assert "learned-1" in result.verdicts[0].reason
-    assert "the cat sat on the cable" in result.verdicts[0].reason
+    assert [check.status for check in result.checks] == ["fault", "fault"]
+    assert "learned-1" in result.checks[0].reason
+    assert "the cat sat on the cable" in result.checks[0].reason
     assert len(told) == 2
     assert result.seconds >= 0

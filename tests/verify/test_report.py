@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.verify.report import line, summary, to_html, to_json
-from lockstep.verify.verdict import Result, Verdict
+from lockstep.verify.html_report import to_html
+from lockstep.verify.report import line, summary, to_json
+from lockstep.verify.result import CheckResult, VerifyResult
 
 NASTY = "<script>alert('&\"')</script>"
 
 
-def verdict(name="ranks", status="passed", reason="the same model", **more):
-    return Verdict(name=name, status=status, reason=reason, **more)
+def check(name="ranks", status="passed", reason="the same model", **more):
+    return CheckResult(name=name, status=status, reason=reason, **more)
 
 
-def result(*verdicts, **more):
+def result(*checks, **more):
     fields = {
         "name": "digits",
         "nproc": 2,
@@ -29,7 +30,7 @@ def result(*verdicts, **more):
         "versions": {"torch": "2.11"},
         "seconds": 61.2,
     }
-    return Result(**fields | more, verdicts=list(verdicts))
+    return VerifyResult(**fields | more, checks=list(checks))
 
 
 class Page(HTMLParser):
@@ -59,8 +60,8 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def page(*verdicts, **more):
-    read = Page(to_html(result(*verdicts, **more)))
+def page(*checks, **more):
+    read = Page(to_html(result(*checks, **more)))
     assert not read.open
     assert not read.wrong
     return read
@@ -82,10 +83,8 @@ def test_json_is_strict_and_has_the_keys_that_are_promised():
             7: {"deep": -math.inf},
         }
     ]
-    one = verdict(
-        status="fault", value=math.nan, bound=1e-11, notes=["a note"], curves={"a": [1.0, math.inf]}, rows=rows
-    )
-    written = to_json(result(one, verdict("metric"), verdict("probe", "not shown")))
+    one = check(status="fault", value=math.nan, bound=1e-11, notes=["a note"], curves={"a": [1.0, math.inf]}, rows=rows)
+    written = to_json(result(one, check("metric"), check("probe", "not shown")))
     read = json.loads(json.dumps(written, allow_nan=False))
     assert read == written
     keys = ["schema", "name", "passed", "nproc", "device", "quick", "seconds", "versions", "counts", "checks", "config"]
@@ -114,7 +113,7 @@ def test_json_holds_anything_that_a_task_may_return():
         True,
     ]
     read = json.loads(
-        json.dumps(to_json(result(verdict(rows=[{"odd": odd}]), config={"nan": math.nan})), allow_nan=False)
+        json.dumps(to_json(result(check(rows=[{"odd": odd}]), config={"nan": math.nan})), allow_nan=False)
     )
     values = read["checks"][0]["rows"][0]["odd"]
     assert values[0] == "1.5"
@@ -124,11 +123,11 @@ def test_json_holds_anything_that_a_task_may_return():
 
 
 def test_without_a_fault_the_training_passed():
-    assert to_json(result(verdict(), verdict(status="not shown")))["passed"] is True
+    assert to_json(result(check(), check(status="not shown")))["passed"] is True
 
 
 def test_nothing_that_a_user_wrote_is_markup():
-    one = verdict(
+    one = check(
         NASTY,
         "fault",
         NASTY,
@@ -146,7 +145,7 @@ def test_nothing_that_a_user_wrote_is_markup():
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
-    read = page(verdict(reason="größer \ud800 ≤", curves={"a": [1.0, 2.0]}))
+    read = page(check(reason="größer \ud800 ≤", curves={"a": [1.0, 2.0]}))
     assert {tag for tag, _ in read.tags} & {"link", "script", "img", "iframe"} == set()
     assert not [
         value
@@ -154,7 +153,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
         for key, value in attributes.items()
         if key in ("src", "href") and not value.startswith("#")
     ]
-    text = to_html(result(verdict(reason="größer \ud800 ≤")))
+    text = to_html(result(check(reason="größer \ud800 ≤")))
     assert text.isascii()
     assert "url(" not in text
     assert "@import" not in text
@@ -163,20 +162,20 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_encoding():
 
 
 def test_the_header_says_it_in_one_sentence():
-    verdicts = [*[verdict(seconds=2.0)] * 14, verdict(status="fault"), verdict(status="not shown")]
-    text = page(*verdicts).text
+    checks = [*[check(seconds=2.0)] * 14, check(status="fault"), check(status="not shown")]
+    text = page(*checks).text
     assert "14 of 16 checks passed, 1 fault, 1 could not be shown" in text
     for fact in ("digits", "2 ranks", "cpu", "quick", "torch 2.11", "61 s"):
         assert fact in text
-    assert "2 of 2 checks passed 1 rank · cpu ·" in page(verdict(), verdict(), nproc=1).text
+    assert "2 of 2 checks passed 1 rank · cpu ·" in page(check(), check(), nproc=1).text
     assert "0 of 0 checks passed" in page().text
 
 
 def test_the_table_has_each_check_with_its_status_in_words_and_in_colour():
     read = page(
-        verdict("ranks", value=3.1e-14, bound=1e-11, seconds=2.34),
-        verdict("probe", "fault", "why"),
-        verdict("metric", "not shown"),
+        check("ranks", value=3.1e-14, bound=1e-11, seconds=2.34),
+        check("probe", "fault", "why"),
+        check("metric", "not shown"),
     )
     assert "ranks passed 3.1e-14 ≤ 1.0e-11 the same model 2.3" in read.text
     assert "probe FAULT why 0.0" in read.text
@@ -187,7 +186,7 @@ def test_the_table_has_each_check_with_its_status_in_words_and_in_colour():
 
 def test_each_curve_is_a_line_in_its_own_dashes():
     curves = {"one process": [3.0, 2.0, 1.0], "2 ranks": [3.0, 2.0, 1.0], "3 ranks": [3.0, 2.0]}
-    read = page(verdict(curves=curves))
+    read = page(check(curves=curves))
     drawn = read.all("polyline")
     assert len(drawn) == 3
     assert len({one["stroke"] for one in drawn}) == len({one["stroke-dasharray"] for one in drawn}) == 3
@@ -205,7 +204,7 @@ def test_each_curve_is_a_line_in_its_own_dashes():
 def test_differences_are_drawn_over_a_logarithmic_axis():
     first = [1.0 - 0.01 * step for step in range(20)]
     second = [value + 10.0 ** (step - 20) for step, value in enumerate(first)]
-    read = page(verdict(curves={"one process": first, "same": first, "2 ranks": second, "short": [1.0]}))
+    read = page(check(curves={"one process": first, "same": first, "2 ranks": second, "short": [1.0]}))
     assert len(read.all("svg")) == 2
     assert "difference from one process; no line where it is zero" in read.text
     assert "same (identical)" in read.text
@@ -219,7 +218,7 @@ def test_differences_are_drawn_over_a_logarithmic_axis():
 
 def test_what_is_not_finite_interrupts_a_line_and_is_said():
     curve = [3.0, 2.0, math.nan, 1.5, math.inf, 1.0, 0.5, -math.inf]
-    read = page(verdict(curves={"loss": curve}))
+    read = page(check(curves={"loss": curve}))
     assert [len(one) for one in lines_drawn(read)] == [2, 2]
     assert len(read.all("circle")) == 1
     assert "loss (3 of 8 values not finite, first at step 3)" in read.text
@@ -241,7 +240,7 @@ def test_what_is_not_finite_interrupts_a_line_and_is_said():
     ids=str,
 )
 def test_any_finite_curve_is_drawn_within_its_frame_with_ticks(curve):
-    read = page(verdict(curves={"loss": curve}))
+    read = page(check(curves={"loss": curve}))
     (points,) = lines_drawn(read)
     width, height = map(float, read.all("svg")[0]["viewbox"].split()[2:])
     assert len(points) == len(curve)
@@ -252,7 +251,7 @@ def test_any_finite_curve_is_drawn_within_its_frame_with_ticks(curve):
 
 
 def test_nearby_ticks_are_told_apart():
-    read = page(verdict(curves={"loss": [2.30258, 2.30259]}))
+    read = page(check(curves={"loss": [2.30258, 2.30259]}))
     ticks = re.findall(r"2\.3025\d+", read.text)
     assert len(ticks) == len(set(ticks)) >= 3
 
@@ -261,13 +260,13 @@ def test_nearby_ticks_are_told_apart():
     "curves", [{"a": []}, {"a": [math.nan] * 3}, {"a": [], "b": []}, {"a": [math.inf], "b": [1e308]}]
 )
 def test_where_nothing_can_be_drawn_it_is_said(curves):
-    read = page(verdict(curves=curves))
+    read = page(check(curves=curves))
     assert not read.all("svg")
     assert "nothing to draw" in read.text
 
 
 def test_an_empty_curve_among_others_is_named():
-    read = page(verdict(curves={"a": [], "b": [1.0, 2.0]}))
+    read = page(check(curves={"a": [], "b": [1.0, 2.0]}))
     assert len(read.all("polyline")) == 1
     assert "a (no steps)" in read.text
 
@@ -275,11 +274,11 @@ def test_an_empty_curve_among_others_is_named():
 def test_long_curves_are_thinned_and_keep_their_ends_and_their_peaks():
     curve = [1.0 + 0.1 * math.sin(step) for step in range(10_000)]
     curve[6789] = 50.0
-    (points,) = lines_drawn(page(verdict(curves={"loss": curve})))
+    (points,) = lines_drawn(page(check(curves={"loss": curve})))
     assert 200 < len(points) <= 400
-    (whole,) = lines_drawn(page(verdict(curves={"loss": [1.0] * 400})))
+    (whole,) = lines_drawn(page(check(curves={"loss": [1.0] * 400})))
     assert len(whole) == 400
-    (fewer,) = lines_drawn(page(verdict(curves={"loss": curve[:450]})))
+    (fewer,) = lines_drawn(page(check(curves={"loss": curve[:450]})))
     assert 200 < len(fewer) <= 400
     peak, rest = min(points, key=lambda point: point[1]), sorted(y for _, y in points)
     assert rest[1] - peak[1] > 100
@@ -287,7 +286,7 @@ def test_long_curves_are_thinned_and_keep_their_ends_and_their_peaks():
     assert peak[0] == pytest.approx(left + (right - left) * 6789 / 9999, abs=0.1)
     assert right == 736
     curve[1234] = math.nan
-    assert len(lines_drawn(page(verdict(curves={"loss": curve})))) == 2
+    assert len(lines_drawn(page(check(curves={"loss": curve})))) == 2
 
 
 def test_notes_and_rows_are_shown():
@@ -295,7 +294,7 @@ def test_notes_and_rows_are_shown():
         {"sample": "a.png", "truth": [1, "cat"], "p": 0.123456789},
         {"sample": "x" * 900, "loss": math.nan, "p": torch.tensor(0.5)},
     ]
-    read = page(verdict(notes=["no dropout", "a part"], rows=rows))
+    read = page(check(notes=["no dropout", "a part"], rows=rows))
     assert len(read.all("li")) == 2
     assert "sample truth p loss" in read.text
     assert 'a.png [1, "cat"] 0.123457 -' in read.text
@@ -304,20 +303,20 @@ def test_notes_and_rows_are_shown():
 
 
 def test_a_line_has_aligned_columns():
-    ours = verdict(reason="2 ranks and one process train the same model", value=3.1e-14, bound=1e-11, seconds=2.3)
+    ours = check(reason="2 ranks and one process train the same model", value=3.1e-14, bound=1e-11, seconds=2.3)
     assert (
         line(ours)
         == "ranks          passed     3.1e-14 <= 1.0e-11   2 ranks and one process train the same model  (2.3 s)"
     )
-    assert line(verdict("accumulation", "not shown", "why")) == f"accumulation   not shown  {'':21}why  (0.0 s)"
+    assert line(check("accumulation", "not shown", "why")) == f"accumulation   not shown  {'':21}why  (0.0 s)"
     assert (
-        line(verdict("metric", "fault", "worse", value=0.5, bound=0.25))
+        line(check("metric", "fault", "worse", value=0.5, bound=0.25))
         == "metric         FAULT      0.5 > 0.25           worse  (0.0 s)"
     )
 
 
 def test_a_long_reason_is_whole_and_in_one_line():
-    text = line(verdict(reason="long " * 100 + "\n\x1b[31mend"))
+    text = line(check(reason="long " * 100 + "\n\x1b[31mend"))
     assert "long " * 99 in text
     assert text.isprintable()
     assert text.endswith("end (0.0 s)".replace(" (", "  ("))
@@ -336,11 +335,11 @@ def test_a_long_reason_is_whole_and_in_one_line():
     ],
 )
 def test_numbers_are_compared_as_they_are(value, bound, text):
-    assert line(verdict("x", reason="|", value=value, bound=bound))[26:].split("|")[0].strip() == text
+    assert line(check("x", reason="|", value=value, bound=bound))[26:].split("|")[0].strip() == text
 
 
 def test_the_summary_counts_and_names_each_fault():
-    good, bad, open_ = verdict(), verdict("probe", "fault", "it\ndiffers"), verdict(status="not shown")
+    good, bad, open_ = check(), check("probe", "fault", "it\ndiffers"), check(status="not shown")
     assert (
         summary(result(*[good] * 14, bad, open_)) == "14 passed, 1 fault, 1 not shown in 61 s\nFAULT probe: it differs"
     )

@@ -1,4 +1,4 @@
-"""Weights out, for use without Lockstep, and in, to start from. Safetensors only: nothing is unpickled."""
+"""Exports weights for use without Lockstep, and loads weights to start from. Safetensors only: nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.store import sync
+from lockstep import atomic
 from lockstep.distributed.sharded_tensor import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
 _WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"  # as Hugging Face writes it
+_INDEX = "model.safetensors.index.json"  # of weights in several files, as Hugging Face writes them
 _STAGING = ".staging-export-"
-_SHOWN = 8
+_SHOWN = 8  # names in an error
 
-# What a file may hold. Others, such as eight-bit floats, mean nothing without the scales that lie beside them.
+# Types that a file may hold. Others, such as eight-bit floats, mean nothing without the scales that belong to them.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,28 +47,27 @@ def export_weights(
     about: Mapping[str, str],
     extras: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Write `folder/model.safetensors` so that a kill at any instant leaves all of `folder`, or nothing of that name.
+    """Write `folder/model.safetensors`. A kill at any instant leaves the whole folder, or nothing of that name.
 
     Args:
-        tensors: whole tensors, on any device, also tied or non-contiguous ones: each is written by itself.
-        folder: new, or empty. Missing parents are made.
-        about: text for the file's metadata, beside `{"format": "pt"}`.
-        extras: writes further files into the folder it is given, which becomes `folder`. What it raises comes through,
-            but for an OSError.
+        tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
+        folder: a new or an empty folder. Missing parents are made.
+        about: text for the metadata of the file, besides `{"format": "pt"}`.
+        extras: writes further files into the folder that it is given, which becomes `folder`. What it raises comes
+            through, except an OSError.
 
     Returns:
-        The file with the weights.
+        the file with the weights.
 
     Raises:
-        UsageError: `folder` is a file, or holds something.
+        UsageError: `folder` is a file, or is not empty.
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = folder.resolve()
-    staging = written = folder.parent / f"{_STAGING}{folder.name}"
-    made: list[Path] = []
+    missing: list[Path] = []  # parents that are made
     try:
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
@@ -76,75 +75,72 @@ def export_weights(
                 where=str(folder),
                 remedy="give a new or empty folder",
             )
-        made = [parent for parent in staging.parents if not parent.exists()]
-        shutil.rmtree(staging, ignore_errors=True)  # of an export that was killed
-        staging.mkdir(parents=True)
-        save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
-        (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-        extras(staging)
-        for path in (*staging.rglob("*"), staging):
-            sync(path)
-        written = staging.rename(folder)
-        sync(folder.parent)
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+            save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
+            (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
+            extras(staging)
     except BaseException as error:
-        shutil.rmtree(written, ignore_errors=True)
-        for parent in made:
+        for parent in missing:
             with contextlib.suppress(OSError):
                 parent.rmdir()
         if not isinstance(error, (OSError, SafetensorError)):
             raise
         free = _free_mib(folder)
-        remedy = "free disk space, repair permissions, or give another folder"
         raise CheckpointError(
-            f"cannot be written with {free} MiB free: {error}", where=str(folder), remedy=remedy
+            f"cannot be written with {free} MiB free: {error}",
+            where=str(folder),
+            remedy="free disk space, repair permissions, or give another folder",
         ) from error
     return folder / _WEIGHTS
 
 
 def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> list[str]:
-    """Copy weights by name into `model`'s parameters and persistent buffers, in their dtype and on their device.
+    """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
 
-    Every tensor of the model's state_dict must be in the file with its shape, and the other way round, except for names
-    that match a pattern in `skip`. Of tied parameters one name is enough. Tensors are read one at a time, after all were
-    checked: on an error nothing is loaded. Of a sharded model's tensors every rank reads its own rows.
+    The file must have every tensor of the model's state_dict, with its shape, and no others, except names that match a
+    pattern in `skip`. Of tied parameters one name is enough. All tensors are checked before the first is loaded: on an
+    error nothing is loaded. If the model is sharded, every rank reads its own rows.
 
     Args:
         model: as the task made it, or sharded; not inside DDP.
-        source: a safetensors file, or a folder with `model.safetensors` or, in parts, `model.safetensors.index.json`.
-        skip: shell patterns. What they match stays as the model made it; in the file it is ignored.
+        source: a safetensors file, or a folder with `model.safetensors`, or with several files and
+            `model.safetensors.index.json`.
+        skip: shell patterns. Matching tensors of the model stay as they are; matching tensors of the file are ignored.
 
     Returns:
-        The model's names that were skipped, sorted: without those tied to one that was loaded.
+        names of the model that were skipped, sorted, without names that are tied to a loaded name.
 
     Raises:
-        UsageError: no such file, a damaged one, one of another model, or a pattern that matches nothing.
+        UsageError: there is no such file, it is damaged or of another model, or a pattern matches nothing.
     """
     with contextlib.ExitStack() as opened:
-        found = _contents(source, opened)
+        stored = _open_tensors(source, opened)
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         for pattern in skip:
-            if not any(fnmatchcase(name, pattern) for name in own.keys() | found.keys()):
+            if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
                 remedy = f"use patterns over names such as: {_listed(own)}"
                 raise UsageError(
                     f"{pattern!r} matches no tensor of the model and none of {source}",
                     where="train.init_skip",
                     remedy=remedy,
                 )
-        wanted, given = _unmatched(own, skip), _unmatched(found, skip)
+        wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
         both = [name for name in wanted if name in given]
-        first: dict[object, str] = {}  # of the loaded names that are one tensor in the model
+        first: dict[object, str] = {}  # for each tensor of the model, the first of its names that is loaded
         for name in both:
             first.setdefault(_memory(own[name]), name)
         missing = [name for name in wanted if name not in given and _memory(own[name]) not in first]
         unexpected = sorted(name for name in given if name not in own)
-        differing = [text for name in both if (text := _difference(name, first[_memory(own[name])], own, found))]
+        differing = [text for name in both if (text := _difference(name, first[_memory(own[name])], own, stored))]
         if missing or unexpected or differing:
             kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
             raise UsageError(
                 f"{source} is of another model: "
                 + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
                 where="train.init_from",
-                remedy="use the task that the weights were made with, or add patterns to train.init_skip for what shall stay as the model makes it",
+                remedy="use the task that the weights were made with, or add patterns to train.init_skip "
+                "for the tensors that shall stay as the model makes them",
             )
         if not both:
             raise UsageError(
@@ -154,18 +150,17 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
             )
         with torch.no_grad():
             for name in both:
-                rows = local_shard(own[name])
-                end = rows.start + len(rows.local) if rows.shape else None
-                rows.local.copy_(
-                    found[name].get_slice(name)[rows.start : end]
-                    if is_sharded(own[name])
-                    else found[name].get_tensor(name)
-                )
+                shard = local_shard(own[name])
+                if is_sharded(own[name]):
+                    end = shard.start + len(shard.local) if shard.shape else None
+                    shard.local.copy_(stored[name].get_slice(name)[shard.start : end])
+                else:
+                    shard.local.copy_(stored[name].get_tensor(name))
         return sorted(name for name in own if name not in wanted and _memory(own[name]) not in first)
 
 
 def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous CPU tensors that share no memory: safetensors refuses others."""
+    """Contiguous CPU tensors that share no memory, as safetensors requires."""
     seen: set[int] = set()
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -177,28 +172,26 @@ def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _free_mib(folder: Path) -> int:
-    """Free space where `folder` is, or would be."""
+    """Free MiB on the disk of `folder`, also if it does not exist."""
     with contextlib.suppress(OSError):
         return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free // 2**20
     return 0
 
 
-def _contents(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """Opened file by the names of its tensors."""
+def _open_tensors(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """The open file of each tensor, by its name."""
     if source.is_dir() and not (source / _WEIGHTS).exists():
-        return _parts(source, opened)
+        return _open_several(source, opened)
     file = _open(source / _WEIGHTS if source.is_dir() else source, opened)
     return dict.fromkeys(file.keys(), file)
 
 
-def _parts(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
-    """The same of weights in several files, by their index."""
+def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
+    """The same for weights in several files with an index."""
     path = folder / _INDEX
     if not path.exists():
-        what, remedy = (
-            f"{folder} has neither {_WEIGHTS} nor {_INDEX}",
-            "give a safetensors file, or a folder with one of these",
-        )
+        what = f"{folder} has neither {_WEIGHTS} nor {_INDEX}"
+        remedy = "give a safetensors file, or a folder with one of these"
         raise UsageError(what, where="train.init_from", remedy=remedy)
     try:
         places = {name: folder / part for name, part in json.loads(path.read_text())["weight_map"].items()}
@@ -230,10 +223,14 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         ) from error
 
 
-def _difference(name: str, same: str, own: Mapping[str, Tensor], found: Mapping[str, Any]) -> str | None:
-    """Why `name` cannot be loaded; None where it can. `same`: the first loaded name of this tensor of the model."""
-    tensor, stored = own[name], found[name].get_slice(name)
-    shape, dtype = stored.get_shape(), stored.get_dtype()
+def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> str | None:
+    """Why a tensor cannot be loaded; None if it can.
+
+    Args:
+        first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.
+    """
+    tensor, stored_slice = own[name], stored[name].get_slice(name)
+    shape, dtype = stored_slice.get_shape(), stored_slice.get_dtype()
     if shape != list(tensor.shape):
         return f"{name} (file {shape}, model {list(tensor.shape)})"
     if dtype not in _DTYPES or (_DTYPES[dtype].is_floating_point, _DTYPES[dtype].is_complex) != (
@@ -241,15 +238,15 @@ def _difference(name: str, same: str, own: Mapping[str, Tensor], found: Mapping[
         tensor.is_complex(),
     ):
         return f"{name} (file {dtype}, model {tensor.dtype})"
-    if same != name and not torch.equal(*(found[one].get_tensor(one).to(tensor.dtype) for one in (name, same))):
-        return f"{name} (in the model one tensor with {same}, in the file another)"
+    if first != name and not torch.equal(*(stored[key].get_tensor(key).to(tensor.dtype) for key in (name, first))):
+        return f"{name} (in the model the same tensor as {first}, in the file another)"
     return None
 
 
 def _memory(tensor: Tensor) -> object:
-    """The same for tensors that are one in memory."""
+    """A key that is equal for tensors that share their memory."""
     if is_sharded(tensor):
-        return id(tensor)  # there may be nothing of it on this rank
+        return id(tensor)  # this rank may hold no row of it
     return tensor.device, tensor.data_ptr() or id(tensor), tensor.shape, tensor.stride()
 
 
@@ -260,5 +257,5 @@ def _unmatched(values: Mapping[str, Any], patterns: Sequence[str]) -> dict[str, 
 
 
 def _listed(names: Iterable[str]) -> str:
-    every = list(names)
-    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+    names = list(names)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

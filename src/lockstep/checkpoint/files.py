@@ -1,9 +1,8 @@
-"""A checkpoint's tensors as files: each rank writes its share, in the format of torch.distributed.checkpoint (DCP).
+"""The files of a checkpoint. Each rank writes its share, in the format of torch.distributed.checkpoint (DCP).
 
-What DCP would do and is done here instead, with what was measured on torch 2.13, 2 CPU ranks:
-the share of each rank is known before the copy to host memory, so that a rank copies its share and not everything;
-the index is JSON in the manifest, so that loading unpickles nothing but tensors (DCP's `.metadata` is a pickle, and
-importing DCP takes 1.4 s, which a restarted run would wait for). `.metadata` is written too: DCP's own tools read it.
+DCP itself is not used to save or load, for two reasons. The share of each rank is known here before the copy to host
+memory, so a rank copies only its share. And the index is JSON: DCP's `.metadata` is a pickle, and importing DCP takes
+1.4 s (torch 2.13), for which a restarted run would wait. `.metadata` is written too, because DCP's own tools read it.
 """
 
 from __future__ import annotations
@@ -24,25 +23,30 @@ from torch import Tensor
 from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.errors import CheckpointError
 
-# By tensor name: shape, dtype and parts; each part has its first row (start), number of rows, and place (file, offset, length).
+# By tensor name: shape, dtype and parts. Each part has its first row (start), number of rows, and place: file, offset
+# and length in bytes.
 Index = dict[str, dict[str, Any]]
 DCP_METADATA = ".metadata"
-_CHUNK = 1 << 22
-_FLUSHED = 1 << 28
+_READ_BYTES = 1 << 22
+_FLUSH_BYTES = 1 << 28
 
 
 def owners(sizes: Sequence[int], world: int) -> list[int]:
-    """Which rank writes which of several replicated tensors of `sizes` bytes: the largest first, to who has least so far.
+    """The rank that writes each replicated tensor: the largest first, to the rank that has the fewest bytes so far.
 
-    Every rank computes the same, so nobody has to ask.
+    Every rank computes the same result, without communication.
+
+    Args:
+        sizes: bytes of each tensor.
+        world: number of ranks.
     """
     load = [0] * world
-    found = [0] * len(sizes)
+    owner_of = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         rank = load.index(min(load))
-        found[number] = rank
+        owner_of[number] = rank
         load[rank] += sizes[number]
-    return found
+    return owner_of
 
 
 def share_name(rank: int) -> str:
@@ -51,32 +55,38 @@ def share_name(rank: int) -> str:
 
 
 def write_share(path: Path, share: Mapping[str, LocalShard], at: Callable[[str], None]) -> tuple[dict[str, Any], Index]:
-    """Write rows of tensors, on the CPU, into one file, flushed to the disk; `at` is called with the name of each place that
-    it reaches.
+    """Write shards of tensors into a file, and flush it to the disk.
+
+    Args:
+        share: shards on the CPU, by tensor name.
+        at: called with the name of each place in this function that is reached.
 
     Returns:
-        the file's size in bytes and its checksum; and where each tensor is, as far as it is in this file.
+        the file's `bytes` and checksum (`crc32`), and the index of the parts in this file.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
     """
     index: Index = {}
     with path.open("wb") as file, _without_zip_checksums():
-        stream = _Summing(file, partial(at, "in-share"))
-        for name, rows in share.items():
+        stream = _ChecksumStream(file, partial(at, "in-share"))
+        for name, shard in share.items():
             offset = stream.size
             try:
-                torch.save(rows.local, cast(IO[bytes], stream))
+                torch.save(shard.local, cast(IO[bytes], stream))
             except RuntimeError as error:  # torch does not say why the stream could not be written
                 raise stream.fault or error from error
-            count = len(rows.local) if rows.shape else 0
+            count = len(shard.local) if shard.shape else 0
             part = {
-                "start": rows.start,
+                "start": shard.start,
                 "rows": count,
                 "file": path.name,
                 "offset": offset,
                 "length": stream.size - offset,
             }
             index[name] = {
-                "shape": list(rows.shape),
-                "dtype": str(rows.local.dtype).removeprefix("torch."),
+                "shape": list(shard.shape),
+                "dtype": str(shard.local.dtype).removeprefix("torch."),
                 "parts": [part],
             }
         file.flush()
@@ -86,7 +96,7 @@ def write_share(path: Path, share: Mapping[str, LocalShard], at: Callable[[str],
 
 
 def merge(shares: Iterable[Index]) -> Index:
-    """The index of all files, each part in the order of its rows."""
+    """The index of all files, the parts of each tensor in the order of their rows."""
     merged: Index = {}
     for share in shares:
         for name, entry in share.items():
@@ -98,7 +108,7 @@ def merge(shares: Iterable[Index]) -> Index:
 
 @contextlib.contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """torch.save would sum up every tensor a second time, and half of its time goes into that."""
+    """Keep torch.save from computing checksums of its own, which take half of its time."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -107,8 +117,8 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-class _Summing(io.RawIOBase):
-    """Passes bytes on and sums them up, so that the checksum is of what was meant, not of what reached the disk."""
+class _ChecksumStream(io.RawIOBase):
+    """Passes bytes on to a file and computes their checksum, which is not affected by errors of the disk."""
 
     def __init__(self, file: IO[bytes], beat: Callable[[], None]) -> None:
         self.file, self.beat, self.size, self.crc = file, beat, 0, 0
@@ -125,9 +135,8 @@ class _Summing(io.RawIOBase):
             raise
         self.crc = zlib.crc32(data, self.crc)
         size = memoryview(data).nbytes
-        if (
-            self.size // _FLUSHED != (self.size + size) // _FLUSHED
-        ):  # one flush of it all may take longer than a watchdog waits
+        # Flushing the whole file at its end could take longer than the watchdog waits.
+        if self.size // _FLUSH_BYTES != (self.size + size) // _FLUSH_BYTES:
             self.file.flush()
             os.fsync(self.file.fileno())
         self.size += size
@@ -136,17 +145,17 @@ class _Summing(io.RawIOBase):
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """Size and CRC-32 of a file, as `write_share` returns them. It finds damage, not forgery."""
+    """Size (`bytes`) and CRC-32 (`crc32`) of a file, as `write_share` returns them. They show damage, not forgery."""
     crc = size = 0
     with path.open("rb") as file:
-        while block := file.read(_CHUNK):
+        while block := file.read(_READ_BYTES):
             crc = zlib.crc32(block, crc)
             size += len(block)
     return {"bytes": size, "crc32": crc}
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file: what torch.load reads one tensor from."""
+    """A part of a file as a file of its own, from which torch.load reads a tensor."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self.file, self.offset, self.length, self.at = file, offset, length, 0
@@ -175,9 +184,14 @@ class _Part(io.RawIOBase):
 def read(
     folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by name, one at a time, on the CPU: `wanted` gives the rows of each, from the first number up to the second, or None for all.
+    """Names and tensors of a checkpoint, one tensor at a time, on the CPU. No code is unpickled.
 
-    No code is unpickled.
+    Args:
+        wanted: by tensor name the first row and the end (exclusive) of the rows to read, or None for the whole tensor.
+            None: all tensors.
+
+    Raises:
+        CheckpointError: a file is damaged, or lacks rows.
     """
     wanted = dict.fromkeys(index) if wanted is None else wanted
     with contextlib.ExitStack() as stack:
@@ -190,18 +204,18 @@ def read(
                 place = _Part(files[part["file"]], part["offset"], part["length"])
                 tensor: Tensor = torch.load(cast(IO[bytes], place), map_location="cpu", weights_only=True)
                 return tensor
-            except Exception as error:  # damaged zip files and pickles raise whatever they lead to
+            except Exception as error:  # a damaged zip file or pickle may raise any exception
                 raise CheckpointError(
                     f"tensor {name} cannot be read: {error}", where=str(folder / part["file"])
                 ) from error
 
         first = {name: index[name]["parts"][0] for name in wanted}
         for name in sorted(wanted, key=lambda name: (first[name]["file"], first[name]["offset"])):
-            entry, rows = index[name], wanted[name]
-            if rows is None and len(entry["parts"]) == 1:
+            entry, row_range = index[name], wanted[name]
+            if row_range is None and len(entry["parts"]) == 1:
                 yield name, load(name, first[name])
                 continue
-            begin, end = rows if rows is not None else (0, entry["shape"][0])
+            begin, end = row_range if row_range is not None else (0, entry["shape"][0])
             overlapping = [
                 part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]
             ]
@@ -228,7 +242,12 @@ def write_dcp_metadata(folder: Path, index: Index) -> None:
         properties = dcp.TensorProperties(dtype=getattr(torch, entry["dtype"]))
         tensors[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
         paths[name] = (name,)
-    content = dcp.Metadata(tensors, planner_data=paths, storage_data=places, storage_meta=dcp.StorageMeta())  # type: ignore[arg-type]
+    content = dcp.Metadata(
+        tensors,  # type: ignore[arg-type]
+        planner_data=paths,
+        storage_data=places,
+        storage_meta=dcp.StorageMeta(),
+    )
     with (folder / DCP_METADATA).open("wb") as file:
         pickle.dump(content, file)
         file.flush()

@@ -1,4 +1,4 @@
-"""`lockstep checkpoints`: what a run has saved, whether it is whole, and what may go."""
+"""`lockstep checkpoints`: lists the checkpoints of a run, checks their files, and deletes those that need not stay."""
 
 from __future__ import annotations
 
@@ -9,32 +9,37 @@ from lockstep.checkpoint.store import Checkpoint, Retention
 
 
 def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
-    """Print one line per checkpoint, newest first; False where `check` found damage. `prune` deletes what `retention` does not keep."""
-    found = store.listed(folder)
-    reasons = retention.reasons(found)
-    faults = {one.step: store.check(one) for one in found} if check or prune else {}
-    for one in found:
-        state = (
-            ""
-            if one.step not in faults
-            else "  valid"
-            if not faults[one.step]
-            else f"  DAMAGED: {'; '.join(faults[one.step])}"
-        )
-        print(f"{_line(one)}  kept: {', '.join(reasons.get(one.step, ['no']))}{state}")
-    broken = store.unreadable(folder)
-    for complaint in broken:
+    """Print a line for each checkpoint, newest first.
+
+    Args:
+        check: compare every file with its checksum.
+        prune: check, then delete what `retention` does not keep.
+
+    Returns:
+        False if a checkpoint is damaged.
+    """
+    checkpoints = store.listed(folder)
+    reasons = retention.reasons(checkpoints)
+    faults = {checkpoint.step: store.check(checkpoint) for checkpoint in checkpoints} if check or prune else {}
+    for checkpoint in checkpoints:
+        state = ""
+        if checkpoint.step in faults:
+            damage = "; ".join(faults[checkpoint.step])
+            state = f"  DAMAGED: {damage}" if damage else "  valid"
+        print(f"{_line(checkpoint)}  kept: {', '.join(reasons.get(checkpoint.step, ['no']))}{state}")
+    unreadable = store.unreadable(folder)
+    for complaint in unreadable:
         print(complaint.replace(": ", "  DAMAGED: ", 1))
-    if not found and not broken:
+    if not checkpoints and not unreadable:
         print(f"no checkpoint in {folder}")
     if prune:
-        for path in store.prune(folder, retention, valid=lambda one: not faults[one.step]):
+        for path in store.prune(folder, retention, valid=lambda checkpoint: not faults[checkpoint.step]):
             print(f"deleted {path.name}")
-    return not broken and not any(faults.values())
+    return not unreadable and not any(faults.values())
 
 
-def _line(one: Checkpoint) -> str:
-    metrics = "".join(
-        f"  {name} {value:.4g}" for name, value in one.metrics.items() if name not in ("eval/samples", "eval/bad")
-    )
-    return f"{one.path.name}  {one.size / 2**20:,.1f} MiB  {one.manifest.get('saved_at', '')}{metrics}"
+def _line(checkpoint: Checkpoint) -> str:
+    hidden = ("eval/samples", "eval/bad")
+    metrics = "".join(f"  {name} {value:.4g}" for name, value in checkpoint.metrics.items() if name not in hidden)
+    saved_at = checkpoint.manifest.get("saved_at", "")
+    return f"{checkpoint.path.name}  {checkpoint.size / 2**20:,.1f} MiB  {saved_at}{metrics}"

@@ -1,4 +1,4 @@
-"""Saving beside the training: copy to host memory, then write in a thread while the training goes on."""
+"""Saves checkpoints: copies the state to host memory, then writes it in a thread while the training goes on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from lockstep.errors import CheckpointError, TrainingError
 
 
 class Saver:
-    """Writes checkpoints of a run: every rank its share.
+    """Writes the checkpoints of a run. Every rank writes a share of the tensors.
 
-    A failure (disk full, no permission) is told at once, kept in `failures`, and does not end the training; what was
-    saved before stays. A state that is not finite is not saved, and ends the training.
+    If a checkpoint cannot be written (disk full, no permission), the user gets a message at once, `failures` keeps it,
+    and the training goes on; earlier checkpoints stay. A state that is not finite is not saved, and ends the training.
 
     Args:
-        folder: of all checkpoints. tell: takes a message for people; called on rank 0, from any thread.
-        in_background: return as soon as the state is in host memory.
+        folder: folder of all checkpoints.
+        retention: which checkpoints stay.
+        tell: shows a message to the user. Called on rank 0, from any thread.
+        in_background: `save` returns as soon as the state is in host memory.
         allowed: tensors that need not be finite, see `finite.at_start`.
     """
 
@@ -47,8 +49,8 @@ class Saver:
         self.allowed = allowed or {}
         self.world = world.in_background()
         self.failures: list[str] = []
-        self.saved: int | None = None  # step of the newest checkpoint of this process
-        self.blocked_s = 0.0  # how long the training waited for `save`, the last time
+        self.saved: int | None = None  # step of the newest checkpoint that this process wrote
+        self.blocked_s = 0.0  # seconds that the last call of `save` took
         self.buffers: dict[str, Tensor] = {}
         self.thread: threading.Thread | None = None
         self.fault: BaseException | None = None
@@ -56,9 +58,17 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], manifest: Mapping[str, Any]
     ) -> None:
-        """Save the state after `step`. Called on all ranks, with the same names and plain values; tensors are replicated or sharded.
+        """Save the state after `step`. Called on all ranks, after the previous checkpoint was written.
 
-        Waits for the checkpoint before. Returns when `tensors` may change again; or, not in the background, when all is done.
+        Returns when `tensors` may change again; without `in_background`, when the checkpoint is written.
+
+        Args:
+            tensors: the same names on all ranks; replicated or sharded.
+            values: state that is no tensor, the same on all ranks.
+            manifest: what manifest.json says, besides the files.
+
+        Raises:
+            TrainingError: on all ranks, if this or the previous state is not finite.
         """
         begun = time.perf_counter()
         self.wait()
@@ -68,15 +78,15 @@ class Saver:
         self.blocked_s = time.perf_counter() - begun
 
     def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add what an evaluation found to the checkpoint of `step`, as soon as it is written. Called on all ranks."""
+        """Add the results of an evaluation to the checkpoint of `step`, once it is written. Called on all ranks."""
         if self.world.rank == 0:
             self._start(partial(self._add_metrics, step, dict(metrics)))
 
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk, or has failed to get there.
+        """Wait until the last checkpoint is on the disk, or could not be written.
 
         Raises:
-            TrainingError: on all ranks, where it was refused because the state is not finite.
+            TrainingError: on all ranks, if the checkpoint was refused because the state is not finite.
         """
         if self.thread is not None:
             self.thread.join()
@@ -85,7 +95,7 @@ class Saver:
             raise self.fault
 
     def kept(self) -> str:
-        """What the next start goes on from, in words. Waits for what is being written, and raises nothing."""
+        """A sentence on the checkpoint from which the next start goes on. Waits for the thread, and raises nothing."""
         if self.thread is not None:
             self.thread.join()
         step = self._newest()
@@ -94,13 +104,14 @@ class Saver:
         return f"The checkpoint of step {step} is saved, and the same command goes on from there"
 
     def _newest(self) -> int | None:
-        return next((one.step for one in store.listed(self.folder)), None)
+        return next((checkpoint.step for checkpoint in store.listed(self.folder)), None)
 
     def finish(self) -> None:
-        """Wait, and raise where a checkpoint is missing.
+        """Wait for the last checkpoint at the end of a training.
 
         Raises:
-            CheckpointError: names the checkpoints that could not be written.
+            CheckpointError: checkpoints could not be written; says how many, and why the first.
+            TrainingError: see `wait`.
         """
         self.wait()
         if self.failures:
@@ -112,33 +123,32 @@ class Saver:
             )
 
     def close(self) -> None:
-        """Give a checkpoint that is being written a last chance; on the way out of a failed training."""
+        """Wait up to 10 s for a checkpoint that is being written, when the training failed."""
         if self.thread is not None:
             self.thread.join(10)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> dict[str, LocalShard]:
-        """Copies of this rank's share, in buffers that the next save uses again: fresh memory costs five times the copy."""
-        held = {name: local_shard(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
-        replicated = [name for name, rows in held.items() if rows.writer is None]
-        owners = files.owners([held[name].local.nbytes for name in replicated], self.world.size)
+        """Copy this rank's share into buffers. The next save uses them again: new memory takes five times as long."""
+        shards = {name: local_shard(tensor, number) for number, (name, tensor) in enumerate(tensors.items())}
+        replicated = [name for name, shard in shards.items() if shard.writer is None]
+        owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
-        mine |= {name for name, rows in held.items() if rows.writer and (rows.local.numel() or not rows.start)}
+        mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
         on_device = False
         staged: dict[str, LocalShard] = {}
         for name in (name for name in tensors if name in mine):
-            rows = held[name]
-            buffer = self.buffers.get(name)
-            if buffer is None or buffer.shape != rows.local.shape or buffer.dtype != rows.local.dtype:
-                buffer = torch.empty(rows.local.shape, dtype=rows.local.dtype, pin_memory=rows.local.is_cuda)
-            staged[name] = replace(rows, local=buffer.copy_(rows.local, non_blocking=True))
-            on_device |= rows.local.is_cuda
+            shard, buffer = shards[name], self.buffers.get(name)
+            if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
+                buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=shard.local.is_cuda)
+            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=True))
+            on_device |= shard.local.is_cuda
         if on_device:
             torch.cuda.current_stream(self.world.device).synchronize()
-        self.buffers = {name: rows.local for name, rows in staged.items()}
+        self.buffers = {name: shard.local for name, shard in staged.items()}
         return staged
 
     def _start(self, work: Callable[[], None]) -> None:
-        """Do `work` after what was begun before; beside the training, or at once."""
+        """Do `work` in a thread, after the work that was started before. Without `in_background`, wait for it."""
         before = self.thread
 
         def run() -> None:
@@ -147,7 +157,7 @@ class Saver:
             try:
                 if self.fault is None:
                     work()
-            except BaseException as error:  # a lost rank, or a fault of this code: the training must end
+            except BaseException as error:  # a rank is lost, or this code is wrong: the training must end
                 self.fault = error
 
         self.thread = threading.Thread(target=run, name="lockstep-saver", daemon=True)
@@ -159,7 +169,7 @@ class Saver:
         self, step: int, share: Mapping[str, LocalShard], values: dict[str, Any], manifest: dict[str, Any]
     ) -> None:
         mine: dict[str, Any] = {}
-        not_finite = finite.faults({name: rows.local for name, rows in share.items()}, self.allowed)
+        not_finite = finite.faults({name: shard.local for name, shard in share.items()}, self.allowed)
         if not_finite:
             mine["not_finite"] = not_finite
         else:
@@ -174,7 +184,7 @@ class Saver:
             self.failures.append(fault)
 
     def _write_share(self, step: int, share: Mapping[str, LocalShard]) -> dict[str, Any]:
-        """What this rank wrote, or why it could not."""
+        """The `files` and `index` that this rank wrote, or the `fault` that kept it from writing."""
         mine: dict[str, Any] = {}
         try:
             staged = store.staging(self.folder, step)
@@ -192,7 +202,7 @@ class Saver:
         return mine
 
     def _add_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """On rank 0."""
+        """Runs on rank 0."""
         try:
             if store.add_metrics(self.folder, step, metrics):
                 self._prune(step)
@@ -206,7 +216,7 @@ class Saver:
             self.tell(f"warning: old checkpoints could not be deleted: {error}")
 
     def _reached(self, step: int, place: str) -> None:
-        self.world.heartbeat.beats += 1  # a slow disk is no hang
+        self.world.heartbeat.beats += 1  # so that a slow disk is not taken for a hang
         fail_at(place, step)
 
     def _commit(
@@ -216,12 +226,12 @@ class Saver:
         values: dict[str, Any],
         manifest: dict[str, Any],
     ) -> str | TrainingError | None:
-        """On rank 0, when all ranks have written: make it count. What went wrong, if anything."""
+        """Complete the checkpoint on rank 0, after all ranks have written. Returns what went wrong; None if nothing."""
         for rank, share in enumerate(shares):
             if "not_finite" in share:
                 shutil.rmtree(store.staging(self.folder, step), ignore_errors=True)
                 refusal = finite.refusal(share["not_finite"], rank, step, self._newest())
-                if self.in_background:  # the training hears of it when it waits for this checkpoint
+                if self.in_background:  # the training gets the error only when it waits for this checkpoint
                     self.tell(f"error: {refusal}")
                 return refusal
         fault = next((share["fault"] for share in shares if "fault" in share), None)

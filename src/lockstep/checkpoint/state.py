@@ -1,4 +1,4 @@
-"""Model, optimizer and averages in and out, by parameter name. With the step, that is the whole state of a run."""
+"""Reads and restores model, optimizer and averages by parameter name. With the step, that is the state of a run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ Plain = float | int | bool | str | None
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Plain]]:
-    """Tensors by name (`model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`), and what is no tensor.
+    """The state of a run by name: `model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`.
 
-    The tensors are the live ones, not copies, and sharded where the model is. Learning rates are not state: schedules give them.
+    Learning rates are not part of it: the schedule computes them from the step.
+
+    Returns:
+        the tensors (not copies; sharded if the model is), and the values that are not tensors.
 
     Raises:
-        CheckpointError: some state is neither a tensor nor a plain value; names it.
+        CheckpointError: a value is neither a tensor nor a finite number, a text, a bool or None; names it.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+    state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
     for parameter, slots in optimizer.state.items():
-        found |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
-    found |= {f"ema.{name}": value for name, value in (averages or {}).items()}
-    tensors = {name: value.detach() for name, value in found.items() if isinstance(value, Tensor)}
-    plain = {name: value for name, value in found.items() if name not in tensors}
+        state |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+    state |= {f"ema.{name}": value for name, value in (averages or {}).items()}
+    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
+    plain = {name: value for name, value in state.items() if name not in tensors}
     for name, value in plain.items():
         if not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
             raise CheckpointError(
@@ -45,10 +48,10 @@ def capture(
 def check_fits(
     index: Mapping[str, Mapping[str, Any]], model: nn.Module, averages: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Compare the tensors of a checkpoint, by name, with what `model` needs: names, shapes, dtypes.
+    """Compare the tensors of a checkpoint with those of `model` (and of `averages`): names, shapes, dtypes.
 
     Raises:
-        CheckpointError: the checkpoint is of another model; names the tensors.
+        CheckpointError: the checkpoint is of another model; says how many tensors differ, and how the first does.
     """
     own = {f"model.{name}": _kind(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if averages:
@@ -62,7 +65,8 @@ def check_fits(
         differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
         first = differing[0]
         raise CheckpointError(
-            f"{len(differing)} tensors differ from the model's, first {first}: saved {saved.get(first)}, model {own.get(first)}",
+            f"{len(differing)} tensors differ from the model's, first {first}: "
+            f"saved {saved.get(first)}, model {own.get(first)}",
             remedy="use the task and config that the checkpoint was made with, or start anew with --fresh",
         )
 
@@ -77,7 +81,10 @@ def wanted(
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
 ) -> dict[str, tuple[int, int] | None]:
-    """What this rank needs of a checkpoint, for `files.read`: the rows that it holds of each tensor; None: all of it."""
+    """What this rank needs of a checkpoint, for `files.read`: first row and end by tensor; None: the whole tensor.
+
+    The optimizer and the averages are left out if they are None.
+    """
     targets, parameters = model.state_dict(), dict(model.named_parameters())
     needed: dict[str, tuple[int, int] | None] = {}
     for name, entry in index.items():
@@ -90,10 +97,10 @@ def wanted(
             target = _slot(name, rest, parameters)[0]
         else:
             continue
-        # A slot of another shape than its parameter's (a counter) is whole on every rank.
+        # A slot that has not the shape of its parameter (a counter) is whole on every rank.
         sharded = is_sharded(target) and list(target.shape) == entry["shape"]
-        rows = local_shard(target)
-        needed[name] = (rows.start, rows.start + len(rows.local)) if sharded else None
+        shard = local_shard(target)
+        needed[name] = (shard.start, shard.start + len(shard.local)) if sharded else None
     return needed
 
 
@@ -104,20 +111,32 @@ def restore(
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Load what `capture` returned, tensor by tensor, in place; after `check_fits`. Of each tensor the rows that are `wanted`."""
-    targets, found_model = model.state_dict(), False
+    """Load what `capture` returned, in place, after `check_fits`.
+
+    Args:
+        tensors: names and tensors; of a sharded tensor the rows that `wanted` names.
+        plain: values that are not tensors.
+        optimizer, averages: left as they are if None.
+
+    Raises:
+        CheckpointError: the optimizer's state is of a parameter that the model does not have.
+    """
+    targets, has_model_tensors = model.state_dict(), False
     parameters = dict(model.named_parameters())
-    # Step counters stay on the host unless the optimizer wants them on the device; all else goes along with its parameter.
+    # Step counters stay on the host unless the optimizer needs them on the device. Other slots follow their parameter.
     groups = optimizer.param_groups if optimizer is not None else ()
     counts_on_device = {
-        id(one) for group in groups if group.get("capturable") or group.get("fused") for one in group["params"]
+        id(parameter)
+        for group in groups
+        if group.get("capturable") or group.get("fused")
+        for parameter in group["params"]
     }
     with torch.no_grad():
         for name, tensor in tensors:
             kind, _, rest = name.partition(".")
             if kind == "model":
                 local(targets[rest]).copy_(tensor)
-                found_model = True
+                has_model_tensors = True
             elif kind == "ema" and averages is not None:
                 local(averages[rest]).copy_(tensor)
             elif kind == "optimizer" and optimizer is not None:
@@ -127,7 +146,7 @@ def restore(
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
     extra = {name.removeprefix("model."): value for name, value in plain.items() if name.startswith("model.")}
-    if extra or found_model:  # most are in place already; what get_extra_state made is not
+    if extra or has_model_tensors:  # tensors are in place already; values of get_extra_state are not
         model.load_state_dict(targets | extra)
     for name, setting in plain.items():
         if name.startswith("optimizer.") and optimizer is not None:

@@ -1,9 +1,10 @@
-"""Checkpoints on disk: complete, or absent. A directory without a valid manifest, written last, is no checkpoint.
+"""The folder of checkpoints: commits, lists, checks and deletes them. A checkpoint is there whole or not at all.
 
 checkpoints/step-00000123/          one share per rank, .metadata, index.json, manifest.json
 checkpoints/.staging-step-00000123/ being written, or left by a process that was killed while it wrote
 
-What an evaluation of the same step finds comes later, and is added to the manifest.
+The manifest is written last: a directory without a valid manifest is no checkpoint. The metrics of an evaluation at the
+same step are added to the manifest later.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep import atomic
 from lockstep.checkpoint import files
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.world import World
@@ -33,13 +35,14 @@ _STAGING = ".staging-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory with a manifest. Whether its files are what the manifest says is for `check` to find."""
+    """A directory with a manifest. `check` compares its files with the manifest."""
 
     path: Path
     manifest: dict[str, Any]
 
     @property
     def step(self) -> int:
+        """Step after which the state was saved."""
         return int(self.manifest["step"])
 
     @property
@@ -49,7 +52,7 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the evaluation at this very step; empty where there was none, or it has not ended yet."""
+        """Metrics of the evaluation at this step; empty if there was none, or it has not ended yet."""
         return dict(self.manifest["metrics"])
 
     @cached_property
@@ -59,59 +62,61 @@ class Checkpoint:
 
     @property
     def index(self) -> files.Index:
-        """Where each tensor is, by name."""
+        """The place of each tensor, by name."""
         return dict(self._contents["tensors"])
 
     @property
     def values(self) -> dict[str, Any]:
-        """State that is no tensor, by name."""
+        """State that is not a tensor, by name."""
         return dict(self._contents["values"])
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `last` newest, the best by a metric, and those of every n-th step.
-
-    best: ("min" or "max", metric name).
-    """
+    """Which checkpoints stay: the newest, the best by a metric, and those of every n-th step."""
 
     last: int = 3
+    """How many of the newest stay."""
     best: tuple[str, str] | None = None
+    """`min` or `max`, and the name of the metric."""
     every_steps: int | None = None
+    """Checkpoints stay whose step is a multiple of this number."""
 
     def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
-        """Why each step stays; those that may go are left out."""
-        found = sorted(checkpoints, key=lambda one: one.step)
+        """Why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
+        by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
         reasons: dict[int, list[str]] = {}
-        for one in found[-self.last :]:
-            reasons.setdefault(one.step, []).append("last")
+        for checkpoint in by_step[-self.last :]:
+            reasons.setdefault(checkpoint.step, []).append("last")
         if self.best:
             sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
             rated = [
-                (sign * one.metrics[metric], one.step)
-                for one in found
-                if not math.isnan(one.metrics.get(metric, math.nan))
+                (sign * checkpoint.metrics[metric], checkpoint.step)
+                for checkpoint in by_step
+                if not math.isnan(checkpoint.metrics.get(metric, math.nan))
             ]
             if rated:
                 reasons.setdefault(max(rated)[1], []).append("best")
-        for one in found if self.every_steps else ():
-            if one.step % (self.every_steps or 1) == 0:
-                reasons.setdefault(one.step, []).append(f"every {self.every_steps}")
+        for checkpoint in by_step if self.every_steps else ():
+            if checkpoint.step % (self.every_steps or 1) == 0:
+                reasons.setdefault(checkpoint.step, []).append(f"every {self.every_steps}")
         return reasons
 
 
 def staging(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it counts."""
+    """The folder that the ranks write the checkpoint of `step` into, before it is committed."""
     return folder / f"{_STAGING}step-{step:08d}"
 
 
 def commit(
     folder: Path, step: int, manifest: Mapping[str, Any], index: files.Index, values: Mapping[str, Any]
 ) -> Checkpoint:
-    """Turn what all ranks have staged into the checkpoint `folder/step-XXXXXXXX`: index, manifest, a rename.
+    """Turn the staging folder, into which all ranks have written, into the checkpoint `folder/step-XXXXXXXX`.
+
+    Writes the index and the manifest, then renames the folder.
 
     Raises:
-        OSError: it cannot be written, or a share that a rank wrote is not here.
+        OSError: the checkpoint cannot be written, or the share of a rank is not visible here.
     """
     staged, final = staging(folder, step), folder / f"step-{step:08d}"
     for name, about in manifest["files"].items():
@@ -119,7 +124,7 @@ def commit(
             raise OSError(f"{name} is not what was written; do all ranks see the same run directory?")
     files.write_dcp_metadata(staged, index)
     (staged / INDEX).write_text(json.dumps({"tensors": index, "values": dict(values)}))
-    sync(staged / INDEX)
+    atomic.sync(staged / INDEX)
     now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     more = {name: files.checksum(staged / name) for name in (INDEX, files.DCP_METADATA)}
     content = {**manifest, "saved_at": now, "files": {**manifest["files"], **more}}
@@ -129,57 +134,52 @@ def commit(
         fail_at("in-manifest", step)
         text.flush()
         os.fsync(text.fileno())
-    sync(staged)
+    atomic.sync(staged)
     fail_at("before-rename", step)
     if final.exists():
-        remove(final)  # of the same step: damaged, or it would have been resumed
+        remove(final)  # damaged: the run would have gone on from it otherwise
     staged.rename(final)
     fail_at("after-rename", step)
-    sync(folder)
+    atomic.sync(folder)
     return Checkpoint(final, content)
 
 
 def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
-    """Give the checkpoint of `step` these metrics. A kill at any instant leaves the manifest as it was, or the new one.
+    """Add metrics to the manifest of a checkpoint. A kill at any instant leaves the old manifest or the new one.
 
     Returns:
-        whether there is such a checkpoint.
+        False if there is no checkpoint of `step`.
 
     Raises:
         OSError: the manifest cannot be written.
     """
-    path, staged = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
+    path, staging = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
     content = _manifest(path)
     if not isinstance(content, dict):
         return False
     fail_at("before-metrics", step)
-    try:
-        with staged.open("w") as text:
-            text.write(_signed({**content, "metrics": dict(metrics)}))
-            fail_at("in-metrics", step)
-            text.flush()
-            os.fsync(text.fileno())
-        staged.replace(path / MANIFEST)
-    except OSError:
-        staged.unlink(missing_ok=True)
-        raise
-    sync(path)
+    with atomic.staged_file(path / MANIFEST, staging), staging.open("w") as text:
+        text.write(_signed({**content, "metrics": dict(metrics)}))
+        fail_at("in-metrics", step)
+    atomic.sync(path)
     return True
 
 
 def listed(folder: Path) -> list[Checkpoint]:
-    """All checkpoints, newest first. Their files are not checked."""
-    found = [Checkpoint(path, manifest) for path in _folders(folder) if isinstance(manifest := _manifest(path), dict)]
-    return sorted(found, key=lambda one: one.step, reverse=True)
+    """All checkpoints with a valid manifest, newest first. Their other files are not checked."""
+    checkpoints = [
+        Checkpoint(path, manifest) for path in _folders(folder) if isinstance(manifest := _manifest(path), dict)
+    ]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
 def unreadable(folder: Path) -> list[str]:
-    """Complaints about manifests that are there and damaged. (Without a manifest a directory is no checkpoint.)"""
+    """A complaint for each manifest that is damaged."""
     return [f"{path.name}: {fault}" for path in _folders(folder) if isinstance(fault := _manifest(path), str)]
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Directories with a manifest, the newest last."""
+    """Directories with a manifest file, the newest last."""
     named = [
         path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()
     ]
@@ -187,12 +187,12 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _signed(content: Mapping[str, Any]) -> str:
-    """A manifest as text, with a checksum of its own."""
+    """A manifest as text, with a checksum of the manifest itself."""
     return json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "checkpoint": content})
 
 
 def _manifest(path: Path) -> dict[str, Any] | str | None:
-    """The content of a manifest, what is wrong with it, or None where there is none."""
+    """The content of a manifest; text on what is wrong with it; or None if there is no manifest."""
     try:
         text = (path / MANIFEST).read_text()
         content: dict[str, Any] = json.loads(text)["checkpoint"]
@@ -206,27 +206,34 @@ def _manifest(path: Path) -> dict[str, Any] | str | None:
 
 
 def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with its files, or with the `part`-th of `parts` shares of them; empty where nothing is."""
+    """Compare the files of a checkpoint with its manifest.
+
+    Args:
+        part, parts: check only every `parts`-th file, from number `part` on.
+
+    Returns:
+        what is wrong; empty if all is right.
+    """
     faults = []
     for name, about in sorted(checkpoint.manifest["files"].items())[part::parts]:
         path = checkpoint.path / name
         try:
-            found = files.checksum(path)
+            actual = files.checksum(path)
         except OSError as error:
             faults.append(f"{name} cannot be read: {error.strerror}")
             continue
-        if found["bytes"] != about["bytes"]:
-            faults.append(f"{name} has {found['bytes']} bytes, not {about['bytes']}")
-        elif found != about:
+        if actual["bytes"] != about["bytes"]:
+            faults.append(f"{name} has {actual['bytes']} bytes, not {about['bytes']}")
+        elif actual != about:
             faults.append(f"{name} differs from its checksum")
     return faults
 
 
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint whose files are all right, the same on every rank, which check a share of the files each.
+    """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
 
     Returns:
-        the checkpoint, None where there is none at all; and messages about damaged ones that were passed over.
+        the checkpoint, or None if there is none; and messages on damaged checkpoints that were passed over.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -240,10 +247,10 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             mine = check(candidate, world.rank, world.size)
         else:
             mine = [manifest or f"{MANIFEST} is not there"]
-        found = list(dict.fromkeys(fault for rank in world.broadcast(world.gather(mine)) for fault in rank))
-        if not found:
+        faults = list(dict.fromkeys(fault for rank in world.broadcast(world.gather(mine)) for fault in rank))
+        if not faults:
             return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
-        complaints.append(f"{name}: {'; '.join(found)}")
+        complaints.append(f"{name}: {'; '.join(faults)}")
     if complaints:
         raise CheckpointError(
             "\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh"
@@ -254,27 +261,32 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
 def prune(
     folder: Path, retention: Retention, valid: Callable[[Checkpoint], bool] | None = None, newest: int | None = None
 ) -> list[Path]:
-    """Delete what `retention` does not keep; returns what went.
+    """Delete the checkpoints that `retention` does not keep.
 
     Args:
-        newest: of which step the newest is that counts. What is newer was found damaged, and must not push out the good ones.
-        valid: where given, the newest valid checkpoint stays in any case, and so does everything where none is valid.
+        valid: whether a checkpoint is not damaged. The newest valid checkpoint then stays in any case, and if none is
+            valid, all stay. None: do not ask.
+        newest: step of the newest checkpoint that counts. Later checkpoints are damaged, stay, and must not take the
+            place of good ones. None: all count.
+
+    Returns:
+        the deleted folders.
     """
-    found = [one for one in listed(folder) if newest is None or one.step <= newest]
-    keep = set(retention.reasons(found))
+    checkpoints = [checkpoint for checkpoint in listed(folder) if newest is None or checkpoint.step <= newest]
+    keep = set(retention.reasons(checkpoints))
     if valid is not None:
-        good = next((one.step for one in found if valid(one)), None)
-        if good is None:
+        newest_valid = next((checkpoint.step for checkpoint in checkpoints if valid(checkpoint)), None)
+        if newest_valid is None:
             return []
-        keep.add(good)
-    gone = [one.path for one in found if one.step not in keep]
-    for path in gone:
+        keep.add(newest_valid)
+    deleted = [checkpoint.path for checkpoint in checkpoints if checkpoint.step not in keep]
+    for path in deleted:
         remove(path)
-    return gone
+    return deleted
 
 
 def clear_leftovers(folder: Path) -> list[Path]:
-    """Delete what processes left that were killed while they wrote or deleted. Only while nobody writes."""
+    """Delete what killed processes left behind. Call it only while no checkpoint is being written."""
     leftovers = sorted(folder.glob(f"{_STAGING}*"))
     for path in leftovers:
         if path.is_dir():
@@ -285,17 +297,8 @@ def clear_leftovers(folder: Path) -> list[Path]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, so that a kill in between leaves none rather than half of one."""
+    """Delete a checkpoint, so that a kill in between leaves no half of it under its name."""
     doomed = checkpoint.with_name(f"{_STAGING}deleted-{checkpoint.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Flush a file's content, or a directory's entries, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

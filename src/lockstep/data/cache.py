@@ -1,17 +1,15 @@
-"""Work that is done once per machine and kept: folders by the digest of what they were made from."""
+"""Results that are computed once per machine and kept: folders, named by a digest of what they were made from."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import os
 import platform
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+from lockstep import atomic, locks
 from lockstep.errors import DataError, UsageError
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
@@ -19,7 +17,7 @@ _POLL_S = 0.1
 
 
 def cache_root() -> Path:
-    """`$LOCKSTEP_CACHE`, or `lockstep` in the user's cache folder. May be deleted at any time: it is made again."""
+    """`$LOCKSTEP_CACHE`, or `lockstep` in the user's cache folder. It may be deleted at any time."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
@@ -49,12 +47,16 @@ def digest_of(*parts: object, files: tuple[Path, ...] = ()) -> str:
 def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     """The folder `kind-key` of the cache, which `make` fills if it is not there.
 
-    Of all processes on this machine one makes it, and the others wait on a file lock, for as long as it takes: no
-    collective is involved. The folder gets its name when it is complete and on disk, so a kill at any instant
-    leaves it whole or absent, and the lock goes with the process.
+    Of all processes on this machine one makes the folder, and the others wait for its file lock, as long as it takes:
+    no collective is involved. The folder gets its name when it is complete and on disk, so a kill at any instant
+    leaves it whole or absent.
+
+    Args:
+        make: fills the empty folder that it is given. What it raises comes through, except an OSError.
 
     Raises:
-        UsageError: the cache cannot be written. DataError: its disk is full. What `make` raises comes through, but for an OSError.
+        UsageError: the cache may not be written.
+        DataError: the disk of the cache is full.
     """
     root = cache_root()
     folder = root / f"{kind}-{key}"
@@ -62,9 +64,9 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f".{kind}-{key}.lock") as alone:
+        with locks.locked(root / f".{kind}-{key}.lock", poll_s=_POLL_S) as is_alone:
             if not folder.is_dir():
-                _make(folder, make, alone)
+                _make(folder, make, is_alone)
     except PermissionError as error:
         remedy = f"set {CACHE_VARIABLE} to a folder that you may write to"
         raise UsageError(f"cannot write: {error.strerror}", where=str(error.filename or root), remedy=remedy) from error
@@ -76,45 +78,13 @@ def cached(kind: str, key: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _make(folder: Path, make: Callable[[Path], None], alone: bool) -> None:
-    staging = folder.with_name(f".staging-{folder.name}-{platform.node()}-{os.getpid()}")
-    for left in folder.parent.glob(f".staging-{folder.name}-*") if alone else ():  # of processes that were killed
-        shutil.rmtree(left, ignore_errors=True)
+def _make(folder: Path, make: Callable[[Path], None], is_alone: bool) -> None:
+    prefix = f".staging-{folder.name}-"
+    for leftover in folder.parent.glob(f"{prefix}*") if is_alone else ():  # of processes that were killed
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
-        staging.mkdir()
-        make(staging)
-        for path in (*staging.rglob("*"), staging):
-            _sync(path)
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # where the file system knows no locks, another may have been first
-                raise
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Alone among the processes of this machine; False where the file system knows no locks. Polls: a wait inside flock would put off signals."""
-    with path.open("a") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                alone = True
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_S)
-            except OSError:  # whoever is first wins
-                alone = False
-                break
-        yield alone
+        with atomic.staged_folder(folder, folder.with_name(f"{prefix}{platform.node()}-{os.getpid()}")) as staging:
+            make(staging)
+    except OSError:
+        if is_alone or not folder.is_dir():  # where the file system knows no locks, another process may have been first
+            raise

@@ -1,4 +1,4 @@
-"""Whether a data set is still the one that a run began with: its length and a few of its raw samples."""
+"""A fingerprint of a data set, to notice that a resumed run has other data: its length and a few raw samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 
 def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
-    """`samples`, the length, and `digest`, of the first, the middle and the last raw sample.
+    """The length as `samples`, and a `digest` (hexadecimal SHA-256) of the first, the middle and the last raw sample.
 
     Args:
-        in_worker: read them in a process of its own: what a data set opens at its first sample (HDF5, LMDB) must not be
-            shared by the loader's workers.
+        in_worker: read the samples in a process of their own. Loader workers must not inherit files that a data set
+            opens with its first sample (HDF5, LMDB).
     """
     length = len(data)
     indices = sorted({0, (length - 1) // 2, length - 1}) if length else []
@@ -39,13 +39,13 @@ class _Digests(Dataset[str]):
         digest = hashlib.sha256()
         try:
             _add(digest, self.data[index])
-        except Exception:  # whether it may be skipped is the loader's question
+        except Exception:  # the loader decides whether an unreadable sample is an error
             digest.update(b"unreadable")
         return digest.hexdigest()
 
 
 def _add(digest: Any, value: Any) -> None:
-    """Feed `value` in: tensors, arrays, images, text, numbers, and what is made of them; of anything else its text."""
+    """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr."""
     digest.update(f"|{type(value).__name__}:".encode())
     if isinstance(value, torch.Tensor):
         value = value.to_dense() if value.layout != torch.strided else value
@@ -76,5 +76,5 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(value.tobytes())
     elif isinstance(value, set | frozenset):
         digest.update(",".join(sorted(map(repr, value))).encode())
-    elif " at 0x" not in (text := repr(value)):  # not an address, which would be another in the next process
+    elif " at 0x" not in (text := repr(value)):  # a repr with an address would differ in the next process
         digest.update(text.encode())

@@ -1,4 +1,4 @@
-"""From the plan's indices to batches on the device: prepared under each sample's own RNG, in workers, ahead of use."""
+"""From planned indices to batches on the device: samples are read in worker processes, each under its own seed."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed, micro_batches
+from lockstep.data.order import MicroBatchPlan, StepPlan, count_micro_batches, derive_seed
 from lockstep.data.randomness import SampleSeeding, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exits_are_failures
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
-Plan = Callable[[], Iterable[MicroBatchPlan]]
-Bad = tuple[tuple[int, str], ...]
+Plans = Callable[[], Iterable[MicroBatchPlan]]
+Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could not be read
 
 _NONE_BAD: Bad = ()
-_LAST_BATCHES_S = 15.0
-_OF_A_BATCH = 0x0BA7C4  # a word of the seeds of micro-batches, which tells them from those of samples
-_SUBSTITUTES = 32  # how many samples are tried where a whole micro-batch cannot be read
+_LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
+_COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
+_SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
 
 
 class SampleTask(Protocol):
@@ -40,101 +40,118 @@ class SampleTask(Protocol):
 
 
 def is_default(method: Callable[..., Any]) -> bool:
-    """Whether a bound method of a task is the one that `Task` has. Its function is marked by an attribute that holds the function
-    itself: decorators copy attributes to what they make."""
+    """Whether a bound method of a task is the method of `Task` itself.
+
+    The functions of `Task` have an attribute `default` that holds the function. A mark that is just True would not do:
+    decorators copy attributes to the function that they return.
+    """
     function = getattr(method, "__func__", None)
     return function is not None and getattr(function, "default", None) is function
 
 
 @dataclass
 class MicroBatch:
-    """One micro-batch, ready for the forward pass.
-
-    batch: what the task's `collate` returned. indices: of its samples. epoch: theirs.
-    weights: units per head, as the task counts them, or None where the unit is the sample.
-    filler: True where it counts for nothing (zero weight).
-    bad: (index, message) of samples that could not be read and were left out.
-    """
+    """A micro-batch, ready for the forward pass."""
 
     batch: Any
+    """What the task's `collate` returned."""
     indices: tuple[int, ...]
+    """Indices of its samples."""
     epoch: int
+    """Epoch of its samples."""
     weights: Weights
+    """Units by head, as the task counts them; None: the unit is the sample."""
     filler: bool
+    """True if the micro-batch counts with weight zero."""
     bad: Bad = ()
+    """Index and message of each sample that could not be read and was left out."""
 
     @property
     def samples(self) -> int:
-        """Samples that count."""
+        """Number of samples that count."""
         return 0 if self.filler else len(self.indices)
 
     def pin_memory(self) -> MicroBatch:
+        """A copy in page-locked memory. Called by torch's DataLoader."""
         return replace(self, batch=map_tensors(self.batch, lambda t: t.pin_memory()))
 
 
 class MicroBatches(Dataset[MicroBatch]):
-    """A data set of micro-batches: `chunks[chunk]` reads, prepares and collates the samples of one `Chunk`.
+    """A data set of micro-batches: `micro_batches[plan]` reads, prepares and collates samples.
 
-    A sample's random numbers (torch, NumPy, Python) depend on (seed, epoch, index) alone, those of `collate` on the epoch
-    and the first index of the micro-batch.
+    The random numbers of a sample (torch, NumPy, Python) depend on the run's seed, the epoch and the index alone.
+    Those of `collate` depend on the seed, the epoch and the first index of the micro-batch.
+
+    Args:
+        data: raw samples by index.
+        task: prepares and collates them.
+        seed: of the run.
+        training: passed on to `Task.prepare`.
+        on_error: `raise`, or `skip` samples that cannot be read.
     """
 
     def __init__(
         self, data: Dataset[Any], task: SampleTask, seed: int, training: bool, on_error: OnError = "raise"
     ) -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
-        # Of the bound methods: a task may have methods set on the object, and wrappers pass on those of the task within.
+        # Bound methods are compared: methods may be set on the object, and a wrapper may pass on those of another task.
         self.prepares, self.collates = not is_default(task.prepare), not is_default(task.collate)
         self.at_once = type(data) is TensorDataset and not self.prepares and not self.collates
         self.read_many = None if self.prepares else getattr(data, "__getitems__", None)
         self.seeding = SampleSeeding(lazily=self.read_many is not None)
 
-    def __getitem__(self, chunk: MicroBatchPlan) -> MicroBatch:
-        if self.at_once:  # what reading and collating these samples one by one gives
-            rows = torch.tensor(chunk.indices)
-            batch = [tensor[rows] for tensor in self.data.tensors]  # type: ignore[attr-defined]
-            return self._micro(chunk, batch, chunk.indices, chunk.filler, _NONE_BAD)
+    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch:
+        if self.at_once:  # the same as reading each sample and collating them
+            indices = torch.tensor(plan.indices)
+            batch = [tensor[indices] for tensor in self.data.tensors]  # type: ignore[attr-defined]
+            return self._micro_batch(plan, batch, plan.indices, plan.filler, _NONE_BAD)
         while True:
-            self.seeding.begin(derive_seed(self.seed, chunk.epoch))
-            samples, indices, bad = self._read(chunk)
-            if not self.seeding.found_more():  # at most once for each generator
+            self.seeding.begin(derive_seed(self.seed, plan.epoch))
+            samples, read, bad = self._read(plan)
+            if not self.seeding.found_more():  # otherwise read again, at most once for each generator
                 break
-        filler = chunk.filler or not indices
-        if not indices:
-            samples, indices = self._substitute(chunk)
+        filler = plan.filler or not read
+        if not read:
+            samples, read = self._substitute(plan)
         if self.collates:
-            seed_all(derive_seed(self.seed, chunk.epoch, chunk.indices[0], _OF_A_BATCH))
-        return self._micro(chunk, self.task.collate(samples), indices, filler, _NONE_BAD if chunk.filler else bad)
+            seed_all(derive_seed(self.seed, plan.epoch, plan.indices[0], _COLLATE))
+        return self._micro_batch(plan, self.task.collate(samples), read, filler, _NONE_BAD if plan.filler else bad)
 
-    def _micro(self, chunk: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad) -> MicroBatch:
+    def _micro_batch(
+        self, plan: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad
+    ) -> MicroBatch:
         if batch is None:
             raise TrainingError(
                 "it returned None",
                 where="Task.collate",
                 remedy="return a batch: tensors, or dicts, lists or tuples of them",
             )
-        return MicroBatch(batch, indices, chunk.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
+        return MicroBatch(batch, indices, plan.epoch, _as_floats(self.task.weight(batch), filler), filler, bad)
 
-    def _read(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
-        """Samples, their indices, and those that could not be read; raises on the first of these where they may not be skipped."""
+    def _read(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
+        """The samples, their indices, and the samples that could not be read.
+
+        Raises:
+            DataError: a sample cannot be read, and `on_error` is `raise`.
+        """
         try:
-            return self._read_all(chunk.indices, chunk.epoch), chunk.indices, _NONE_BAD
+            return self._read_all(plan.indices, plan.epoch), plan.indices, _NONE_BAD
         except Exception:
-            return self._one_by_one(chunk)
+            return self._read_each(plan)
 
     def _read_all(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
         if self.read_many is not None and not self.seeding.drawn:
             samples = list(self.read_many(list(indices)))
             if len(samples) == len(indices):
                 return samples
-        of_epoch = derive_seed(self.seed, epoch)
-        return [self._read_one(index, epoch, of_epoch) for index in indices]
+        epoch_seed = derive_seed(self.seed, epoch)
+        return [self._read_sample(index, epoch, epoch_seed) for index in indices]
 
-    def _one_by_one(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
+    def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
-        for index in chunk.indices:
+        for index in plan.indices:
             try:
-                samples.append(self._read_one(index, chunk.epoch, derive_seed(self.seed, chunk.epoch)))
+                samples.append(self._read_sample(index, plan.epoch, derive_seed(self.seed, plan.epoch)))
                 indices.append(index)
             except Exception as error:
                 if self.on_error == "raise":
@@ -142,28 +159,28 @@ class MicroBatches(Dataset[MicroBatch]):
                 bad.append((index, str(self._unreadable(index, error))))
         return samples, tuple(indices), tuple(bad)
 
-    def _read_one(self, index: int, epoch: int, of_epoch: int) -> Any:
-        self.seeding.seed(derive_seed(index, state=of_epoch))
+    def _read_sample(self, index: int, epoch: int, epoch_seed: int) -> Any:
+        self.seeding.seed(derive_seed(index, state=epoch_seed))
         sample = self.data[index]
         return self.task.prepare(sample, epoch, self.training) if self.prepares else sample
 
     def sample(self, index: int, epoch: int) -> Any:
-        """Sample `index` as the task prepares it for `epoch`: the same on every rank, in every worker, after every restart."""
+        """Sample `index` as the task prepares it for `epoch`: the same in every process and after every restart."""
         seed_all(derive_seed(self.seed, epoch, index))
         return self.task.prepare(self.data[index], epoch, self.training)
 
-    def _substitute(self, chunk: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...]]:
-        """Any readable sample: a micro-batch where all are bad still needs a forward pass, of weight zero."""
+    def _substitute(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...]]:
+        """A readable sample and its index. A micro-batch of bad samples still needs a forward pass, of weight zero."""
         length = len(self.data)  # type: ignore[arg-type]
         for step in range(1, min(length, _SUBSTITUTES) + 1):
-            index = (chunk.indices[0] + step) % length
+            index = (plan.indices[0] + step) % length
             try:
-                return [self.sample(index, chunk.epoch)], (index,)
-            except Exception:  # noqa: S112 - the next one may be readable; none is an error below
+                return [self.sample(index, plan.epoch)], (index,)
+            except Exception:  # noqa: S112 - the next sample may be readable; if none is, an error follows
                 continue
         raise DataError(
             f"none of {_SUBSTITUTES} samples in a row can be read",
-            where=self._name(chunk.indices[0]),
+            where=self._name(plan.indices[0]),
             remedy="data.on_error=skip is for single bad samples; check the path and format of the data",
         )
 
@@ -177,77 +194,84 @@ class MicroBatches(Dataset[MicroBatch]):
         )
 
     def _name(self, index: int) -> str:
-        """File name, where the data set knows it."""
+        """The file of a sample, if the data set has a method `where`; else its index."""
         where = getattr(self.data, "where", None)
         return str(where(index)) if where else f"{type(self.data).__name__}[{index}]"
 
 
 @dataclass
 class Failure:
-    """An exception on its way out of a loader worker: torch would rebuild it from its text alone."""
+    """Carries an exception out of a loader worker. torch would rebuild the exception from its text alone."""
 
     error: Exception
 
     def pin_memory(self) -> Failure:
+        """Called by torch's DataLoader, as for micro-batches."""
         return self
 
 
 class Loader:
-    """Micro-batches of this rank in the order of a plan, prepared by `workers` processes, copied to the device ahead.
+    """Micro-batches of this rank in the order of a plan, prepared by worker processes, and copied to the device ahead.
 
     Args:
-        chunks: what to read.
-        workers: processes that prepare; 0 prepares in this process.
-        device: where batches end up.
+        micro_batches: reads the micro-batches.
+        workers: number of processes that prepare samples; 0: this process does.
+        device: device of the batches.
         channels_last: give tensors of four dimensions (images) that memory format.
     """
 
-    def __init__(self, chunks: MicroBatches, workers: int, device: torch.device, channels_last: bool = False) -> None:
-        self.chunks, self.device, self.channels_last = chunks, device, channels_last
+    def __init__(
+        self, micro_batches: MicroBatches, workers: int, device: torch.device, channels_last: bool = False
+    ) -> None:
+        self.micro_batches, self.device, self.channels_last = micro_batches, device, channels_last
         self.order = _Order()
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.batches: DataLoader[MicroBatch] = DataLoader(
-            _Caught(chunks),
+            _CatchErrors(micro_batches),
             batch_size=None,
             sampler=self.order,
             num_workers=workers,
-            collate_fn=_same,
+            collate_fn=_identity,
             pin_memory=device.type == "cuda",
             persistent_workers=workers > 0,
             worker_init_fn=_leave_signals_to_the_rank,
-            generator=torch.Generator(),  # the loader's own seed must not come out of the training's RNG
+            generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
         )
 
-    def run(self, plan: Plan) -> Generator[MicroBatch, None, None]:
-        """The micro-batches of `plan`, one after the other."""
-        self.order.plan = plan
-        for micro in self.batches:
-            if isinstance(micro, Failure):
-                raise micro.error
-            yield self._to_device(micro)
+    def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
+        """The micro-batches of `plans`, in order.
 
-    def one(self, index: int) -> Any:
-        """The batch of one sample, read in this process."""
-        return self._to_device(self.chunks[MicroBatchPlan((index,), 0, False)]).batch
+        Raises:
+            LockstepError: a sample cannot be read, or the task failed to prepare it.
+        """
+        self.order.plans = plans
+        for micro_batch in self.batches:
+            if isinstance(micro_batch, Failure):
+                raise micro_batch.error
+            yield self._to_device(micro_batch)
 
-    def _to_device(self, micro: MicroBatch) -> MicroBatch:
+    def batch_of(self, index: int) -> Any:
+        """A batch of sample `index` alone, read in this process."""
+        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)]).batch
+
+    def _to_device(self, micro_batch: MicroBatch) -> MicroBatch:
         if self.channels_last:
-            micro.batch = map_tensors(
-                micro.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+            micro_batch.batch = map_tensors(
+                micro_batch.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
             )
         if self.copies is None:
-            return micro
-        # On a stream of its own: the host is ahead of the device, so this copy overlaps the step before.
+            return micro_batch
+        # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
         compute = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self.copies):
-            micro.batch = map_tensors(micro.batch, lambda t: t.to(self.device, non_blocking=True))
+            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: t.to(self.device, non_blocking=True))
         compute.wait_stream(self.copies)
-        map_tensors(micro.batch, lambda t: t.record_stream(compute))
-        return micro
+        map_tensors(micro_batch.batch, lambda t: t.record_stream(compute))
+        return micro_batch
 
 
 class StepIterator:
-    """This rank's micro-batches of steps `start` to `stop` - 1, step by step, as `plan` cuts them."""
+    """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
 
     def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
         self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
@@ -260,55 +284,57 @@ class StepIterator:
         return next(self._steps)
 
     def halve(self, step: int) -> None:
-        """Begin again at `step`, with micro-batches of half the size: the same samples."""
+        """Begin again at `step` with the same samples, in micro-batches of half the size."""
         self._steps.close()
         self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch // 2))
         self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
 
 def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:
-    """No method: a generator that refers to its owner is freed late, and the loader's workers would be left to the end of the process."""
-
-    def chunks() -> Iterator[MicroBatchPlan]:
+    # Not a method: a generator that holds `self` is freed late, and the loader's workers would outlive the run.
+    def plans() -> Iterator[MicroBatchPlan]:
         for step in range(start, stop):
             yield from plan.rank_micro_batches(step, rank)
 
-    with contextlib.closing(loader.run(chunks)) as micros:
+    with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
-            yield [next(micros) for _ in range(micro_batches(plan.samples(step), plan.world, plan.micro_batch))]
+            count = count_micro_batches(plan.samples(step), plan.world, plan.micro_batch)
+            yield [next(micro_batches) for _ in range(count)]
 
 
 class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
-    """What the data loader reads next; one loader (and its workers) serves one plan after the other."""
+    """What the DataLoader reads next. A DataLoader keeps its workers while this object is given other plans."""
 
-    plan: Plan = staticmethod(tuple)
+    plans: Plans = staticmethod(tuple)
 
     def __init__(self) -> None:
         pass
 
     def __iter__(self) -> Iterator[MicroBatchPlan]:
-        return iter(self.plan())
+        return iter(self.plans())
 
 
-class _Caught(Dataset[Any]):
-    def __init__(self, chunks: MicroBatches) -> None:
-        self.chunks = chunks
+class _CatchErrors(Dataset[Any]):
+    """Returns errors of Lockstep instead of raising them."""
 
-    def __getitem__(self, chunk: MicroBatchPlan) -> MicroBatch | Failure:
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
         try:
             with exits_are_failures():
-                return self.chunks[chunk]
+                return self.micro_batches[plan]
         except LockstepError as error:
             return Failure(error)
 
 
 def _leave_signals_to_the_rank(_: int) -> None:
-    """In a loader worker: requests to stop are the rank's to follow, which still needs batches until all ranks agree.
+    """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
 
-    A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also be how the rank ends its
-    workers, a worker stays long enough for the agreement, and then goes without complaint.
+    A terminal or a scheduler signals all processes of a job. On SIGTERM, which may also come from the rank itself, a
+    worker stays long enough for the agreement, and then exits without an error.
     """
-    signal.set_wakeup_fd(-1)  # the rank's own, which a fork shares
+    signal.set_wakeup_fd(-1)  # a forked worker shares the rank's file
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_soon)
@@ -316,19 +342,19 @@ def _leave_signals_to_the_rank(_: int) -> None:
 
 def _leave_soon(*_: object) -> None:
     timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
-    timer.daemon = True  # no reason to stay when the work is done
+    timer.daemon = True  # a worker that is done need not wait for it
     timer.start()
 
 
-def _same(micro: Any) -> Any:
-    return micro
+def _identity(value: Any) -> Any:
+    return value
 
 
 def _as_floats(weights: Any, filler: bool) -> Weights:
-    """What `Task.weight` returned, as numbers by head, in the order of the heads' names: the same on every rank.
+    """What `Task.weight` returned, as numbers by head. Heads are sorted by name: their order is the same on all ranks.
 
     Raises:
-        TrainingError: not a number, or a number that counts nothing: negative, or not finite.
+        TrainingError: a weight is not a number, is negative, or is not finite.
     """
     if weights is None:
         return None
@@ -363,12 +389,11 @@ def _number(head: Any, value: Any) -> float:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with every tensor in it changed: dicts, sequences, named tuples, dataclasses, and whatever has `.to`."""
+    """A copy of `value` in which `change` was applied to every tensor in dicts, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if is_dataclass(value) and not isinstance(
-        value, type
-    ):  # before mappings: the outputs of Hugging Face models are both
+    # Dataclasses come before mappings: outputs of Hugging Face models are both.
+    if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
     if isinstance(value, Mapping):
         return {key: map_tensors(item, change) for key, item in value.items()}

@@ -25,10 +25,10 @@ _BLOCK = 8192
 
 
 def derive_seed(*words: int, state: int = 0) -> int:
-    """Hash integers to one 64-bit integer; the only source of seeds in the package (SplitMix64, chained).
+    """Hash integers to a 64-bit integer. All seeds of the package come from here (SplitMix64, chained).
 
     Args:
-        state: what the words before gave: mix(a, b, c) is mix(c, state=mix(a, b)).
+        state: the hash of the words before: derive_seed(a, b, c) is derive_seed(c, state=derive_seed(a, b)).
     """
     for word in words:
         state = (state + (word & _MASK) + 0x9E3779B97F4A7C15) & _MASK
@@ -39,10 +39,10 @@ def derive_seed(*words: int, state: int = 0) -> int:
 
 
 def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int, size: int) -> npt.NDArray[np.uint64]:
-    """Move `half` within Z_size by a distance that `other` and `key` give: one round. Undone by moving back.
+    """One round of the Feistel network: move `half` within Z_size by a distance that depends on `other` and `key`.
 
-    The distance is SplitMix64's finaliser, scaled from 32 bits to `size` (at most 2**31) by a multiplication: a 64-bit
-    division takes several times as long.
+    Moving back by that distance undoes the round. The distance is SplitMix64's finaliser, scaled from 32 bits to `size`
+    (at most 2**31) by a multiplication, because a 64-bit division takes several times as long.
     """
     state = other ^ np.uint64(key)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -53,7 +53,7 @@ def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int
 
 
 def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) -> Indices:
-    """Where the keyed permutation of `range(length)` sends `positions`.
+    """The images of `positions` under the keyed permutation of `range(length)`.
 
     Args:
         positions: integers in [0, length), any shape.
@@ -61,7 +61,10 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
         seed, epoch: together the key; every key gives another permutation.
 
     Returns:
-        int64 array of the shape of `positions`; memory and time depend on `positions` alone.
+        int64 array of the shape of `positions`. Memory and time depend on the number of positions, not on `length`.
+
+    Raises:
+        ValueError: `length` or a position is out of range.
     """
     if not 1 <= length <= 1 << 62:
         raise ValueError(f"length is {length}; a permutation needs 1 to 2**62 places")
@@ -87,34 +90,32 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
 
 
 class MicroBatchPlan(NamedTuple):
-    """The samples of one micro-batch.
-
-    indices: data-set indices, never empty.
-    epoch: of all of them.
-    filler: True where no sample was left for this place: `indices` then repeats one sample, with weight zero,
-        so that every rank runs the same collectives.
-    """
+    """The samples of one micro-batch."""
 
     indices: tuple[int, ...]
+    """Indices into the data set; never empty."""
     epoch: int
+    """Epoch of all these samples."""
     filler: bool
+    """True if no sample was left for this rank. `indices` then repeats a sample, which counts with weight zero, so that
+    every rank runs the same collectives."""
 
 
-def micro_batches(samples: int, world: int, micro_batch: int) -> int:
-    """How many forward passes of at most `micro_batch` samples each rank needs for `samples` together."""
+def count_micro_batches(samples: int, world: int, micro_batch: int) -> int:
+    """Number of micro-batches of at most `micro_batch` samples that each rank needs for `samples` over all ranks."""
     return max(1, -(-samples // (world * micro_batch)))
 
 
 def cut(
     indices: Indices, epoch: int, world: int, micro_batch: int, lengths: Indices | None = None
 ) -> list[list[MicroBatchPlan]]:
-    """Cut one global batch into equally many micro-batches for every rank.
+    """Cut a global batch into the same number of micro-batches for every rank.
 
-    Sizes differ by at most one over all ranks and micro-batches. With `lengths` (of these samples), similar lengths
-    share a micro-batch, and ranks take turns in reversing order ("snake") so that each gets the same amount of work.
+    Sizes differ by at most 1 over all ranks and micro-batches. With `lengths` (of these samples), samples of similar
+    length share a micro-batch, and ranks take turns in alternating order ("snake"), so that each gets the same work.
 
     Returns:
-        chunks[rank][micro]
+        plans[rank][micro-batch]
     """
     return [split_for_rank(indices, epoch, world, micro_batch, rank, lengths) for rank in range(world)]
 
@@ -122,66 +123,65 @@ def cut(
 def split_for_rank(
     indices: Indices, epoch: int, world: int, micro_batch: int, rank: int, lengths: Indices | None = None
 ) -> list[MicroBatchPlan]:
-    """The micro-batches of one rank, as `cut` gives them; costs nothing for the others."""
+    """The micro-batches of one rank, as `cut` returns them, without the work for the other ranks."""
     count = len(indices)
-    per_rank = micro_batches(count, world, micro_batch)
+    per_rank = count_micro_batches(count, world, micro_batch)
     if lengths is not None:
         indices = indices[np.argsort(-lengths, kind="stable")]
     size, extra = divmod(count, world * per_rank)
-    chunks = []
+    plans = []
     for turn in range(per_rank):
         place = world - 1 - rank if lengths is not None and turn % 2 else rank
         number = turn * world + place
         start = number * size + min(number, extra)
         mine = indices[start : start + size + (number < extra)]
         filler = not mine.size
-        chunks.append(MicroBatchPlan(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
-    return chunks
+        plans.append(MicroBatchPlan(tuple((indices[:1] if filler else mine).tolist()), epoch, filler))
+    return plans
 
 
 @dataclass
 class StepPlan:
-    """The samples of every training step, for every rank. State: none, but for a cache of the current block.
-
-    Args:
-        length: samples in the data set.
-        global_batch: samples per step, over all ranks.
-        micro_batch: most samples in one forward/backward.
-        world: number of ranks.
-        seed: of the run.
-        drop_last: leave out the last, partial global batch of each epoch instead of training it.
-        lengths: length of each sample (tokens, slices), where known: groups similar ones.
-    """
+    """The samples of every training step, for every rank. It has no state except a cache of the current block."""
 
     length: int
+    """Number of samples in the data set."""
     global_batch: int
+    """Samples per step, over all ranks."""
     micro_batch: int
+    """Most samples in a forward pass."""
     world: int = 1
+    """Number of ranks."""
     seed: int = 0
+    """Seed of the run."""
     drop_last: bool = False
+    """Leave out the last, partial global batch of each epoch."""
     lengths: npt.NDArray[np.integer] | None = None
+    """Length of each sample (such as tokens), if known: samples of similar length then share a micro-batch."""
     _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
 
     @property
     def steps_per_epoch(self) -> int:
-        """At least one where there are samples: an epoch that drops everything would never end."""
+        """Number of steps in an epoch. At least 1 with `drop_last` too: an epoch without a step would never end."""
         return max(1, self.length // self.global_batch) if self.drop_last else -(-self.length // self.global_batch)
 
     def samples(self, step: int) -> int:
-        """How many samples step `step` consumes, over all ranks."""
+        """Number of samples in step `step`, over all ranks."""
         start = (step % self.steps_per_epoch) * self.global_batch
         return min(self.global_batch, self.length - start)
 
     def smallest_micro_batch(self) -> tuple[int, int]:
-        """Samples of the smallest micro-batch of an epoch that is no filler, and the first step with such a micro-batch."""
+        """Size of the smallest micro-batch of an epoch (without fillers), and the first step of such a micro-batch."""
         sizes = []
         for step in (0, self.steps_per_epoch - 1):
             count = self.samples(step)
-            sizes.append((max(1, count // (self.world * micro_batches(count, self.world, self.micro_batch))), step))
+            sizes.append(
+                (max(1, count // (self.world * count_micro_batches(count, self.world, self.micro_batch))), step)
+            )
         return min(sizes)
 
     def indices(self, step: int) -> tuple[Indices, int]:
-        """The global batch of step `step` (counted from 0) and its epoch."""
+        """The indices of step `step` (counted from 0) over all ranks, and its epoch."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = min(start + self.global_batch, self.length)
@@ -190,8 +190,8 @@ class StepPlan:
         order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return order[start - first * _BLOCK : stop - first * _BLOCK], epoch
 
-    def chunks(self, step: int) -> list[list[MicroBatchPlan]]:
-        """The micro-batches of step `step`: chunks[rank][micro]."""
+    def by_rank(self, step: int) -> list[list[MicroBatchPlan]]:
+        """The micro-batches of step `step`: plans[rank][micro-batch]."""
         return [self.rank_micro_batches(step, rank) for rank in range(self.world)]
 
     def rank_micro_batches(self, step: int, rank: int) -> list[MicroBatchPlan]:
@@ -201,32 +201,32 @@ class StepPlan:
         return split_for_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
 
     def _block(self, epoch: int, number: int) -> Indices:
-        # A step takes a few dozen positions; computing thousands at once divides NumPy's cost per call by as much.
+        # A step takes a few dozen positions. Computing thousands at once spreads NumPy's cost per call over many steps.
         if self._cached is None or self._cached[:2] != (epoch, number):
             places = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, self.length))
             order = permute(places, self.length, self.seed, epoch)
-            order.flags.writeable = False  # slices of it are handed out
+            order.flags.writeable = False  # callers get slices of it
             self._cached = (epoch, number, order)
         return self._cached[2]
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """How a data set is cut for evaluation: into micro-batches that are the same for every world size, each sample once.
-
-    Args:
-        length: samples in the data set.
-        micro_batch: most samples in one forward pass.
-        lengths: length of each sample, where known: similar ones share a micro-batch, and micro-batches are shuffled, so that
-            ranks get about the same work.
-    """
+    """The micro-batches of an evaluation: each sample once, and the same micro-batches for every number of ranks."""
 
     length: int
+    """Number of samples in the data set."""
     micro_batch: int
+    """Most samples in a forward pass."""
     lengths: npt.NDArray[np.integer] | None = None
+    """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
+    shuffled, so that ranks get about the same work."""
 
-    def chunks(self, world: int) -> list[list[MicroBatchPlan]]:
-        """chunks[rank][micro], equally many for every rank: consecutive runs of the micro-batches that one process would take in turn."""
+    def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
+        """plans[rank][micro-batch], the same number for each of `world` ranks.
+
+        Each rank gets a consecutive part of the micro-batches of a single process.
+        """
         order = (
             np.arange(self.length)
             if self.lengths is None

@@ -1,4 +1,4 @@
-"""The global random number generators of torch, NumPy and Python, and seeding them for samples only where samples draw."""
+"""The global random number generators of torch, NumPy and Python, and how they are seeded for each sample."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ _ANY = torch.empty((), dtype=torch.int64)
 
 
 class _Generator(NamedTuple):
-    """One global generator. seed: takes 64 bits. draw: the next number, with at least 53 random bits."""
+    """A global generator."""
 
     seed: Callable[[int], object]
+    """Seeds it with 64 bits."""
     draw: Callable[[], int | float]
+    """Returns its next number, of at least 53 random bits."""
 
 
 def _seed_torch(seed: int) -> None:
@@ -41,49 +43,51 @@ def seed_all(seed: int) -> None:
 
 
 def seed_forward(seed: int, device: torch.device) -> None:
-    """Seed what a model or a loss may draw in one micro-batch, such as dropout, also on its device."""
+    """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`."""
     seed_all(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 class SampleSeeding:
-    """Gives every sample random numbers of its own, and costs little where samples draw none.
+    """Gives every sample random numbers of its own, at little cost for samples that draw none.
 
-    torch's generator is seeded for each sample. NumPy's and Python's, which take longer, are seeded once a sample was seen to
-    draw from them: before a micro-batch is read, `begin` puts the generators that nobody has drawn from so far into a known
-    state, and afterwards `found_more` tells whether some left it. Then the micro-batch is to be read again, and from then on
-    `seed` seeds these generators too. So a sample that draws is always read under its own seed, and a sample that draws nothing
-    is the same under any.
+    torch's generator is seeded for each sample. NumPy's and Python's generators take longer to seed, so they are seeded
+    only after a sample was seen to draw from them. Before a micro-batch is read, `begin` puts the generators from which
+    no sample has drawn so far into a known state. Afterwards `found_more` says whether a generator left that state.
+    If so, the caller reads the micro-batch again, and from then on `seed` seeds this generator too. So a sample that
+    draws is always read under its own seed, and a sample that draws nothing is the same under any seed.
 
     Args:
-        lazily: look for draws from torch's generator too, instead of seeding it: where samples are not read one by one.
+        lazily: treat torch's generator like the others. For data sets that read many samples at once.
     """
 
     def __init__(self, lazily: bool = False) -> None:
-        self.drawn: tuple[_Generator, ...] = () if lazily else GENERATORS[:1]  # from these, samples draw
-        self._others = tuple(one for one in GENERATORS if one not in self.drawn)
+        self.drawn: tuple[_Generator, ...] = () if lazily else GENERATORS[:1]  # samples draw from these generators
+        self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
         self._seed: int | None = None
-        self._first: tuple[int | float, ...] = ()  # what the others draw first after `_seed`
+        self._first: tuple[int | float, ...] = ()  # the first number of each of `_others` after `_seed`
 
     def begin(self, seed: int) -> None:
-        """Before a micro-batch is read. A seed that changes seldom, such as one of the epoch, costs less."""
+        """Prepare for reading a micro-batch. A seed that rarely changes, such as one per epoch, costs less."""
         if seed != self._seed:
             self._seed = seed
-            self._first = tuple((one.seed(seed), one.draw())[1] for one in self._others)
+            self._first = tuple((generator.seed(seed), generator.draw())[1] for generator in self._others)
         for generator in self._others:
             generator.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Before a sample is read: seed the generators that samples draw from."""
+        """Prepare for reading a sample: seed the generators that samples draw from."""
         for generator in self.drawn:
             generator.seed(seed)
 
     def found_more(self) -> bool:
-        """After a micro-batch was read: whether samples drew from generators that were not known to be drawn from."""
-        found = [one for one, number in zip(self._others, self._first, strict=True) if one.draw() != number]
-        if found:
-            self.drawn = tuple(one for one in GENERATORS if one in (GENERATORS[0], *self.drawn, *found))
-            self._others = tuple(one for one in GENERATORS if one not in self.drawn)
+        """Whether the samples drew from a generator for the first time: then read the micro-batch again."""
+        pairs = zip(self._others, self._first, strict=True)
+        newly_drawn = [generator for generator, first in pairs if generator.draw() != first]
+        if newly_drawn:
+            drawn = (GENERATORS[0], *self.drawn, *newly_drawn)
+            self.drawn = tuple(generator for generator in GENERATORS if generator in drawn)
+            self._others = tuple(generator for generator in GENERATORS if generator not in self.drawn)
             self._seed = None
-        return bool(found)
+        return bool(newly_drawn)

@@ -1,4 +1,4 @@
-"""When one rank fails, all end, and all say which and why: the first failure is written where every rank looks."""
+"""When one rank fails, all ranks end and say which rank failed and why: the first failure stands in a shared store."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _GRACE_S = 10.0
 class FailureBoard:
     """The first failure of any rank, in a store that all ranks reach.
 
-    A thread looks at it every second. A rank that waits in a collective for the failed one usually wakes by itself,
-    because the connection closes; where it does not (NCCL), the thread ends the process after `_GRACE_S`.
+    A thread looks at the store every second. A rank that waits in a collective for the failed rank usually wakes by
+    itself, because the connection closes. Where it does not wake (NCCL), the thread ends the process after `_GRACE_S`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -37,14 +37,18 @@ class FailureBoard:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self.closed.set()
         self.thread.join(5)
 
     def explain(self, error: Exception) -> RankError | None:
-        """Tell the others that this rank failed with `error`; or, where it failed because another did, say so instead."""
+        """Tell the other ranks that this rank failed with `error`.
+
+        Returns:
+            the error to raise instead, where this rank failed because another rank did; else None.
+        """
         lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
-        if lost:  # the rank that caused this may be about to write
+        if lost:  # the rank that caused this may be about to write its failure
             deadline = time.monotonic() + 3 * _POLL_S
             while (
                 self.first is None
@@ -56,34 +60,36 @@ class FailureBoard:
         with contextlib.suppress(dist.DistError):
             if self.first is None and not lost:
                 text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
-                mine = {
+                own_failure = {
                     "rank": self.rank,
                     "text": text,
-                    "may_pass": error.retryable if isinstance(error, LockstepError) else True,
+                    "retryable": error.retryable if isinstance(error, LockstepError) else True,
                 }
-                self.first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(mine)))
+                self.first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own_failure)))
                 self._linger()
         if self.first is not None and self.first["rank"] == self.rank:
             return None
-        return self._because(self.first, error) if self.first is not None or lost else None
+        return self._error_of(self.first, error) if self.first is not None or lost else None
 
-    def _because(self, first: dict[str, str | int | bool] | None, error: Exception | None = None) -> RankError:
+    def _error_of(self, first: dict[str, str | int | bool] | None, error: Exception | None = None) -> RankError:
+        """The error of this rank, which ends because of `first`, or because it lost the connection (`error`)."""
         where = f"rank {self.rank} stopped because of it"
         if first is None:
             return RankError(
-                f"lost the connection to another rank, which left no word: {str(error).splitlines()[0]}",
+                f"lost the connection to another rank, which gave no reason: {str(error).splitlines()[0]}",
                 where=where,
-                remedy="that rank's process was killed, or its machine or the network between them failed: look at that rank's output, "
-                "and at the system's log of its machine, where the out-of-memory killer leaves a line",
+                remedy="the process of that rank was killed, or its machine or the network between them failed: "
+                "look at the output of that rank, and at the system log of its machine, where the out-of-memory "
+                "killer leaves a line",
             )
         other = RankError(
             f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
         )
-        other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["may_pass"])
+        other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["retryable"])
         return other
 
     def _linger(self) -> None:
-        """Rank 0 often holds the store: it stays until the others have read from it who failed."""
+        """Rank 0 often holds the store, so it waits until the other ranks have read the failure."""
         deadline = time.monotonic() + 3 * _POLL_S
         while self.rank == 0 and self.store.add(_SEEN, 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -103,7 +109,7 @@ class FailureBoard:
         else:
             return
         if first["rank"] != self.rank and not self.closed.wait(_GRACE_S):
-            cause = self._because(first)
+            cause = self._error_of(first)
             print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
             report_failure(cause, str(cause))
             os._exit(1)  # the main thread waits in a collective that will not end, and cannot be interrupted

@@ -1,7 +1,8 @@
-"""Faults on purpose: end a rank at a named place, to test and to show what happens then.
+"""Faults on purpose: make a rank fail at a named place, to test and to show what happens then.
 
-`LOCKSTEP_FAIL_AT="rank:step:place:action[:marker]"`, several separated by spaces; step may be `*`. action: kill (SIGKILL), exit, raise,
-full (no space left on device), hang, stop (SIGTERM to itself). marker: a file that the first time creates, so that there is no second.
+`LOCKSTEP_FAIL_AT="rank:step:place:action[:marker]"`, or several of these separated by spaces. The step may be `*`. The
+action is kill (SIGKILL), exit, raise, full (no space left on device), hang, or stop (SIGTERM to itself). The marker is
+a file that the first failure creates; where the file exists, the rank does not fail again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _WANTED = os.environ.get("LOCKSTEP_FAIL_AT", "").split()
 
 
 def fail_at(place: str, step: int) -> None:
-    """Fail here, where the environment asks for it."""
+    """Fail here, if the environment asks for a failure at this place, step and rank."""
     for wanted in _WANTED:
         rank, at, where, action, *marker = wanted.split(":", 4)
         if (

@@ -1,4 +1,4 @@
-"""FSDP2: the rows of parameters, gradients and optimizer state are spread over ranks; each block is gathered when it runs."""
+"""FSDP2: rows of parameters, gradients and optimizer state are spread over ranks; a block is gathered when it runs."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class FSDP(Single):
 
         options = self.options
         attributes = {name: vars(parameter) for name, parameter in forward.named_parameters()}
-        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no parameters.
+        # Inputs keep their dtype: autocast chooses one for each operation, and targets of a regression are no
+        # parameters.
         param_dtype = _DTYPES[options.param_dtype] if options.param_dtype else None
         reduce_dtype = (
             _DTYPES[options.reduce_dtype] if options.reduce_dtype else (torch.float32 if param_dtype else None)

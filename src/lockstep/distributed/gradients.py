@@ -28,13 +28,13 @@ def grad_norm(parameters: Sequence[nn.Parameter], shard_group: ProcessGroup | No
 
 
 def clip_grads(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Multiply all gradients by max_norm / norm where `norm` is larger than `max_norm`. Each rank scales what it holds."""
+    """Multiply all gradients by max_norm / norm, if `norm` is larger than `max_norm`. Each rank scales its part."""
     held: Any = [SimpleNamespace(grad=grad) for grad in _local_grads(parameters)]
     nn.utils.clip_grads_with_norm_(held, max_norm, norm)
 
 
 def scale_grads(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply all gradients by `factor`. Each rank scales what it holds."""
+    """Multiply all gradients by `factor`. Each rank scales its part."""
     with torch.no_grad():
         for grad in _local_grads(parameters):
             grad.mul_(factor)

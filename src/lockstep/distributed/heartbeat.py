@@ -1,4 +1,4 @@
-"""Where a rank is: its process, phase and step, in memory that its launcher can read also after it was killed."""
+"""The progress of a rank: its process, phase and step, in memory that the launcher can read even after a kill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import mmap
 import os
 from pathlib import Path
 
-FOLDER = "LOCKSTEP_HEARTS"  # environment variable: where the launcher looks for its ranks' hearts
+FOLDER = "LOCKSTEP_HEARTBEATS"
+"""Environment variable: the folder in which the launcher looks for the heartbeats of its ranks."""
 
 _PARENT = os.getppid()
 
@@ -25,26 +26,27 @@ class Phase(enum.IntEnum):
 
 
 class Heartbeat(ctypes.Structure):
-    """One rank's pulse. A C structure: setting a field is atomic, costs 0.1 microseconds and survives the process.
-
-    step: global batches consumed; -1 before training begins. beats: counts up whenever the rank gets on.
-    """
+    """The progress of one rank. A C structure: setting a field is atomic, takes 0.1 us and survives the process."""
 
     _fields_ = (("pid", ctypes.c_int64), ("step", ctypes.c_int64), ("phase", ctypes.c_int64), ("beats", ctypes.c_int64))
     pid: int
+    """Process id."""
     step: int
+    """Global batches consumed; -1 before training begins."""
     phase: int
+    """A `Phase`."""
     beats: int
+    """Counts up whenever the rank makes progress."""
 
     def enter(self, phase: Phase) -> None:
-        """Note that another phase begins."""
+        """Another phase begins."""
         self.phase = phase
         self.beats += 1
 
 
 @functools.cache
 def own() -> Heartbeat:
-    """This process's heart; in a file where a launcher asked for it."""
+    """The heartbeat of this process; in a file, if a launcher asked for it."""
     folder = os.environ.get(FOLDER)
     if folder is None:
         heartbeat = Heartbeat()
@@ -59,13 +61,16 @@ def own() -> Heartbeat:
 
 
 def all_in(folder: Path) -> list[Heartbeat]:
-    """The hearts of the ranks that have started, alive or dead."""
+    """The heartbeats of all ranks that have started, whether they are alive or dead."""
     files = [path.read_bytes() for path in sorted(folder.glob("rank-*"))]
     return [Heartbeat.from_buffer_copy(content) for content in files if len(content) == ctypes.sizeof(Heartbeat)]
 
 
 def is_orphan() -> bool:
-    """Whether the launcher of this rank (ours or torchrun) is gone: nobody will restart or stop the rank, but another run may begin."""
+    """Whether the launcher of this rank (ours or torchrun) is gone.
+
+    Nobody would restart or stop the rank then, but another run may begin in the same place.
+    """
     return os.getppid() != _PARENT and any(name in os.environ for name in (FOLDER, "TORCHELASTIC_RUN_ID"))
 
 

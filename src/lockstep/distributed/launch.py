@@ -1,4 +1,4 @@
-"""Start ranks on this machine through torch's elastic agent, start them again after a crash, and say why one failed."""
+"""Start ranks on this machine through torch's elastic agent, restart them after a crash, and say why a rank failed."""
 
 from __future__ import annotations
 
@@ -22,50 +22,52 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 _NOT_BEGUN = "stopped before training began; nothing was lost"
-RESTARTS = "LOCKSTEP_RESTARTS"  # how often the launcher has started its ranks before
+RESTARTS = "LOCKSTEP_RESTARTS"
+"""Environment variable: how often the launcher has restarted its ranks."""
 
 
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
-    """Run `python ARGUMENTS` as `nproc` ranks on this machine; returns when all ended well.
+    """Run `python ARGUMENTS` as `nproc` ranks on this machine, and return when all ranks have ended without error.
 
-    Each start is one run of torch's agent without restarts of its own: it would also restart ranks that stopped on
-    request, and those that fail at the same step for ever.
+    Each start is one run of torch's agent without restarts of its own. The agent would also restart ranks that stopped
+    on request, and ranks that fail at the same step for ever.
+
+    All ranks are started again after a rank was killed or crashed. They are not started again after an error that would
+    come again (wrong usage, a loss that is not finite). Nor are they after two crashes in a row at the same step, or
+    five where a rank was killed, because kills from outside may well hit the same step twice. Crashes do not count as
+    in a row where the next start does something else (smaller micro-batches, after memory did not suffice).
 
     Args:
-        max_restarts: how often all ranks are started again after one was killed or crashed, in all. Not after an error
-            that would come again (wrong usage, a loss that is not finite), nor after two crashes in a row at one step
-            (five, where a rank was killed: who kills from outside may well hit the same step twice, or the start),
-            unless the next start goes about it in another way (smaller micro-batches, where memory did not suffice).
+        max_restarts: most restarts in all.
 
     Raises:
-        RankError: a rank failed; names it, with its own words, and carries its exit code.
-        Preempted: a signal asked to stop; the ranks have saved and stopped.
+        RankError: a rank failed. Names the rank, with its own message, and has its exit code.
+        Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
     stop = _Forwarding()
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[LAUNCHED] = "1"
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # ranks whose store went with a killed one warn with stacks of C++
+    # When the rank that holds the store is killed, the other ranks would show warnings with stacks of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks that each take all cores slow each other down
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks slow each other down if each of them uses all cores
     crashed_at, in_a_row = None, 0
     for restarts in range(max_restarts + 1):
         if stop.asked:
-            raise Preempted("stopped between two starts; what was saved before stays")
+            raise Preempted("stopped between two starts; the checkpoints stay")
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
             failed = _run_once(arguments, nproc, stop.folder)
             if failed is None:
                 return
-            step = max((one.step for one in heartbeat.all_in(stop.folder)), default=-1)
+            step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         for rank, code in codes.items():
             if code == Preempted.exit_code:
-                raise Preempted(_words(failed.failures[rank]).get("text") or _NOT_BEGUN)
-        if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # before they listened
+                raise Preempted(_report_of(failed.failures[rank]).get("text") or _NOT_BEGUN)
+        if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # the ranks did not listen yet
             raise Preempted(_NOT_BEGUN)
         cause, retryable, retries_differently = _first_cause(failed)
         if not retryable or stop.asked or restarts == max_restarts:
@@ -74,20 +76,25 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         crashed_at = step
         when = f"at step {step}" if step >= 0 else "before training began"
         if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
-            cause.remedy = f"it failed {when} {in_a_row} times in a row, so it was not started again. {cause.remedy or ''}".rstrip()
+            reason = f"it failed {when} {in_a_row} times in a row, so it was not started again"
+            cause.remedy = f"{reason}. {cause.remedy or ''}".rstrip()
             raise cause
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
 
 
 def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailedError | None:
-    """Start the ranks and wait for their end; what failed, if anything."""
+    """Start the ranks and wait for their end.
+
+    Returns:
+        the failure; None where all ranks ended without error.
+    """
     import torch.distributed.elastic.multiprocessing as elastic
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what it would say of a failed rank, we say
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher itself says which rank failed
     os.environ[heartbeat.FOLDER] = str(folder)
     config = LaunchConfig(
         min_nodes=1,
@@ -98,7 +105,7 @@ def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailed
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        signals_to_handle="SIGQUIT",  # those that ask to stop are ours
+        signals_to_handle="SIGQUIT",  # the launcher handles the signals that ask to stop
         logs_specs=elastic.DefaultLogsSpecs(log_dir=str(folder)),
     )
     try:
@@ -109,7 +116,7 @@ def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailed
 
 
 class _Forwarding:
-    """Passes requests to stop on to the ranks, as SIGUSR1, and waits for them; a second request ends them at once."""
+    """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -131,9 +138,9 @@ class _Forwarding:
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:
-        for one in heartbeat.all_in(self.folder) if self.folder else ():
-            if one.pid and heartbeat.is_alive(one.pid):
-                os.kill(one.pid, number)
+        for rank in heartbeat.all_in(self.folder) if self.folder else ():
+            if rank.pid and heartbeat.is_alive(rank.pid):
+                os.kill(rank.pid, number)
 
     def _end_at_once(self, number: int) -> NoReturn:
         self._send(signal.SIGKILL)
@@ -142,57 +149,57 @@ class _Forwarding:
 
 
 def report_failure(error: BaseException, text: str) -> None:
-    """Leave `text` for the agent that started this rank (ours or the user's torchrun), where one did."""
+    """Write `text` for the agent that started this rank (ours or the user's torchrun), if an agent did."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         origin = error.origin if isinstance(error, RankError) else None
-        retryable = error.retryable if isinstance(error, LockstepError) else not isinstance(error, Preempted)
-        retries_differently = isinstance(error, LockstepError) and error.retries_differently
+        stopped = isinstance(error, Preempted)  # by the agent, where another rank failed
         extra = {
             "py_callstack": text,
             "timestamp": str(int(time.time())),
             "origin": origin,
-            "may_pass": retryable,
-            "adapts": retries_differently,
+            "retryable": error.retryable if isinstance(error, LockstepError) else not stopped,
+            "retries_differently": isinstance(error, LockstepError) and error.retries_differently,
+            "stopped": stopped,
         }
-        extra["stopped"] = isinstance(error, Preempted)  # by the agent, where another rank failed
-        half = Path(f"{path}.{os.getpid()}")
-        half.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        half.rename(path)  # at once: this process may be ended while it writes, and the agent stumbles over half a file
+        # Renamed when it is complete: this process may be killed while it writes, and the agent cannot read half a
+        # file.
+        unfinished = Path(f"{path}.{os.getpid()}")
+        unfinished.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+        unfinished.rename(path)
 
 
-def _words(failure: ProcessFailure) -> dict[str, Any]:
-    """What a rank left with `report_failure`; empty where it left nothing."""
+def _report_of(failure: ProcessFailure) -> dict[str, Any]:
+    """The report that a rank wrote with `report_failure`; empty where it wrote none."""
     message = failure.error_file_data.get("message", {})
     return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
 
 
 def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
-    """Of all ranks that failed, the one that others failed because of; whether it may go well the next time, and in another way."""
+    """Of all ranks that failed, the rank because of which the others failed.
+
+    Returns:
+        its error, whether a restart may go well, and whether a restart does something else than before.
+    """
     causes = []
     for rank, failure in error.failures.items():
-        words = _words(failure)
+        report = _report_of(failure)
         ended_by_agent = (
-            failure.exitcode == -signal.SIGTERM or words.get("stopped") or (failure.exitcode == 1 and not words)
+            failure.exitcode == -signal.SIGTERM or report.get("stopped") or (failure.exitcode == 1 and not report)
         )
         distance = (
-            2 if ended_by_agent else 1 if words.get("origin") else 0
-        )  # from the cause, in what this rank knows of it
-        causes.append((distance, failure.timestamp, rank, failure, words))
-    _, _, rank, failure, words = min(causes, key=lambda cause: cause[:3])
+            2 if ended_by_agent else 1 if report.get("origin") else 0
+        )  # from the cause, as far as this rank knows
+        causes.append((distance, failure.timestamp, rank, failure, report))
+    _, _, rank, failure, report = min(causes, key=lambda cause: cause[:3])
     if failure.exitcode < 0:
-        hint = (
-            "often the system ran out of memory: lower batch.micro or the number of ranks"
-            if failure.exitcode == -9
-            else None
-        )
-        return (
-            RankError(f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})", remedy=hint),
-            True,
-            False,
-        )
-    text = words.get("text") or "it left no word; see its output above"
-    rank, text = words.get("origin") or (rank, text)
+        hint = None
+        if failure.exitcode == -signal.SIGKILL:
+            hint = "often the system ran out of memory: lower batch.micro or the number of ranks"
+        what = f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+        return RankError(what, remedy=hint), True, False
+    text = report.get("text") or "it gave no reason; see its output above"
+    rank, text = report.get("origin") or (rank, text)
     cause = RankError(f"rank {rank} failed: {text}")
     cause.exit_code = failure.exitcode
-    return cause, bool(words.get("may_pass", True)), bool(words.get("adapts", False))
+    return cause, bool(report.get("retryable", True)), bool(report.get("retries_differently", False))

@@ -1,4 +1,4 @@
-"""Make a model on the meta device, and give it later the values that rank 0 has: no other rank ever holds a full copy."""
+"""Make a model on the meta device, and later give it the values of rank 0: no other rank ever holds a full copy."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
     """Give a model on the meta device, sharded or not, the values that rank 0 has.
 
     Args:
-        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied on the way, so that never
-            more than one full copy exists.
+        values: on rank 0 the values that `take_values` returned there; elsewhere empty. Emptied on the way, so that
+            never more than one full copy exists.
         device: where parameters live. Buffers live on the device of the rank.
     """
     made: dict[int, tuple[Tensor, Tensor]] = {}
@@ -93,7 +93,7 @@ def materialise(model: nn.Module, values: dict[str, Tensor], world: World, devic
 
 
 def _receive(meta: Tensor, full: Tensor | None, world: World, *, device: torch.device, message: Tensor) -> Tensor:
-    """A tensor as `meta` describes it, on `device`, with rank 0's values; they travel in `message`, some rows at a time."""
+    """A tensor as `meta` describes it, on `device`, with the values of rank 0. The rows travel in `message`."""
     rows = local_shard(meta)
     mine = torch.empty_like(rows.local, device=device)
     if not meta.ndim:

@@ -11,11 +11,15 @@ PrecisionName = Literal["fp32", "bf16", "fp16"]
 
 
 class Precision:
-    """fp32, bf16 (autocast) or fp16 (autocast and a loss scale). Weights and optimizer state stay as the model has them.
+    """fp32, bf16 (autocast) or fp16 (autocast and a loss scale). Weights and optimizer state keep their dtype.
 
-    `scaler` is torch's own; where the precision is not fp16 it is disabled and passes everything through. A step multiplies
-    the loss by the number of ranks, because gradients are averaged over them: the scaler's own scale is that much smaller, so
-    that a pass meets the same numbers, and overflows at the same ones, on any number of ranks.
+    `scaler` is torch's own. Where the precision is not fp16, it is disabled and passes everything through. A step
+    multiplies the loss by the number of ranks, because gradients are averaged over them. So the scaler's own scale is
+    smaller by this factor: a pass then meets the same numbers, and overflows at the same numbers, on any number of
+    ranks.
+
+    Args:
+        ranks: that see different samples, see `World.data_size`.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device, ranks: int = 1) -> None:
@@ -24,20 +28,20 @@ class Precision:
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of a global batch is multiplied by; 1 where nothing is. Waits for the device."""
+        """The factor of the loss of a global batch; 1 where it is not scaled. Waits for the device."""
         return self.scaler.get_scale() * (self.ranks if self.scaler.is_enabled() else 1)
 
     def state(self) -> dict[str, float]:
-        """The loss scale and how long it has held; empty where there is none. The same on any number of ranks."""
+        """The loss scale and the steps for which it has held, equal on any number of ranks; empty without a scale."""
         state = {key: float(value) for key, value in self.scaler.state_dict().items()}
         return state | {"scale": self.loss_scale} if state else {}
 
     def load(self, state: dict[str, float]) -> None:
-        """Take over what `state` returned. A run that had no loss scale begins with a new one."""
+        """Load what `state` returned. After a run without a loss scale, the scale begins anew."""
         if state and self.scaler.is_enabled():
-            whole = ("growth_interval", "_growth_tracker")
+            integers = ("growth_interval", "_growth_tracker")
             state = state | {"scale": state["scale"] / self.ranks}
-            self.scaler.load_state_dict({key: int(value) if key in whole else value for key, value in state.items()})
+            self.scaler.load_state_dict({key: int(value) if key in integers else value for key, value in state.items()})
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context of a forward pass."""

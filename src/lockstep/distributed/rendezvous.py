@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: a store that all of them reach, and that holds nothing of an earlier start."""
+"""How the ranks of a run meet: in a store that all of them reach, and that holds nothing of an earlier start."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import RankError, UsageError
 
-FILE = "LOCKSTEP_STORE"  # environment variable: a file by which ranks of one machine meet, without a port; a new one for each start
+FILE = "LOCKSTEP_STORE"
+"""Environment variable: a file in which ranks of one machine meet, without a port. Each start needs a new file."""
 _LONGEST_NAP_S = 0.25
 _stores: dict[tuple[str | None, str | None, str | None], tuple[Store, Iterator[int]]] = {}
 _REMEDY = "look at their output; where torchrun has replaced a node, start it with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 def store_of_ranks(rank: int, size: int, timeout_s: float) -> tuple[Store, Iterator[int]]:
-    """The store of all ranks, and a counter of stays in it that is equal on all of them. One per process, made at the first call.
+    """The store of all ranks, and a counter of the worlds that were joined in it, which is equal on all ranks.
+
+    A process has one store. It is made at the first call.
 
     Args:
-        timeout_s: how long to wait for the store, and for the other ranks where they must be waited for.
+        timeout_s: seconds to wait for the store, and for the other ranks where this is necessary.
 
     Raises:
         UsageError: the environment does not say where ranks meet.
-        RankError: they did not meet in time.
+        RankError: the ranks did not meet in time.
     """
     place = (os.environ.get(FILE), os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
     if place not in _stores:
-        _stores[place] = (_made(*place, rank, size, timeout_s), itertools.count())
+        _stores[place] = (_make_store(*place, rank, size, timeout_s), itertools.count())
     return _stores[place]
 
 
 def forget_stores() -> None:
-    """Let go of the stores of earlier worlds, when all their ranks have left."""
+    """Drop the stores of earlier worlds. Call it when all their ranks have left."""
     _stores.clear()
 
 
-def _made(file: str | None, host: str | None, port: str | None, rank: int, size: int, timeout_s: float) -> Store:
+def _make_store(file: str | None, host: str | None, port: str | None, rank: int, size: int, timeout_s: float) -> Store:
     timeout = datetime.timedelta(seconds=timeout_s)
     if file:
         store: Store = FileStore(file, size)
@@ -66,27 +69,31 @@ def _made(file: str | None, host: str | None, port: str | None, rank: int, size:
 
 
 def own_part(store: Store, rank: int, size: int, timeout_s: float) -> Store:
-    """A part of torchrun's own store that the processes of this start have for themselves.
+    """A part of torchrun's own store that belongs to the processes of this start alone.
 
-    torchrun's agents keep that store when they restart ranks, and a rank would find the addresses of processes that are
-    gone. No variable tells one start from the next: each node counts its restarts for itself. So rank 0 makes a name up at
-    each start. The others say hello under the name that they find, and stay where rank 0 answers to all of them: one that is
-    gone does not, and they look for the next name.
+    torchrun's agents keep their store when they restart ranks, so a rank would find the addresses of processes that are
+    gone. No variable tells one start from the next, because each node counts its own restarts. So rank 0 makes up a
+    name at each start. The other ranks say hello under the name that they find, and stay there once rank 0 has answered
+    to all of them. A rank 0 that is gone does not answer; then they look for the next name.
 
     Raises:
-        RankError: they did not meet within `timeout_s`; names the ranks that were missing.
+        RankError: the ranks did not meet within `timeout_s` seconds; names the missing ranks.
     """
     return (_call if rank == 0 else _follow)(store, rank, size, _Patience(timeout_s))
 
 
 class _Patience:
-    """Short naps, which grow. In Python: a signal would not be heard by a rank that waits inside the store."""
+    """Sleeps that grow longer. They are in Python: a rank that waits inside the store does not notice signals."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.deadline, self.nap_s = timeout_s, time.monotonic() + timeout_s, 0.002
 
     def rest(self, missing: str) -> None:
-        """Nap; or raise, naming who is `missing`, where that has lasted too long."""
+        """Sleep a little.
+
+        Raises:
+            RankError: the time is over; names the ranks that are `missing`.
+        """
         if time.monotonic() > self.deadline:
             raise RankError(f"{missing} did not join within {self.timeout_s:g} s", remedy=_REMEDY)
         time.sleep(self.nap_s)
@@ -94,7 +101,7 @@ class _Patience:
 
 
 def _call(store: Store, rank: int, size: int, patience: _Patience) -> Store:
-    """Rank 0: name a part, wait until all others are there, and answer to them."""
+    """Rank 0: name a part of the store, wait until all other ranks have said hello, and answer to them."""
     name = uuid.uuid4().hex
     part = PrefixStore(f"lockstep/{name}", store)
     store.set("lockstep/name", name)
@@ -109,7 +116,7 @@ def _call(store: Store, rank: int, size: int, patience: _Patience) -> Store:
 
 
 def _follow(store: Store, rank: int, size: int, patience: _Patience) -> Store:
-    """Any other rank: say hello under the newest name until rank 0 answers."""
+    """Every other rank: say hello under the newest name until rank 0 answers."""
     name, me = "", uuid.uuid4().hex
     part = store
     while True:

@@ -1,4 +1,4 @@
-"""The part of a sharded tensor that is on this rank, and the way back to the whole. All functions take plain tensors too.
+"""The part of a sharded tensor that is on this rank, and the whole tensor. All functions take plain tensors too.
 
 A sharded tensor is a DTensor whose rows (its first dimension) are spread over ranks.
 """
@@ -44,7 +44,8 @@ def local_shard(tensor: Any, number: int = 0) -> LocalShard:
     """The part of `tensor` that is on this rank, and its place in the whole.
 
     Args:
-        number: of the tensor among those that are saved. Replicas of the rows take turns to be the writer, by this number.
+        number: of the tensor among those that are saved. Replicas of the rows take turns to be the writer, by this
+            number.
 
     Raises:
         TrainingError: the tensor is spread in another way than by rows.
@@ -80,6 +81,6 @@ def gather(tensor: Any) -> Tensor:
 
 
 def gather_on_rank0(tensor: Tensor, world: World) -> Tensor:
-    """The whole tensor in host memory on rank 0; an empty tensor elsewhere. A collective where the tensor is sharded."""
+    """The whole tensor in host memory on rank 0; an empty tensor elsewhere. A collective if the tensor is sharded."""
     whole = gather(tensor.detach())
     return whole.cpu() if world.rank == 0 else torch.empty(0)

@@ -1,6 +1,6 @@
-"""Being asked to stop: a signal sets a flag, ranks agree on the step at which they stop, and a second signal is obeyed at once.
+"""Requests to stop: a signal sets a flag, and the ranks agree on the step at which they stop. A second signal kills.
 
-Imports no torch: a signal during the import of torch must already be understood.
+This file imports no torch: a signal that arrives during the import of torch must be handled too.
 """
 
 from __future__ import annotations
@@ -21,47 +21,43 @@ if TYPE_CHECKING:
     from lockstep.distributed.world import World
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-STOP_FILE = (
-    "stop"  # in the folder of hearts: by which signal the launcher was asked to stop; ranks that start later see it
-)
-LAUNCHED = (
-    "LOCKSTEP_LAUNCHED"  # set in ranks that our launcher started: it speaks for them, and decides on second signals
-)
-_ONCE_S = 1.0  # a launcher and a scheduler may both pass on one and the same request
-_KEY_S = 0.2  # one Ctrl-C came again, from a wrapper, after 5 ms at most (30 tries, 2 cores, 6 busy processes)
+STOP_FILE = "stop"
+"""In the folder of heartbeats: names the signal that asked the launcher to stop. Ranks that start later see it."""
+LAUNCHED = "LOCKSTEP_LAUNCHED"
+"""Environment variable of ranks that our launcher started: it shows their errors, and decides about second signals."""
+_ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
+_KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
 
 
 def is_another(number: int, asked_at: float) -> bool:
-    """Whether a signal that arrives now is a request of its own, not that of `asked_at` (monotonic seconds) again."""
+    """Whether a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
     return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
 
 
 class StopFlag:
-    """Which signal asked this process to stop, if any.
-
-    saves: whether there is something to save. Before, a signal raises `Preempted` right where the process is.
-    """
+    """The signal that asked this process to stop, if there was a signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.saves = False
+        """There is something to save. As long as there is nothing, a signal raises `Preempted` at once."""
         self.asked_at = 0.0
 
     @property
     def name(self) -> str:
-        """The signal that the user sent, also where the launcher passed it on as another."""
+        """Name of the signal that the user sent, even where the launcher passed it on as another signal."""
         sent = Path(os.environ.get(heartbeat.FOLDER, os.devnull), STOP_FILE)
         return sent.read_text() if sent.is_file() else self.signal.name if self.signal else "a signal to another rank"
 
     def handle(self, number: int, frame: object) -> None:
-        """The handler: runs in the main thread, between two of its instructions."""
+        """The signal handler: runs in the main thread, between two instructions."""
         self.note(number)
         if not self.saves:
             raise Preempted(f"stopped by {self.name} before training began; nothing was lost")
 
     def note(self, number: int) -> bool:
-        """Set the flag; True where it had been set before by another request."""
+        """Set the flag. True where an earlier request had set it."""
         again = self.signal is not None and is_another(number, self.asked_at)
         if self.signal is None:
             self.asked_at = time.monotonic()
@@ -73,7 +69,7 @@ _active: StopFlag | None = None
 
 
 def _forget() -> None:
-    """In a forked child: what is sent to it is no request to its parent."""
+    """In a forked child: a signal to the child is no request to its parent."""
     if _active is not None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -85,13 +81,16 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> StopFlag:
-    """The flag of this process; one that nobody sets where nobody listens."""
+    """The flag of this process; outside `listening`, a new flag that nobody sets."""
     return _active or StopFlag()
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopFlag]:
-    """Note SIGINT, SIGTERM and SIGUSR1 while it lasts. Inside another `listening`, and outside the main thread, it adds nothing."""
+    """Inside, SIGINT, SIGTERM and SIGUSR1 set the flag.
+
+    Inside another `listening`, and outside the main thread, this changes nothing.
+    """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
         yield current()
@@ -101,7 +100,8 @@ def listening() -> Iterator[StopFlag]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     before = {number: signal.signal(number, flag.handle) for number in ASKING}
-    # The system writes signals into this pipe at once; Python's handlers wait until the main thread leaves a collective.
+    # The system writes signals into this pipe at once, while Python's handlers wait until the main thread leaves a
+    # collective.
     old_pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(flag, reading), name="lockstep-signals", daemon=True).start()
     try:
@@ -117,19 +117,19 @@ def listening() -> Iterator[StopFlag]:
 
 
 def _watch(flag: StopFlag, pipe: int) -> None:
-    """Act on what cannot wait for the main thread."""
+    """Handle the signals that cannot wait for the main thread."""
     while arrived := os.read(pipe, 1):
         number = arrived[0]
         if number not in ASKING:  # another signal that Python handles
             continue
         again = flag.note(number)
         if LAUNCHED in os.environ:
-            # After a rank died, torch's agent ends the others with SIGTERM: nothing can be agreed on or saved any more.
+            # After a rank died, torch's agent ends the others with SIGTERM: they can neither agree nor save any more.
             folder = os.environ.get(heartbeat.FOLDER)
             if (
                 number == signal.SIGTERM
                 and folder
-                and not all(heartbeat.is_alive(one.pid) for one in heartbeat.all_in(Path(folder)))
+                and not all(heartbeat.is_alive(rank.pid) for rank in heartbeat.all_in(Path(folder)))
             ):
                 os._exit(1)
         elif again:
@@ -141,8 +141,9 @@ def _watch(flag: StopFlag, pipe: int) -> None:
 class StopConsensus:
     """Whether any rank was asked to stop: the same answer on all ranks, at the same call.
 
-    Call it after equal amounts of work on every rank. Ranks talk about once a second: how many calls that is follows
-    from the time that the calls before took, added over ranks, so that all reckon alike.
+    Call it after equal amounts of work on every rank. The ranks communicate about once a second. The number of calls in
+    a second follows from the time that the earlier calls took. It is summed over ranks, so that all ranks compute the
+    same.
     """
 
     def __init__(self, world: World, flag: StopFlag) -> None:
@@ -153,7 +154,7 @@ class StopConsensus:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this object was made: the mean over ranks when they talked last, so the same on all of them."""
+        """Seconds since this object was made: a mean over ranks at their last communication, so equal on all."""
         return time.perf_counter() - self.begun if self.world.size == 1 else self._agreed_s
 
     def __call__(self) -> bool:
@@ -163,16 +164,16 @@ class StopConsensus:
         if self.left:
             return False
         now = time.perf_counter()
-        mine = [float(self.flag.signal is not None), now - self.since, now - self.begun]
-        asked, seconds, elapsed = self.world.all_sum(mine)
+        values = [float(self.flag.signal is not None), now - self.since, now - self.begun]
+        asked, seconds, elapsed = self.world.all_sum(values)
         self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
-        # At most twice as many as before: the first steps may be quicker than what follows.
+        # At most twice as many calls as before: the first steps may be quicker than those that follow.
         self.left = self.between = max(1, min(2 * self.between, int(_EVERY_S / max(per_call, 1e-9))))
         self.since = now
         return asked > 0
 
     def restart(self) -> None:
-        """The calls that follow take another time."""
+        """Forget how long calls took, because the work between the next calls is another."""
         self.left = self.between = 1
         self.since = time.perf_counter()

@@ -135,7 +135,7 @@ def leaves(losses: Losses) -> set[int]:
 
 
 def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
-    """The error about trainable parameters without gradient. `when` follows the number of parameters, as " on 1 rank"."""
+    """The error about trainable parameters without gradient. `when` follows the number of parameters: " on 1 rank"."""
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return TrainingError(
         f"{len(names)} trainable parameters got no gradient{when}: {shown}",

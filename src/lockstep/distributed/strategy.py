@@ -57,8 +57,8 @@ class FSDPOptions:
 class Forward(nn.Module):
     """From a batch to the task's loss sums, as one module.
 
-    DDP and FSDP wrap this module and not the model. The task's loss may then call the model several times, or use any of
-    its methods and attributes, with the same meaning on one rank and on many.
+    DDP and FSDP wrap this module and not the model. The task's loss may then call the model several times, or use any
+    of its methods and attributes, with the same meaning on one rank and on many.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any]) -> None:
@@ -67,7 +67,7 @@ class Forward(nn.Module):
         self.loss = loss
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        """Loss sums by head; a single loss is the head `loss`. With `call`, the result of `call(model, batch)` instead."""
+        """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
         if call is not None:
             return call(self.model, batch)
         losses, _ = split_output(self.loss(self.model, batch))
@@ -78,8 +78,8 @@ class Strategy(Protocol):
     """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
 
     A strategy is made by `make_strategy`. First it builds the model, then it wraps the `Forward` of the model, and then
-    it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a file of
-    its own; `Single` has a default for each, which is right where ranks share nothing.
+    it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a file
+    of its own; `Single` has a default for each, which is right where ranks share nothing.
     """
 
     world: World
@@ -144,7 +144,7 @@ class Strategy(Protocol):
         ...
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Around the forward and the backward pass of one micro-batch. Gradients travel only with the last one of a step."""
+        """Around the passes of one micro-batch. Gradients travel only with the last micro-batch of a step."""
         ...
 
     def check_all_used(self, losses: Losses) -> None:
@@ -181,7 +181,7 @@ class Strategy(Protocol):
         ...
 
     def inference(self) -> contextlib.AbstractContextManager[Forward]:
-        """Around passes without gradient. Gives the `Forward` to call; where it is sharded, all ranks call it equally often.
+        """Around passes without gradient. Gives the `Forward`. If it is sharded, all ranks call it equally often.
 
         At the beginning and at the end, sharded parameters that are gathered are let go of: values that are set
         in between count, and no memory stays taken.
@@ -204,10 +204,11 @@ def make_strategy(
     ddp: DDPOptions | None = None,
     fsdp: FSDPOptions | None = None,
 ) -> Strategy:
-    """The strategy called `name` on this world. On one rank there is nothing to synchronise or to shard: all are `Single`.
+    """The strategy called `name` on this world. On one rank there is nothing to synchronise or shard: it is `Single`.
 
     Args:
-        trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single` too.
+        trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single`
+            too.
 
     Raises:
         UsageError: `single` on several ranks, which would train as many models; or `fsdp` with unused parameters.

@@ -1,9 +1,9 @@
-"""No rank gets on for too long: say where each one is, and end.
+"""When no rank makes progress for too long: report where each rank is, and end.
 
-A thread of every rank counts its rank's signs of life into a store that all ranks reach. A rank that sees neither its
-own nor anybody's for `timeout_s` declares a hang; every rank then leaves its stack in the store and ends. Where not even
-this thread gets on (the interpreter's lock is held, the store's host is frozen), faulthandler's own thread in C dumps the
-stacks into the report's folder and ends the process.
+On every rank, a thread counts signs of life in a store that all ranks reach. A rank that sees no sign of life, neither
+its own nor another rank's, for `timeout_s` seconds declares a hang. Every rank then writes its stack into the store and
+ends. Where not even this thread can run (the interpreter's lock is held, the host of the store is frozen), the C thread
+of faulthandler dumps the stacks into the folder of the report and ends the process.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ from lockstep.distributed.signals import LAUNCHED
 from lockstep.errors import RankError
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
-_ANSWER_S = 10.0  # how long a report waits for the stacks of all ranks
+_ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _BUSY = 0.2  # share of a core at which the main thread counts as working
-_LENIENCE = 6  # how many timeouts a rank may compute without a beat, while it starts or evaluates
+_LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it starts or evaluates
 
 
 class Watchdog:
-    """Watches this rank's heart. `store` is None where there is one rank only.
+    """Watches the heartbeat of this rank.
 
-    Working is getting on in phases in which one piece of work may be long (building and compiling, evaluating, saving):
-    there a main thread that computes is alive for up to 6 timeouts. In training only batches count.
+    In phases in which one piece of work may take long (building and compiling, evaluating, saving), a main thread that
+    computes counts as alive for up to 6 timeouts. In training, only batches count.
+
+    Args:
+        store: a store that all ranks reach; None where there is only one rank.
+        timeout_s: seconds without progress on any rank after which the run ends.
+        folder: where the report is written.
     """
 
     def __init__(
-        self, heartbeat: Heartbeat, store: Store | None, rank: int, size: int, timeout_s: float, folder: Path
+        self, heartbeat: Heartbeat, store: Store | None, *, rank: int, size: int, timeout_s: float, folder: Path
     ) -> None:
-        self.heartbeat, self.store, self.rank, self.size, self.timeout_s, self.folder = (
-            heartbeat,
-            store,
-            rank,
-            size,
-            timeout_s,
-            folder,
-        )
+        self.heartbeat, self.store, self.rank, self.size = heartbeat, store, rank, size
+        self.timeout_s, self.folder = timeout_s, folder
         self.tick_s = min(1.0, timeout_s / 10)
         self.main = threading.main_thread().ident or 0
         self.beats, self.own_since = heartbeat.beats, time.monotonic()
@@ -62,7 +61,7 @@ class Watchdog:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop the thread."""
         self.closed.set()
         self.thread.join(5)
 
@@ -91,10 +90,10 @@ class Watchdog:
                     if self._is_hanging(now):
                         self._report()
                 except dist.DistError:
-                    return  # the store went with rank 0's process: its failure ends this one
+                    return  # the store ended with the process of rank 0, whose failure ends this rank too
 
     def _is_hanging(self, now: float) -> bool:
-        """Publish that this rank lives; or find that none does."""
+        """Publish that this rank is alive; or find that no rank is."""
         idle = now - self.worked_since
         if self.store is None:
             return idle >= self.timeout_s
@@ -110,7 +109,7 @@ class Watchdog:
         return False
 
     def _report(self) -> None:
-        """Bring all ranks' stacks together, write and show them, and end this process."""
+        """Collect the stacks of all ranks, write and show them, and end this process."""
         text = self._stack()
         if self.store is not None:
             self.store.set_timeout(datetime.timedelta(seconds=3 * _ANSWER_S))
@@ -120,9 +119,9 @@ class Watchdog:
                 self.store.wait([_REPORT])
                 self._end(f"stopped because the run hung; see the report of rank {author}", author)
             text = self._collect()
-        report = f"no rank got on for {self.timeout_s:g} s\n{text}"
+        report = f"no rank made progress for {self.timeout_s:g} s\n{text}"
         path = self.folder / f"hang-{datetime.datetime.now():%Y%m%d-%H%M%S}.txt"
-        with contextlib.suppress(OSError):  # shown below all the same
+        with contextlib.suppress(OSError):  # the report is shown below in any case
             path.write_text(report)
             report += f"\nwritten to {path}"
         if self.store is not None:
@@ -142,7 +141,7 @@ class Watchdog:
         )
 
     def _stack(self) -> str:
-        """This rank: phase, step, and the stack of its main thread."""
+        """The phase and step of this rank, and the stack of its main thread."""
         frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
         command = max(
             (number for number, frame in enumerate(frames) if frame.filename.endswith("lockstep/cli.py")), default=-1
@@ -154,7 +153,8 @@ class Watchdog:
         )
         phase = Phase(self.heartbeat.phase).name.lower().replace("_", " ")
         idle = time.monotonic() - self.worked_since
-        head = f"rank {self.rank} ({socket.gethostname()}, process {os.getpid()}): {phase}, step {max(0, self.heartbeat.step)}, silent for {idle:.0f} s, "
+        process = f"rank {self.rank} ({socket.gethostname()}, process {os.getpid()})"
+        head = f"{process}: {phase}, step {max(0, self.heartbeat.step)}, silent for {idle:.0f} s, "
         where = f"at {inner.filename}:{inner.lineno} in {inner.name}\n"
         return head + where + "".join(traceback.format_list(frames))
 
@@ -170,7 +170,7 @@ class Watchdog:
         os._exit(1)
 
     def _linger(self) -> None:
-        """Rank 0 often holds the store: it stays until the others have read from it."""
+        """Rank 0 often holds the store, so it waits until the other ranks have read the report."""
         assert self.store is not None
         read = self.store.add(_READ, 1)
         deadline = time.monotonic() + 5

@@ -1,4 +1,4 @@
-"""The processes of a run: who am I, how do we agree, and how do we all stop when one of us fails."""
+"""The processes of a run: which of them this process is, and how they exchange values and fail together."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ _retired: list[dist.ProcessGroup | None] = []
 
 @atexit.register
 def _release_groups() -> None:
-    """Let go of groups that were left, once nothing else refers to them.
+    """Drop process groups that are not used any more, after everything else that refers to them.
 
     gloo's threads may still need the interpreter's lock to drop the tensors of the last collective. The destructor of
-    the Python object waits for them without that lock; DDP's reducer, where it holds the last reference, waits with it
-    and never wakes (seen with torch 2.13). So the Python object must go last.
+    the Python object waits for these threads without holding the lock. DDP's reducer, if it has the last reference,
+    waits with the lock and never wakes (seen with torch 2.13). So the Python object must be dropped last.
     """
-    gc.collect()
-    _retired.clear()
+    if _retired:
+        gc.collect()
+        _retired.clear()
 
 
 def retire(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Keep groups alive until this process has left the world; see `_release_groups`."""
+    """Keep process groups alive until this process has left the world; see `_release_groups`."""
     _retired.extend(groups)
 
 
@@ -115,10 +116,10 @@ class World:
         return box[0]
 
     def on_rank0(self, call: Callable[[], T]) -> T:
-        """What `call` returns on rank 0, on every rank.
+        """The value that `call` returns on rank 0, on every rank.
 
         Raises:
-            LockstepError: on every rank, where it raises one on rank 0.
+            LockstepError: on every rank, where `call` raises it on rank 0.
         """
         outcome: Any = None
         if self.rank == 0:
@@ -133,7 +134,7 @@ class World:
         return value
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` with those of rank 0. Those of one dtype and device travel together."""
+        """Overwrite `tensors` with those of rank 0. Tensors with the same dtype and device travel together."""
         if self.size == 1:
             return
         kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -150,22 +151,22 @@ class World:
                     tensor.copy_(values.view(tensor.shape))
 
     def in_background(self) -> World:
-        """The same ranks over a gloo group of their own, for a thread beside the training: two threads in one group deadlock."""
+        """The same ranks with another gloo group, for a background thread: threads that share a group deadlock."""
         if self.size == 1:
             return self
-        self.all_sum(
-            [0.0]
-        )  # who waits for a rank that has failed can be told here; within new_group it holds the interpreter's lock
+        # A rank that waits here for a failed rank is told of the failure. Within `new_group`, it would wait while it
+        # holds the interpreter's lock.
+        self.all_sum([0.0])
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
         retire([group])
         return replace(self, group=group)
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
-    """The device of a local rank: `auto` takes CUDA where there is any.
+    """The device of a local rank: `auto` takes CUDA where there is a GPU.
 
     Raises:
-        UsageError: CUDA is wanted and absent, or a node has fewer GPUs than ranks.
+        UsageError: `cuda` is wanted and absent, or a node has fewer GPUs than ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -185,12 +186,13 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
 def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
 
-    Where this rank fails, the others end with a `RankError` that names it and shows its traceback; see `FailureBoard`.
+    Where this rank fails, the other ranks end with a `RankError` that names it and shows its traceback; see
+    `FailureBoard`.
 
     Args:
         device: auto, cpu or cuda.
-        timeout_s: where no rank gets on for longer, all end with a report; see `Watchdog`.
-        folder: where the report goes; None: nobody watches.
+        timeout_s: seconds without progress on any rank after which all end with a report; see `Watchdog`.
+        folder: where the report is written. None: there is no watchdog.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -203,14 +205,15 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
             yield world
         return
     timeout = datetime.timedelta(seconds=timeout_s)
-    # One store per process, one name space per stay: the same ranks may join and leave several times.
-    shared, stays = store_of_ranks(rank, size, timeout_s)
-    store = PrefixStore(f"lockstep/{next(stays)}", shared)
+    # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
+    shared, numbers = store_of_ranks(rank, size, timeout_s)
+    store = PrefixStore(f"lockstep/{next(numbers)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
     failures = FailureBoard(store, rank, size)
     try:
         with _watched(world, PrefixStore("watchdog", store), timeout_s, folder):
-            # Waiting is no fault of the one that waits: where there is a watchdog, it finds who makes it wait.
+            # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others
+            # wait.
             patience = timeout if folder is None else datetime.timedelta(days=7)
             dist.init_process_group(
                 backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
@@ -233,8 +236,8 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
 def _forget_meshes() -> None:
     """Let torch forget the meshes of the groups that are gone.
 
-    It keeps them in what it knows of operations on sharded tensors, and gives them to the next tensors on an equal mesh; the
-    names of their groups then mean others, or none.
+    torch keeps these meshes in its cache of operations on sharded tensors, and gives them to the next tensors on an
+    equal mesh. The names of their groups then belong to other groups, or to none.
     """
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # private; tested by joining again
@@ -247,7 +250,7 @@ def _watched(world: World, store: Store | None, timeout_s: float, folder: Path |
     if folder is None:
         yield
         return
-    watchdog = Watchdog(world.heartbeat, store, world.rank, world.size, timeout_s, folder)
+    watchdog = Watchdog(world.heartbeat, store, rank=world.rank, size=world.size, timeout_s=timeout_s, folder=folder)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""BatchNorm in micro-batches that it cannot take as they are: fillers, and single samples."""
+"""Micro-batches that BatchNorm cannot normalise: fillers, and single samples."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lockstep.errors import UsageError
 
 
 def batch_norms(forward: nn.Module) -> list[nn.Module]:
-    """Modules that normalise by the statistics of a batch, and keep running ones."""
+    """The BatchNorm modules: they normalise by the statistics of a batch, and keep running statistics."""
     return [module for module in forward.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
 
 
 @contextlib.contextmanager
 def without_trace(forward: nn.Module) -> Generator[None, None, None]:
-    """Around the forward and backward pass of a filler, which counts for nothing: no buffer is changed.
+    """Around the forward and backward pass of a filler: no buffer is changed, because a filler does not count.
 
-    BatchNorm uses its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not use
-    them: there the other ranks wait for the statistics of this rank.
+    BatchNorm uses its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not:
+    the other ranks wait for the statistics of this rank.
     """
     norms = [norm for norm in batch_norms(forward) if norm.training and not isinstance(norm, nn.SyncBatchNorm)]
     with restore_buffers(forward):
@@ -39,16 +39,18 @@ def without_trace(forward: nn.Module) -> Generator[None, None, None]:
 
 
 def check_smallest_micro_batch(
-    forward: nn.Module, plan: StepPlan, read: Callable[[int], Any], precision: Precision
+    forward: nn.Module, plan: StepPlan, *, read: Callable[[int], Any], precision: Precision
 ) -> None:
-    """Find out before the first step whether BatchNorm can take the plan's smallest micro-batch, where that is one sample.
+    """Before the first step, check that BatchNorm can normalise the smallest micro-batch of the plan.
+
+    It can, where that micro-batch has two samples or more. A single sample is tried, because it may have many values.
 
     Args:
         forward: a `Forward`, in training mode, from `Strategy.inference`. Where it is sharded, all ranks call this.
-        read: the batch of one sample, by its index.
+        read: returns the batch of one sample, by the sample's index.
 
     Raises:
-        UsageError: it cannot; names the step and the remedy.
+        UsageError: BatchNorm cannot normalise a single sample; names the step and the remedy.
     """
     size, step = plan.smallest_micro_batch()
     if size > 1 or not any(norm.training for norm in batch_norms(forward)):
@@ -59,17 +61,15 @@ def check_smallest_micro_batch(
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        whole, which = (
-            plan.samples(step) == plan.global_batch,
-            "each step" if not step else f"step {step + 1} of each epoch",
-        )
-        remedy = (
-            "choose a larger batch.micro or batch.global"
-            if whole
-            else "set data.drop_last=true, or choose another batch.global"
-        )
+        samples = plan.samples(step)
+        is_full = samples == plan.global_batch
+        steps = f"step {step + 1} of each epoch" if step else "each step"
+        remedy = "set data.drop_last=true, or choose another batch.global"
+        if is_full:
+            remedy = "choose a larger batch.micro or batch.global"
         raise UsageError(
-            f"in {which} some rank has a micro-batch of one sample ({plan.samples(step)} samples over {plan.world} ranks), of which BatchNorm has no variance",
+            f"in {steps} some rank has a micro-batch of one sample ({samples} samples over {plan.world} ranks): "
+            "BatchNorm cannot compute a variance from it",
             where=f"batch.global={plan.global_batch}",
             remedy=f"{remedy}; or use GroupNorm or LayerNorm, which do not depend on the batch",
         ) from error

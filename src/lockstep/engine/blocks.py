@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what is sharded, compiled and recomputed one at a time."""
+"""The repeated blocks of a model. Each block is sharded, compiled and recomputed by itself."""
 
 from __future__ import annotations
 
@@ -18,77 +18,84 @@ CompileName = Literal["blocks", "model"]
 
 
 def find_blocks(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Outermost blocks by name, in the model's order.
+    """The outermost repeated blocks by name, in the model's order.
 
-    By `patterns` over module names (`*` and `?`) where given; else the classes that a Hugging Face model must not split
-    (`_no_split_modules`); else the members of every `nn.ModuleList` or `nn.Sequential` of two or more modules of one class.
-    A block that shares a parameter with the rest of the model is none: both must see the same tensor.
+    The blocks are the modules that `patterns` match, where patterns are given. Without patterns they are modules of the
+    classes that a Hugging Face model must not split (`_no_split_modules`). Without these they are the members of every
+    `nn.ModuleList` or `nn.Sequential` of two or more modules of one class. A module that shares a parameter with the
+    rest of the model is left out: both must use the same tensor.
+
+    Args:
+        patterns: shell patterns (`*` and `?`) over names of modules.
 
     Raises:
-        UsageError: a pattern matches no module; names some.
+        UsageError: a pattern matches no module; names some modules.
     """
-    named = [
-        (name, module)
+    candidates = {
+        name: module
         for name, module in model.named_modules()
-        if name and _is_callable(module) and any(True for _ in module.parameters())
-    ]
-    if patterns is not None:
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name, _ in named):
-                remedy = (
-                    f"use patterns over the model's module names, such as: {', '.join([name for name, _ in named][:8])}"
-                )
-                raise UsageError(
-                    f"{pattern!r} matches no module with parameters", where="parallel.shard_modules", remedy=remedy
-                )
-        found = {name: module for name, module in named if any(fnmatchcase(name, pattern) for pattern in patterns)}
-    else:
-        classes = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
-        found = {name: module for name, module in named if type(module).__name__ in classes}
-        repeated = _repeated(model)
-        found = found or {name: module for name, module in named if name in repeated}
-    outer: dict[str, nn.Module] = {}
-    for name, module in found.items():
-        if not any(name.startswith(f"{other}.") for other in outer) and module not in outer.values():
-            outer[name] = module
-    places: dict[int, list[str]] = {}  # of each parameter
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(id(parameter), []).append(name)
-    paths: dict[int, tuple[str, ...]] = {}  # of each module: the same block may stand in several places
-    for name, module in model.named_modules(remove_duplicate=False):
-        paths[id(module)] = (*paths.get(id(module), ()), f"{name}.")
-    return {
-        name: block
-        for name, block in outer.items()
-        if all(_inside(places[id(p)], paths[id(block)]) for p in block.parameters())
+        if name and _has_forward(module) and any(True for _ in module.parameters())
     }
+    if patterns is not None:
+        blocks = _matching(candidates, patterns)
+    else:
+        classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        blocks = {name: module for name, module in candidates.items() if type(module).__name__ in classes}
+        repeated = _repeated(model)
+        blocks = blocks or {name: module for name, module in candidates.items() if name in repeated}
+    outermost: dict[str, nn.Module] = {}
+    for name, module in blocks.items():
+        if not any(name.startswith(f"{outer}.") for outer in outermost) and module not in outermost.values():
+            outermost[name] = module
+    return _without_shared_parameters(model, outermost)
 
 
-def _is_callable(module: nn.Module) -> bool:
-    """Whether it has a forward pass; lists of modules have none."""
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward pass. Lists of modules have none."""
     return type(module).forward is not nn.Module.forward
 
 
-def _inside(places: Sequence[str], paths: tuple[str, ...]) -> bool:
-    return all(place.startswith(paths) for place in places)
+def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> dict[str, nn.Module]:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise UsageError(
+                f"{pattern!r} matches no module with parameters",
+                where="parallel.shard_modules",
+                remedy=f"use patterns over the model's module names, such as: {', '.join(list(modules)[:8])}",
+            )
+    return {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
 
 
 def _repeated(model: nn.Module) -> set[str]:
+    """Names of the members of lists that hold two or more modules of one class."""
     names = set()
     for name, module in model.named_modules():
-        if (
-            isinstance(module, (nn.ModuleList, nn.Sequential))
-            and len(module) > 1
-            and len({type(child) for child in module}) == 1
-        ):
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
+        if is_list and len({type(child) for child in module.children()}) == 1:
             names |= {f"{name}.{key}".lstrip(".") for key, _ in module.named_children()}
     return names
 
 
-def recompute_activations(blocks: Sequence[nn.Module]) -> None:
-    """Free what a block computes in its forward pass, and compute it again in the backward pass (Chen et al. 2016, arXiv:1604.06174).
+def _without_shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """The blocks whose parameters occur nowhere else in the model."""
+    parameter_names: dict[int, list[str]] = {}  # all names of each parameter, by id
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter_names.setdefault(id(parameter), []).append(name)
+    prefixes: dict[int, tuple[str, ...]] = {}  # all names of each module, by id: a block may occur in several places
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefixes[id(module)] = (*prefixes.get(id(module), ()), f"{name}.")
 
-    The same numbers, also with dropout and BatchNorm: random state and buffers are put back.
+    def is_inside(parameter: nn.Parameter, block: nn.Module) -> bool:
+        return all(name.startswith(prefixes[id(block)]) for name in parameter_names[id(parameter)])
+
+    return {name: block for name, block in blocks.items() if all(is_inside(p, block) for p in block.parameters())}
+
+
+def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+    """Do not keep the activations of the blocks: compute them again in the backward pass.
+
+    This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout
+    and BatchNorm: the random state and the buffers are restored.
 
     Raises:
         UsageError: the model has no blocks.
@@ -106,32 +113,32 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
 def _contexts(
     block: nn.Module,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Contexts of a block's forward pass and of its recomputation."""
     return contextlib.nullcontext(), _buffers_kept(block)
 
 
 @contextlib.contextmanager
 def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
-    """Around the second time: running statistics have moved already."""
+    """Inside, a block is recomputed. Its buffers stay: the forward pass has updated the running statistics already."""
     before = [buffer.clone() for buffer in block.buffers()]
     try:
         yield
-    finally:  # torch leaves the second time by an exception when it has all that it needs
+    finally:  # torch ends the recomputation by an exception as soon as it has all activations
         with torch.no_grad():
             for buffer, old in zip(block.buffers(), before, strict=True):
                 buffer.copy_(old)
 
 
-def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], what: CompileName, backend: str) -> None:
-    """`torch.compile` in place, so that names of parameters stay.
+def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], *, what: CompileName, backend: str) -> None:
+    """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
 
     Raises:
-        UsageError: an unknown backend, or blocks where the model has none.
+        UsageError: the backend is unknown, or the model has no blocks to compile.
     """
     if backend not in torch.compiler.list_backends(exclude_tags=()):
         known = ", ".join(torch.compiler.list_backends())
-        raise UsageError(
-            f"torch.compile has no backend {backend!r}", where="compute.compile_backend", remedy=f"there are: {known}"
-        )
+        problem = f"torch.compile has no backend {backend!r}"
+        raise UsageError(problem, where="compute.compile_backend", remedy=f"there are: {known}")
     if what == "blocks" and not blocks:
         raise UsageError(
             "the model has no repeated blocks",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
-from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, micro_batches
+from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, count_micro_batches
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
@@ -98,7 +98,7 @@ def look_at_losses(
     heads = [head for head in losses[0] if _is_mean(head, losses, micros, near)]
     if not heads:
         return []
-    samples = plan.samples(0) / (plan.world * micro_batches(plan.samples(0), plan.world, plan.micro_batch))
+    samples = plan.samples(0) / (plan.world * count_micro_batches(plan.samples(0), plan.world, plan.micro_batch))
     share = samples * _units(micros[0], heads[0]) / micros[0].samples
     if share < 1.5:  # of one sample, the mean is the sum
         return []

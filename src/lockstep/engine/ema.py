@@ -12,38 +12,38 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class Ema:
-    """avg = decay * avg + (1 - decay) * parameter, after every update (Polyak & Juditsky 1992).
+    """average = decay * average + (1 - decay) * parameter, after every update (Polyak and Juditsky 1992).
 
-    Bit for bit torch's `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`, where parameters have 32 or more
-    bits. Buffers are not averaged. Frozen parameters have averages too, so that thawing them later needs no care.
+    The numbers are those of torch's `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`, bit for bit,
+    where parameters have 32 bits or more. Buffers are not averaged. Frozen parameters have averages too, so that
+    nothing needs to change when they begin to train.
 
     Args:
-        model: wrapped already, if it will be: its parameter objects are held, and changed in place.
+        model: already wrapped, if it will be wrapped: the averages keep its parameter objects.
         decay: in [0, 1].
 
     Raises:
-        ValueError: a decay outside [0, 1].
-
-    tensors: average by parameter name, tied parameters once, on the parameter's device, without gradient. float32 for
-    parameters of fewer bits, because a step of (1 - decay) is mostly lost in them; else in the parameter's dtype.
+        ValueError: `decay` is outside [0, 1].
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._parameters = dict(model.named_parameters())
         self.tensors: dict[str, Tensor] = {}
+        """Averages by name of the parameter, on its device, without gradient; tied parameters once. They have the
+        parameter's dtype, but float32 where that has fewer bits: it would lose most of a step of (1 - decay)."""
         self._inside = False
         groups: dict[tuple[object, ...], list[str]] = {}
         for name, parameter in self._parameters.items():
             narrow = parameter.is_floating_point() and parameter.element_size() < 4
             dtype = torch.float32 if narrow else parameter.dtype
             average = self.tensors[name] = parameter.detach().to(dtype, copy=True)
-            # A narrow one is alone in its group, so that only one float32 copy of a parameter exists at a time.
+            # A narrow parameter is alone in its group, so that only one float32 copy of a parameter exists at a time.
             groups.setdefault((name,) if narrow else (type(average), average.device, dtype), []).append(name)
         self._groups = list(groups.values())
 
     def update(self) -> None:
-        """Take in the current parameters: once after each applied update. No host synchronisation."""
+        """Add the current parameters to the averages. Call it after each applied update. Does not wait."""
         if self._inside:
             raise RuntimeError("Ema.update inside Ema.applied: the parameters hold the averages")
         for names in self._groups:
@@ -51,16 +51,16 @@ class Ema:
             current = [
                 self._parameters[name].detach().to(average.dtype) for name, average in zip(names, averages, strict=True)
             ]
-            self._average(averages, current, 0)  # the count is for other averages than this one
+            self._average(averages, current, 0)  # an exponential average ignores the count
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None, None, None]:
-        """Inside, the parameters hold the averages; afterwards both are as they were, bit for bit, also after an exception.
+        """Inside, the parameters hold the averages. Afterwards both are bit for bit as before, also after an exception.
 
-        Values are exchanged in place: parameters and their storages stay, and at most one temporary tensor exists besides
-        a copy of the parameters with fewer than 32 bits. Inside, `tensors` is not to be used: it may hold the raw weights.
-        Inside itself it changes nothing. Sharded models use it inside `Strategy.inference`, or they go on with the
-        values that they gathered before.
+        Values are exchanged in place. Parameters keep their storages, and at most one temporary tensor exists at a
+        time, besides a copy of the parameters that have fewer than 32 bits. Inside, do not use `tensors`: they may hold
+        the raw weights. A nested call changes nothing. With a sharded model, call it inside `Strategy.inference`:
+        otherwise the model uses the values that it gathered before.
         """
         if self._inside:
             yield
@@ -69,17 +69,17 @@ class Ema:
             undo.callback(setattr, self, "_inside", False)
             self._inside = True
             for name, parameter in self._parameters.items():
-                # Undone last to first: parameters that are views of one storage come back right in that order alone.
+                # ExitStack undoes the last exchange first. Parameters that are views of one storage need this order.
                 undo.callback(_exchange(parameter, self.tensors[name]))
             yield
 
 
 def _exchange(parameter: nn.Parameter, average: Tensor) -> Callable[[], object]:
-    """Give `parameter` the values of `average`. Returns what gives both of them their own values back."""
+    """Exchange the values of `parameter` and `average`. Returns a function that gives both their own values back."""
     with torch.no_grad():
-        raw = parameter.clone()  # first, since only this can fail
+        raw = parameter.clone()  # first, because only this line can fail
         parameter.copy_(average)
-        if average.dtype != parameter.dtype:  # back from fewer bits the average would not be itself
+        if average.dtype != parameter.dtype:  # the average would lose bits on its way back, so it stays where it is
             return partial(_put_back, parameter, raw)
         average.copy_(raw)
         return partial(_exchange, parameter, average)

@@ -186,13 +186,13 @@ def _forwards(
     forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing
 ) -> Generator[MicroBatch, None, None]:
     """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
-    chunks = plan.chunks(world.data_size)[world.data_rank]
+    chunks = plan.by_rank(world.data_size)[world.data_rank]
     was_training = forward.training
     forward.eval()
     try:
         with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
             for micro in micros:
-                seed_forward(derive_seed(loader.chunks.seed, _EVALUATION, micro.indices[0]), world.device)
+                seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)
                 yield micro
                 world.heartbeat.beats += 1
                 tick()

@@ -1,4 +1,4 @@
-"""The names of a task's heads: the same on every rank, since sums over ranks are packed in their order."""
+"""The names of a task's heads. All ranks must have the same names: sums over ranks are packed in their order."""
 
 from __future__ import annotations
 
@@ -9,35 +9,42 @@ from lockstep.distributed.strategy import Losses
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingError, did_you_mean
 
-Names = tuple[str, ...]
+HeadNames = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class AgreedLosses:
-    """What all ranks know of the losses. is_narrow: some have 16 bits. frozen: heads that are constants on all ranks although they
-    have units, because all parameters they depend on are frozen."""
+    """What all ranks know about the losses."""
 
-    names: Names
+    names: HeadNames
+    """The heads, in the order in which sums over ranks are packed."""
     is_narrow: bool
+    """Whether a loss has 16 bits on some rank."""
     frozen: frozenset[str]
+    """Heads that are constants on all ranks although they have units: all parameters that they depend on are frozen."""
 
 
-def agree(known: Names | None, names: Names, method: str, world: World) -> Names:
-    """`names`, once all ranks are known to have the same.
+def agree(known: HeadNames | None, names: HeadNames, *, method: str, world: World) -> HeadNames:
+    """Check that all ranks have the same heads.
 
     Args:
-        known: what ranks agreed on before; None: they have not, so all of them call this now (a collective).
-        names: of the heads that `method` returned here, sorted; empty where it returned None.
+        known: the heads that the ranks agreed on before. None: the ranks have not agreed yet. Then all ranks call this
+            function at the same time, because it gathers the names.
+        names: heads that `method` returned on this rank, sorted; empty where `method` returned None.
+        method: method of the task that returned the heads, for the error message.
+
+    Returns:
+        `names`.
 
     Raises:
-        TrainingError: another rank has other heads (on all ranks), or this rank had others before.
+        TrainingError: another rank has other heads (raised on all ranks), or this rank had other heads before.
     """
     remedy = "return the same keys on every rank and for every batch; a head without units has weight 0"
     if known is None:
-        found: list[Names] = world.broadcast(world.gather(names))
-        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        by_rank: list[HeadNames] = world.broadcast(world.gather(names))
+        other = next((rank for rank, heads in enumerate(by_rank) if heads != by_rank[0]), None)
         if other is not None:
-            what = f"rank 0 has the heads {list(found[0])}, rank {other} has {list(found[other])}"
+            what = f"rank 0 has the heads {list(by_rank[0])}, rank {other} has {list(by_rank[other])}"
             raise TrainingError(what, where=method, remedy=remedy)
     elif names != known:
         what = f"the heads are {list(names)} on rank {world.rank}, and were {list(known)} in the first step"
@@ -46,28 +53,39 @@ def agree(known: Names | None, names: Names, method: str, world: World) -> Names
 
 
 def check_coefficients(coefficients: Collection[str], losses: Losses) -> None:
-    """Raises TrainingError where a coefficient is that of no head."""
+    """Check that each coefficient belongs to a head.
+
+    Raises:
+        TrainingError: a coefficient belongs to no head.
+    """
     unknown = sorted(set(coefficients) - set(losses))
     if unknown:
         remedy = f"{did_you_mean(unknown[0], losses)}The loss has the heads: {', '.join(losses)}"
         raise TrainingError(f"there is no head {unknown[0]!r}", where="Task.coefficients", remedy=remedy)
 
 
-def agree_on_losses(losses: Losses, with_units: Collection[str], may_be_frozen: bool, world: World) -> AgreedLosses:
-    """Called on all ranks with the losses of their first micro-batch, whenever the model was wrapped anew.
+def agree_on_losses(losses: Losses, *, with_units: Collection[str], may_be_frozen: bool, world: World) -> AgreedLosses:
+    """Bring together what each rank knows about the losses.
+
+    All ranks call it with the losses of their first micro-batch, and again whenever other parameters train.
 
     Args:
         with_units: heads that have units in this micro-batch.
-        may_be_frozen: whether some parameter is frozen.
+        may_be_frozen: whether some parameter of the model is frozen.
 
     Raises:
         TrainingError: another rank has other heads.
     """
-    names = agree(None, tuple(losses), "Task.loss", world)
+    names = agree(None, tuple(losses), method="Task.loss", world=world)
     constant = [float(not loss.requires_grad) for loss in losses.values()]
-    in_spite_of_units = [one * (head in with_units) for one, head in zip(constant, names, strict=True)]
+    constant_with_units = [flag * (head in with_units) for flag, head in zip(constant, names, strict=True)]
     narrow = float(any(loss.requires_grad and loss.element_size() < 4 for loss in losses.values()))
-    narrow_on, *counts = world.all_sum([narrow, *constant, *in_spite_of_units])
-    places = range(len(names) if may_be_frozen else 0)
-    frozen = frozenset(names[place] for place in places if counts[place] == world.size and counts[len(names) + place])
+    # Each count is the number of ranks on which the statement holds.
+    narrow_on, *counts = world.all_sum([narrow, *constant, *constant_with_units])
+    constant_on, with_units_on = counts[: len(names)], counts[len(names) :]
+    frozen = frozenset(
+        name
+        for name, everywhere, somewhere in zip(names, constant_on, with_units_on, strict=True)
+        if may_be_frozen and everywhere == world.size and somewhere
+    )
     return AgreedLosses(names, bool(narrow_on), frozen)

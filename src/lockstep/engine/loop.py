@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import StepPlan
-from lockstep.distributed.strategy import Strategy
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
+from lockstep.distributed.strategy import Strategy
 from lockstep.engine.log_window import LogWindow
-from lockstep.engine.memory import Memory
+from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.out_of_memory import StepTooLarge
 from lockstep.engine.step import StepResult, TrainState, train_step
 from lockstep.errors import LockstepError, Preempted, TrainingError
@@ -100,8 +98,8 @@ def fit(
         TrainingError: a loss or a gradient is not finite; names the step, the rank and the samples.
     """
     window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch)
-    memory = Memory(state, stop, intervals.evaluate > 0)
-    evaluate, save = memory.during("evaluation", hooks.evaluate), memory.during("saving", hooks.save)
+    memory = MemoryMonitor(state, stop=stop, evaluates=intervals.evaluate > 0)
+    evaluate, save = memory.measured("evaluation", hooks.evaluate), memory.measured("saving", hooks.save)
     heartbeat, results = state.world.heartbeat, dict(evaluated or {})
     log = _Log(state, window, memory, writers, dict(results))
     saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
@@ -131,7 +129,7 @@ def fit(
             begun, done = done, time.perf_counter()
             heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
             heartbeat.beats += 1
-            window.add(result, ready - begun, done - ready)
+            window.add(result, wait_s=ready - begun, step_s=done - ready)
             results = {}
             if logs:
                 log.window_entry()
@@ -166,7 +164,7 @@ class _Log:
 
     state: TrainState
     window: LogWindow
-    memory: Memory
+    memory: MemoryMonitor
     writers: Sequence[Writer]
     latest: dict[str, float]
     """The last value of everything that the writers were given."""
@@ -257,7 +255,7 @@ def check_any_update(state: TrainState) -> None:
     if state.precision.name == "fp16":
         causes.insert(0, "the gradients overflowed in fp16: use precision=bf16 or fp32")
     raise TrainingError(
-        f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the weights of the beginning",
+        f"nothing was learned: all {state.step} updates were skipped. The checkpoint holds the initial weights",
         where="end of training",
         remedy=f"{'; or '.join(causes)}. Then start anew with --fresh",
     )

@@ -1,166 +1,266 @@
-"""Who holds how much memory, and for what: measured on every rank, shown beside each other."""
+"""How much memory each rank holds, and for which purpose: measured on every rank, logged as figures and as a table."""
 
 from __future__ import annotations
 
 import contextlib
+import re
+import resource
 import statistics
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.distributed.sharded_tensor import local
-from lockstep.engine.log_window import RANKS_SHOWN
-from lockstep.engine.memory_gauge import MB, MemoryGauge, mib
-from lockstep.engine.step import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.engine.step import TrainState
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Row = dict[str, float]  # bytes, by column
+Row = dict[str, float]
+"""The memory of one rank: bytes by column of the table."""
 
-_IMBALANCE = 1.2  # largest peak over smallest, from which on it is told
-_CHANGE = 0.1  # share of itself by which a figure must change to be told again
+MB = 2**20
+RANKS_SHOWN = 16
+"""With more ranks, the log has only the largest figure of all ranks, and not a figure for each rank."""
+_IMBALANCE = 1.2  # the table names an imbalance where the largest peak is more than 1.2 times the smallest
+_CHANGE = 0.1  # a second table is shown where a figure changed by more than a tenth of itself
+_PROC = Path("/proc/self")
+
+_highest: dict[str, int] = {}  # by device and kind of peak, because resetting the system's peaks loses their values
 
 
-class Memory:
-    """What this rank holds for what, and how much at most, from now on; of tensors, those on the device that computes.
+class MemoryGauge:
+    """How much memory this process holds, in bytes: allocated on a CUDA device, or resident (RSS) on the CPU.
 
-    parameters (with buffers), gradients, optimizer (its state): bytes of the real tensors, after an update and before the
-        gradients are let go of; storages, so that views and ties count once, and padding of shards counts.
-    other: all else. On CUDA what is allocated besides at that moment (averages, batches); on the CPU what was resident before
-        the training began (interpreter, libraries, data).
-    activations: most held in training, less all of these. With temporary and gathered tensors; on the CPU also what the
-        allocator keeps and what libraries take in their first step. Not less than 0.
-    evaluation: what it took at most on top of what was held when it began.
-    peak, reserved: as `MemoryGauge.most` and `MemoryGauge.reserved`; with everything, also saving.
-
-    Args:
-        stop: the last step. evaluates: whether an evaluation follows it.
+    Reading does not wait for the device. The peaks are those of the allocator and of the kernel. `reset_peak` resets
+    them, so that a part of the run has a peak of its own. On the CPU this needs Linux's /proc/self/clear_refs. Without
+    that file the peak comes from getrusage and only grows: a part of the run then shows only by how much it raised it.
     """
 
-    def __init__(self, state: TrainState, stop: int, evaluates: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> int:
+        """Bytes held now. Where the system does not tell, the most bytes held so far."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return _status("VmRSS") or _max_rss()
+
+    def peak(self) -> int:
+        """Most bytes held since `reset_peak`."""
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = _status("VmHWM") or _max_rss()
+        self._update_highest("peak", peak)
+        return peak
+
+    def reset_peak(self) -> int:
+        """Begin a new peak. Returns the bytes at which it begins."""
+        self.peak(), self.highest_reserved()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with contextlib.suppress(OSError):
+                (_PROC / "clear_refs").write_text("5")
+        return self.peak()
+
+    def highest_peak(self) -> int:
+        """Most bytes held since the process began."""
+        return self._update_highest("peak", self.peak())
+
+    def highest_reserved(self) -> int:
+        """Most bytes that torch's allocator has reserved on a CUDA device since the process began; 0 on the CPU."""
+        reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
+        return self._update_highest("reserved", reserved)
+
+    def _update_highest(self, kind: str, value: int) -> int:
+        key = f"{self.device} {kind}"
+        _highest[key] = max(_highest.get(key, 0), value)
+        return _highest[key]
+
+
+def mib(size: float) -> float:
+    """`size` bytes in MiB, with enough digits to give back the bytes."""
+    return round(size / MB, 7)
+
+
+def _status(name: str) -> int | None:
+    try:
+        match = re.search(rf"^{name}:\s+(\d+) kB", (_PROC / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(match[1]) * 2**10 if match else None
+
+
+def _max_rss() -> int:
+    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class MemoryMonitor:
+    """Measures the memory of this rank from now on, by purpose. The report has these columns, in bytes:
+
+    parameters: parameters and buffers.
+    gradients: gradients, counted after an update and before they are freed.
+    optimizer: the optimizer's state.
+    activations: the peak of training, less the columns above and `other`; not less than 0. The column includes
+        temporary and gathered tensors. On the CPU it also includes memory that the allocator keeps, and memory that
+        libraries take in their first step.
+    other: on CUDA, everything else that is allocated when the gradients are counted (averages, batches). On the CPU,
+        everything that was resident before the training began (interpreter, libraries, data).
+    evaluation: the peak of evaluation, above the memory that was held when the evaluation began.
+    peak: the most that the process held, for all purposes together, saving included.
+    reserved: on CUDA, the most that torch's allocator reserved.
+
+    The first three columns count storages on the device that computes. Views and tied parameters therefore count once,
+    and the padding of shards counts.
+
+    Args:
+        stop: the last step of the training.
+        evaluates: whether an evaluation follows the last step.
+    """
+
+    def __init__(self, state: TrainState, *, stop: int, evaluates: bool) -> None:
         self.state, self.stop, self.evaluates, self.gauge = state, stop, evaluates, MemoryGauge(state.world.device)
-        self.begun = self.gauge.restart()
-        before = self.gauge.held()
+        self.peak_at_reset = self.gauge.reset_peak()
+        before = self.gauge.current()
         self.other = max(0, before - sum(self._count().values()))
-        self.tops: dict[str, int] = {"training": before}
+        self.peaks: dict[str, int] = {"training": before}
+        """Peak of each part of the run, in bytes. Those of `evaluation` and `saving` are above what was held before."""
         self.counted: dict[str, int] = {}
-        self.shown: list[Row] = []
+        """The first three columns, when they were last counted. Empty before the first count."""
+        self.reported: list[Row] = []
+        """The rows of all ranks in the last report."""
         self.hook: RemovableHandle | None = None
 
-    def during(self, part: str, call: Callable[P, T]) -> Callable[P, T]:
-        """`call`, with its memory measured as `part` and apart from the training's."""
+    def measured(self, part: str, call: Callable[P, T]) -> Callable[P, T]:
+        """A function that runs `call`, and measures its memory as `part` and not as part of the training."""
 
-        def measured(*arguments: P.args, **options: P.kwargs) -> T:
+        def measured_call(*args: P.args, **kwargs: P.kwargs) -> T:
             with self._apart(part):
-                return call(*arguments, **options)
+                return call(*args, **kwargs)
 
-        return measured
+        return measured_call
 
     @contextlib.contextmanager
     def _apart(self, part: str) -> Generator[None, None, None]:
-        self._note_training()
-        begun = self.gauge.restart()
+        self._update_training_peak()
+        begin = self.gauge.reset_peak()
         try:
             yield
         finally:
-            self.tops[part] = max(self.tops.get(part, 0), self.gauge.peak() - begun)
-            self.begun = self.gauge.restart()
+            self.peaks[part] = max(self.peaks.get(part, 0), self.gauge.peak() - begin)
+            self.peak_at_reset = self.gauge.reset_peak()
 
-    def _note_training(self) -> None:
+    def _update_training_peak(self) -> None:
         peak = self.gauge.peak()
-        if peak > self.begun:  # else the mark may be that of what came before
-            self.tops["training"] = max(self.tops["training"], peak)
+        if peak > self.peak_at_reset:  # else the peak may be older than the reset, and not the training's
+            self.peaks["training"] = max(self.peaks["training"], peak)
 
     def count_in_next_step(self) -> None:
-        """Before a step that logs, or its repetition: count in it, where that was not done yet or it is the last."""
-        if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
-            self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._measure())
+        """Count the first three columns in the next step, if they were not counted yet or the step is the last.
 
-    def _measure(self) -> None:
+        Call it before a step that logs. It may be called again when that step is repeated.
+        """
+        if self.hook is None and (not self.counted or self.state.step + 1 == self.stop):
+            self.hook = self.state.optimizer.register_step_post_hook(lambda *_: self._count_after_update())
+
+    def _count_after_update(self) -> None:
         self.counted = self._count()
-        if (
-            self.gauge.device.type == "cuda"
-        ):  # exact, while a process keeps what it was given: there the beginning must do
-            self.other = max(0, self.gauge.held() - sum(self.counted.values()))
+        # On the CPU a process keeps memory that was freed, so `other` stays the figure from before the training.
+        if self.gauge.device.type == "cuda":
+            self.other = max(0, self.gauge.current() - sum(self.counted.values()))
 
     def _count(self) -> dict[str, int]:
         forward, seen = self.state.forward, set[int]()
         parameters = list(forward.parameters())
-        found = {
+        by_column = {
             "parameters": [*parameters, *forward.buffers()],
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "optimizer": list(self.state.optimizer.state.values()),
         }
-        return {name: _size(tensors, self.gauge.device.type, seen) for name, tensors in found.items()}
+        return {column: _bytes_of(held, self.gauge.device.type, seen) for column, held in by_column.items()}
 
     def report(self, evaluated: bool = False) -> tuple[dict[str, float], list[str]]:
-        """Entries (MiB: the largest of all ranks, and each rank's where they are few) and a table for people. All ranks call it.
+        """The figures for the log, and a table for people. All ranks call it at the same time.
 
-        Called after each log entry, and after each evaluation with `evaluated`. Both are empty but after the first count, and
-        at the end of the run where there is notable news.
+        It is called after each log entry, and with `evaluated` after each evaluation. It reports after the first count.
+        It reports again at the end of the run where a figure has changed much. Otherwise it returns nothing.
+
+        Returns:
+            figures in MiB by name: the largest of all ranks, and with few ranks also those of each rank; and the lines
+            of the table.
         """
         if self.hook is not None:
-            self.hook.remove()  # an update that was skipped has not called it
+            self.hook.remove()  # where the update was skipped, the hook has not run
             self.hook = None
-        last = self.state.step == self.stop
-        if (self.shown and not last) or (last and self.evaluates and not evaluated):
+        is_last = self.state.step == self.stop
+        if (self.reported and not is_last) or (is_last and self.evaluates and not evaluated):
             return {}, []
         rows = self._gather()
-        if not rows or not _differ(self.shown, rows):
+        if not rows or not _differ(self.reported, rows):
             return {}, []
-        self.shown = rows
-        entries = {f"memory/{name}_mb": mib(max(row[name] for row in rows)) for name in rows[0]}
+        self.reported = rows
+        figures = {f"memory/{name}_mb": mib(max(row[name] for row in rows)) for name in rows[0]}
         if 1 < len(rows) <= RANKS_SHOWN:
-            entries |= {f"memory/{name}_mb/rank{rank}": mib(row[name]) for rank, row in enumerate(rows) for name in row}
-        return entries, table(rows, self.state.step, self.gauge.device.type)
+            figures |= {f"memory/{name}_mb/rank{rank}": mib(row[name]) for rank, row in enumerate(rows) for name in row}
+        return figures, table(rows, self.state.step, self.gauge.device.type)
 
     def _gather(self) -> list[Row]:
-        """The row of each rank, on every rank; none where some rank has not counted."""
-        self._note_training()
+        """The rows of all ranks, on every rank. Empty where some rank has not counted yet."""
+        self._update_training_peak()
         world = self.state.world
         counted = self.counted or self._count()
-        mine: Row = {
+        row: Row = {
             **counted,
-            "activations": max(0, self.tops["training"] - sum(counted.values()) - self.other),
+            "activations": max(0, self.peaks["training"] - sum(counted.values()) - self.other),
             "other": self.other,
         }
-        if "evaluation" in self.tops:
-            mine["evaluation"] = self.tops["evaluation"]
-        mine["peak"] = self.gauge.most()
+        if "evaluation" in self.peaks:
+            row["evaluation"] = self.peaks["evaluation"]
+        row["peak"] = self.gauge.highest_peak()
         if self.gauge.device.type == "cuda":
-            mine["reserved"] = self.gauge.reserved()
-        packed = [0.0] * (world.size * len(mine))
-        packed[world.rank * len(mine) : (world.rank + 1) * len(mine)] = mine.values()
-        ready, *values = world.all_sum([float(bool(self.counted)), *packed])
-        rows = [
-            dict(zip(mine, values[start : start + len(mine)], strict=True))
-            for start in range(0, len(values), len(mine))
-        ]
-        return rows if ready == world.size else []
+            row["reserved"] = self.gauge.highest_reserved()
+        width = len(row)
+        packed = [0.0] * (world.size * width)
+        packed[world.rank * width : (world.rank + 1) * width] = row.values()
+        ranks_counted, *values = world.all_sum([float(bool(self.counted)), *packed])
+        if ranks_counted < world.size:
+            return []
+        return [dict(zip(row, values[start : start + width], strict=True)) for start in range(0, len(values), width)]
 
 
-def _size(values: list[Any], device: str, seen: set[int]) -> int:
-    """Bytes of the storages of all tensors in `values` that are on a `device` and not in `seen`; adds them to it."""
+def _bytes_of(values: list[Any], device: str, seen: set[int]) -> int:
+    """Bytes of the storages of all tensors in `values` that are on a `device`.
+
+    Args:
+        seen: addresses of storages that were counted before. They are not counted again; new addresses are added.
+    """
     total = 0
     for tensor in _tensors(values):
         if tensor.device.type != device:
             continue
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # a layout or subclass without one
+        except (NotImplementedError, RuntimeError):  # a layout or subclass without a storage
             total += tensor.nbytes
             continue
-        place = storage.data_ptr()
-        total += 0 if place in seen else storage.nbytes()
-        if place:  # without memory yet, or on meta, there is no place to know it again by
-            seen.add(place)
+        address = storage.data_ptr()
+        total += 0 if address in seen else storage.nbytes()
+        if address:  # 0 where the storage has no memory yet, or is on meta: many storages share that address
+            seen.add(address)
     return total
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The plain tensors that are here, of whatever holds them: state may be nested, a gradient sharded or sparse."""
+    """The plain tensors on this rank in `value`, which may be nested, and hold sharded or sparse tensors."""
     if isinstance(value, Tensor):
         plain = local(value.detach())
         whole = plain.coalesce() if plain.is_sparse else plain
@@ -183,29 +283,30 @@ def _differ(old: Sequence[Row], new: Sequence[Row]) -> bool:
 
 
 def table(rows: Sequence[Row], step: int, device: str) -> list[str]:
-    """Lines for people, in MiB: a rank each, or with many ranks the extremes; and what stands out."""
-    order = sorted(range(len(rows)), key=lambda rank: rows[rank]["peak"])
-    shown: dict[str, Row] = {
-        str(rank): rows[rank] for rank in (range(len(rows)) if len(rows) <= RANKS_SHOWN else (order[0], order[-1]))
-    }
+    """The memory of all ranks as lines for people, in MiB, and a line that names an imbalance between ranks.
+
+    The table has a line for each rank. With many ranks it has lines for the two ranks with the smallest and the largest
+    peak, and for the minimum, the median and the maximum of each column.
+    """
+    by_peak = sorted(range(len(rows)), key=lambda rank: rows[rank]["peak"])
+    lowest, highest = by_peak[0], by_peak[-1]
+    shown = {str(rank): rows[rank] for rank in (range(len(rows)) if len(rows) <= RANKS_SHOWN else (lowest, highest))}
     if len(rows) > RANKS_SHOWN:
         for name, choose in (("min", min), ("median", statistics.median), ("max", max)):
             shown[name] = {column: choose(row[column] for row in rows) for column in rows[0]}
     width = max(len(name) for name in [*shown, "rank"])
     lines = [f"memory at step {step} in MiB, {'allocated on the device' if device == 'cuda' else 'resident'}:"]
     lines.append("  ".join(["rank".rjust(width), *(name.rjust(10) for name in rows[0])]))
-    lines += [
-        "  ".join([name.rjust(width), *(f"{row[column] / MB:,.1f}".rjust(max(10, len(column))) for column in row)])
-        for name, row in shown.items()
-    ]
-    low, high = rows[order[0]], rows[order[-1]]
-    apart = high["peak"] - low["peak"]
+    for name, row in shown.items():
+        cells = (f"{row[column] / MB:,.1f}".rjust(max(10, len(column))) for column in row)
+        lines.append("  ".join([name.rjust(width), *cells]))
+    low, high = rows[lowest], rows[highest]
+    difference = high["peak"] - low["peak"]
     if high["peak"] > _IMBALANCE * low["peak"]:
-        most = max((name for name in high if name not in ("peak", "reserved")), key=lambda name: high[name] - low[name])
-        where = (
-            f"mostly in {most}"
-            if high[most] - low[most] > apart / 2
-            else "before training, in saving, or in several columns"
-        )
-        lines.append(f"rank {order[-1]} held {apart / MB:,.1f} MiB more than rank {order[0]} at its peak, {where}")
+        parts = (name for name in high if name not in ("peak", "reserved"))
+        column = max(parts, key=lambda name: high[name] - low[name])
+        where = "before training, in saving, or in several columns"
+        if high[column] - low[column] > difference / 2:
+            where = f"mostly in {column}"
+        lines.append(f"at its peak, rank {highest} held {difference / MB:,.1f} MiB more than rank {lowest}: {where}")
     return lines

@@ -1,7 +1,7 @@
-"""Bring the metric states of all ranks together, so that the metric on N ranks is the metric on one.
+"""Merge the metric states of all ranks, so that the metric on N ranks is the metric on one rank.
 
-torchmetrics' own synchronisation is not used: it needs equally shaped states on every rank (a rank without samples
-breaks or hangs it) and averages the averages of metrics that keep a mean.
+torchmetrics' own synchronisation is not used. It needs states of equal shapes on every rank, and breaks or hangs where
+a rank has no samples. For metrics that keep a mean it also computes a mean of means.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], dict[str, Any]]:
-    """Merge the states of all ranks in rank order and compute, on rank 0; every rank gets the result.
+    """Merge the states of all ranks in the order of ranks, and compute the metrics on rank 0. All ranks call it.
 
     Returns:
-        name -> value, as `flatten` names them; and, on rank 0, what the metrics computed. Empty where no rank saw a sample.
+        the numbers by name, as `flatten` names them, on every rank; and the values as the metrics computed them, on
+        rank 0 only. Both are empty where no rank saw a sample.
     """
     parts = _metric_parts(metrics)
     states = [
@@ -32,7 +33,7 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
     if gathered is not None:
         metrics.to("cpu")
         for number, part in enumerate(parts):
-            _merge(part, [rank[number] for rank in gathered])
+            _merge(part, [rank_states[number] for rank_states in gathered])
         if any(part.update_count for part in parts):
             values = metrics.compute()
     return world.broadcast(flatten(values)), values
@@ -43,7 +44,7 @@ def _metric_parts(metrics: MetricCollection) -> list[Metric]:
 
     parts = [module for module in metrics.modules() if isinstance(module, Metric)]
     for part in parts:
-        part.distributed_available_fn = _never  # `compute` runs on rank 0 alone: it must not wait for the others
+        part.distributed_available_fn = _never  # `compute` runs on rank 0 alone: it must not wait for other ranks
     return parts
 
 
@@ -54,35 +55,37 @@ def _never() -> bool:
 def _merge(metric: Metric, ranks: list[tuple[int, dict[str, Any]]]) -> None:
     """Set `metric` to the state that it would have after the updates of all ranks.
 
-    What a state's reduction means is torchmetrics' contract (`Metric.add_state`): a list is concatenated; a tensor is
-    reduced over a stack of the ranks'. Means are weighted by the number of updates behind them.
+    Args:
+        ranks: of each rank, the number of updates and the state by name.
     """
-    seen = [(count, state) for count, state in ranks if count]
-    if not seen:
+    updated = [(count, state) for count, state in ranks if count]
+    if not updated:
         return
-    counts = torch.tensor([float(count) for count, _ in seen])
+    counts = torch.tensor([float(count) for count, _ in updated])
     reductions: dict[str, Any] = dict(metric._reductions)
     for name, reduction in reductions.items():
-        values = [state[name] for _, state in seen]
-        merged: Any
-        if isinstance(values[0], list):
-            items = [item for value in values for item in value]
-            merged = (
-                items
-                if reduction is None or not items or _is("dim_zero_cat", reduction)
-                else reduction(torch.cat(items))
-            )
-        elif _is("dim_zero_cat", reduction):
-            merged = torch.cat([value.reshape(-1) if value.ndim == 0 else value for value in values])
-        elif _is("dim_zero_mean", reduction):
-            merged = torch.tensordot(counts.to(values[0].dtype), torch.stack(values), dims=1) / counts.sum()
-        else:
-            merged = torch.stack(values) if reduction is None else reduction(torch.stack(values))
-            if reduction is None and len(values) == 1:
-                merged = values[0]
-        setattr(metric, name, merged)
+        setattr(metric, name, _merge_values([state[name] for _, state in updated], counts, reduction))
     metric._update_count = int(counts.sum())
     metric._computed = None
+
+
+def _merge_values(values: list[Any], counts: Tensor, reduction: Any) -> Any:
+    """One state of a metric, from the values on the ranks.
+
+    torchmetrics defines what a reduction means (`Metric.add_state`): a list is concatenated; a tensor is reduced over a
+    stack of the ranks' tensors. A mean is weighted by the number of updates.
+    """
+    if isinstance(values[0], list):
+        items = [item for value in values for item in value]
+        stays_list = reduction is None or not items or _is("dim_zero_cat", reduction)
+        return items if stays_list else reduction(torch.cat(items))
+    if _is("dim_zero_cat", reduction):
+        return torch.cat([value.reshape(-1) if value.ndim == 0 else value for value in values])
+    if _is("dim_zero_mean", reduction):
+        return torch.tensordot(counts.to(values[0].dtype), torch.stack(values), dims=1) / counts.sum()
+    if reduction is None:
+        return torch.stack(values) if len(values) > 1 else values[0]
+    return reduction(torch.stack(values))
 
 
 def _is(name: str, reduction: Any) -> bool:
@@ -90,7 +93,7 @@ def _is(name: str, reduction: Any) -> bool:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """A tensor on the CPU that is no small view of a large one: pickle takes all that is behind a view."""
+    """`tensor` on the CPU, copied where it is a small view of a large storage: pickle writes the whole storage."""
     plain = tensor.detach().cpu()
     return plain.clone() if plain.untyped_storage().nbytes() > plain.nbytes else plain
 
@@ -102,13 +105,17 @@ def _to_cpu(value: Any) -> Any:
 
 
 def flatten(values: dict[str, Any]) -> dict[str, float]:
-    """What a collection computed as numbers by name: several values give `name/0`, `name/1`, ..., a dict `name/key`; a table none."""
+    """The values of a metric collection as numbers by name.
+
+    A vector gives `name/0`, `name/1`, ... A dict gives `name/key`. A tensor of two or more dimensions gives no number:
+    `Task.report` may show it.
+    """
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             flat |= flatten({f"{name}/{key}": item for key, item in value.items()})
         elif isinstance(value, Tensor) and value.ndim > 1:
-            continue  # for `Task.report`
+            continue
         elif isinstance(value, Tensor) and value.numel() > 1:
             flat |= {f"{name}/{number}": item for number, item in enumerate(value.flatten().tolist())}
         else:

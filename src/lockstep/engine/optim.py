@@ -16,18 +16,22 @@ from lockstep.errors import UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters whose name matches one of `match` (shell patterns, `*` and `?`); None keeps the common value."""
+    """A parameter group: the parameters whose name matches a pattern, and what they have of their own."""
 
     name: str
     match: Sequence[str]
+    """Shell patterns (`*` and `?`) over names of parameters."""
     lr: float | None = None
+    """Learning rate. None: that of the optimizer."""
     weight_decay: float | None = None
+    """Weight decay. None: that of the optimizer."""
 
 
 def build_optimizer(
     model: nn.Module,
     name: str,
     lr: float,
+    *,
     weight_decay: float | None = None,
     groups: Sequence[Group] = (),
     args: Mapping[str, Any] | None = None,
@@ -35,110 +39,125 @@ def build_optimizer(
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """Any class of `torch.optim` over all parameters of `model`; `fused` where the class has such a kernel.
+    """An optimizer of `torch.optim` over all parameters of `model`.
 
-    The first group that matches a parameter takes it; the rest form the group `default`. Frozen parameters are in
-    their group from the start (an optimizer passes over those without gradient), so that thawing them later changes
-    no group. Each group keeps `name` and `base_lr`, which schedules multiply.
+    The first group that matches a parameter takes it. The other parameters form the group `default`. Frozen parameters
+    are in their group from the start, so that no group changes when they begin to train: an optimizer skips parameters
+    without a gradient. Each group keeps its `name` and its `base_lr`, which schedules multiply.
 
     Args:
-        layer_decay: groups without a learning rate of their own are divided by depth, and what lies n levels below the top
-            learns at the common rate times layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark
-            et al. 2020, arXiv:2003.10555). Levels: what comes before the first block, each block, what comes after the last.
-        blocks: names of the model's repeated blocks, in its order.
+        name: class of `torch.optim`.
+        weight_decay: None: the default of the class.
+        args: further arguments of the class.
+        fused: use the fused kernel of the class.
+        layer_decay: divide groups without a learning rate of their own by depth. Parameters n levels below the top
+            learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
+            arXiv:2003.10555). The levels are: all that comes before the first block, each block, and all that comes
+            after the last block.
+        blocks: names of the model's repeated blocks, in the model's order; for `layer_decay`.
 
     Raises:
-        UsageError: unknown optimizer or argument, or a group that matches nothing; names what there is.
+        UsageError: an unknown optimizer or argument, or a group that matches no parameter; names the known values.
     """
-    kind = _optimizer_class(name)
+    optimizer_class = _optimizer_class(name)
     depths = _depths(model, blocks) if layer_decay is not None else {}
-    settings = {group.name: group for group in groups}
-    members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in [*settings, "default"]}
-    for parameter_name, parameter in model.named_parameters():
-        owner = next((g.name for g in groups if any(fnmatchcase(parameter_name, p) for p in g.match)), "default")
-        members[owner].append((parameter_name, parameter))
     param_groups: list[dict[str, Any]] = []
-    for group_name, named in members.items():
-        own = settings.get(group_name, Group(group_name, ()))
-        if not named and group_name in settings:
-            names = ", ".join(n for n, _ in list(model.named_parameters())[:8])
-            remedy = f"use patterns over the model's parameter names, such as: {names}"
-            raise UsageError(
-                f"no parameter matches {list(own.match)}", where=f"optim.groups, group {group_name!r}", remedy=remedy
-            )
-        decay = (
-            {}
-            if own.weight_decay is None and weight_decay is None
-            else {"weight_decay": own.weight_decay if own.weight_decay is not None else weight_decay}
-        )
+    for group, members in _members(model, groups):
+        decay = group.weight_decay if group.weight_decay is not None else weight_decay
+        options = {} if decay is None else {"weight_decay": decay}
         levels: dict[int | None, list[nn.Parameter]] = {}
-        for parameter_name, parameter in named:
-            levels.setdefault(depths.get(parameter_name) if own.lr is None else None, []).append(parameter)
+        for parameter_name, parameter in members:
+            levels.setdefault(depths.get(parameter_name) if group.lr is None else None, []).append(parameter)
         for level, parameters in levels.items():
-            rate, part = own.lr if own.lr is not None else lr, group_name
+            rate, group_name = group.lr if group.lr is not None else lr, group.name
             if level is not None and layer_decay is not None:
-                rate, part = rate * layer_decay ** (max(depths.values()) - level), f"{group_name}/level-{level}"
-            param_groups.append({"params": parameters, "name": part, "lr": rate, "base_lr": rate, **decay})
-    _check_arguments(kind, args or {}, decays=any("weight_decay" in options for options in param_groups))
-    if fused and "fused" not in inspect.signature(kind).parameters:
-        able = ", ".join(sorted(n for n, k in _optimizers().items() if "fused" in inspect.signature(k).parameters))
-        raise UsageError(
-            f"{name} has no fused kernel", where="optim.fused", remedy=f"leave it out, or use one of {able}"
-        )
+                rate, group_name = rate * layer_decay ** (max(depths.values()) - level), f"{group.name}/level-{level}"
+            param_groups.append({"params": parameters, "name": group_name, "lr": rate, "base_lr": rate, **options})
+    _check_arguments(optimizer_class, args or {}, decays=any("weight_decay" in options for options in param_groups))
+    if fused and "fused" not in inspect.signature(optimizer_class).parameters:
+        with_kernel = (n for n, c in _optimizer_classes().items() if "fused" in inspect.signature(c).parameters)
+        remedy = f"leave it out, or use one of {', '.join(sorted(with_kernel))}"
+        raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=remedy)
     try:
-        return kind(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
+        return optimizer_class(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
     except Exception as error:
-        raise UsageError(
-            str(error), where=f"optim.args of {name}", remedy="see the documentation of this torch.optim class"
-        ) from error
+        remedy = "see the documentation of this torch.optim class"
+        raise UsageError(str(error), where=f"optim.args of {name}", remedy=remedy) from error
+
+
+def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:
+    """The groups, and `default` as the last, with the names and parameters that belong to each.
+
+    Raises:
+        UsageError: a group matches no parameter.
+    """
+    members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in [*(g.name for g in groups), "default"]}
+    for name, parameter in model.named_parameters():
+        owner = next((g.name for g in groups if any(fnmatchcase(name, pattern) for pattern in g.match)), "default")
+        members[owner].append((name, parameter))
+    by_name = {group.name: group for group in groups}
+    for group in by_name.values():
+        if not members[group.name]:
+            names = ", ".join(name for name, _ in list(model.named_parameters())[:8])
+            raise UsageError(
+                f"no parameter matches {list(group.match)}",
+                where=f"optim.groups, group {group.name!r}",
+                remedy=f"use patterns over the model's parameter names, such as: {names}",
+            )
+    return [(by_name.get(name, Group(name, ())), named) for name, named in members.items()]
 
 
 def _depths(model: nn.Module, blocks: Sequence[str]) -> dict[str, int]:
-    """Level of each parameter, by name: 0 before the first block, then block by block, and one more after the last.
+    """Level of each parameter by name: 0 before the first block, then 1, 2, ... by block, then one more.
 
     Raises:
-        UsageError: no repeated blocks, so no levels.
+        UsageError: the model has no repeated blocks.
     """
     if not blocks:
         remedy = "set parallel.shard_modules to patterns of its blocks, or optim.layer_decay=null"
-        raise UsageError(
-            "the model has no repeated blocks, whose depth it could count", where="optim.layer_decay", remedy=remedy
-        )
+        what = "the model has no repeated blocks, by which a depth could be counted"
+        raise UsageError(what, where="optim.layer_decay", remedy=remedy)
     depths: dict[str, int] = {}
     begun = False
     for name, _ in model.named_parameters():
-        place = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
-        begun = begun or place is not None
-        depths[name] = place + 1 if place is not None else len(blocks) + 1 if begun else 0
+        index = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
+        begun = begun or index is not None
+        depths[name] = index + 1 if index is not None else len(blocks) + 1 if begun else 0
     return depths
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    known = _optimizers()
+    known = _optimizer_classes()
     if name in known:
         return known[name]
     remedy = f"{did_you_mean(name, known)}There are: {', '.join(sorted(known))}"
     raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=remedy)
 
 
-def _optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
     known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
-    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base; needs a closure; needs sparse gradients
+    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base class; needs a closure; needs sparse gradients
         known.pop(name, None)
     return known
 
 
-def _check_arguments(kind: type, given: Mapping[str, Any], decays: bool) -> None:
-    allowed = [name for name in inspect.signature(kind).parameters if name not in ("params", "lr", "weight_decay")]
-    for name in given:
+def _check_arguments(optimizer_class: type, args: Mapping[str, Any], *, decays: bool) -> None:
+    """Raises UsageError where the class does not take an argument.
+
+    Args:
+        decays: whether a weight decay is given.
+    """
+    parameters, class_name = inspect.signature(optimizer_class).parameters, optimizer_class.__name__
+    allowed = [name for name in parameters if name not in ("params", "lr", "weight_decay")]
+    for name in args:
         if name in ("lr", "weight_decay"):
-            raise UsageError("given in a second place", where=f"optim.args.{name}", remedy=f"set optim.{name}")
+            raise UsageError(f"{name} has a key of its own", where=f"optim.args.{name}", remedy=f"set optim.{name}")
         if name not in allowed:
             remedy = f"{did_you_mean(name, allowed)}It takes: {', '.join(allowed)}"
-            raise UsageError(f"{kind.__name__} takes no argument {name!r}", where=f"optim.args.{name}", remedy=remedy)
-    if decays and "weight_decay" not in inspect.signature(kind).parameters:
+            raise UsageError(f"{class_name} takes no argument {name!r}", where=f"optim.args.{name}", remedy=remedy)
+    if decays and "weight_decay" not in parameters:
         raise UsageError(
-            f"{kind.__name__} takes no argument 'weight_decay'",
+            f"{class_name} takes no argument 'weight_decay'",
             where="optim.weight_decay",
             remedy="leave it out, also in optim.groups",
         )

@@ -27,11 +27,12 @@ class Guard:
 
     On one rank, a step that does not fit is given up wherever that shows. With DDP, nothing but buffers travels before
     the last backward pass of a step, so the ranks agree just before it. This takes one small all-reduce of host memory,
-    which a GPU that is behind its host does not notice. The last backward pass itself cannot be given up by one rank alone.
-    So before the first two steps (the second is the first with optimizer state), every rank tries one backward pass alone.
+    which a GPU that is behind its host does not notice. The last backward pass itself cannot be given up by one rank
+    alone. So before the first two steps (the second is the first with optimizer state), every rank tries one backward
+    pass alone.
 
-    With FSDP, every forward pass is a collective. There, and where the last backward pass does not fit, the rank fails with
-    `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches.
+    With FSDP, every forward pass is a collective. There, and where the last backward pass does not fit, the rank fails
+    with `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches.
 
     Args:
         enabled: whether steps are guarded at all.
@@ -79,12 +80,12 @@ class Guard:
                     raise MemoryShortage(
                         f"out of memory: {message}",
                         where=f"step {number}, rank {world.rank}",
-                        remedy="the next start takes smaller micro-batches: give the same command again, or --max-restarts",
+                        remedy="the next start takes smaller micro-batches: give the command again, or --max-restarts",
                     ) from None
                 self.agree(fits=False)
 
     def agree(self, fits: bool = True) -> None:
-        """Tell the other ranks whether the micro-batches fit here. Called just before gradients travel, where `is_pending`.
+        """Tell the other ranks whether the micro-batches fit. Called just before gradients travel, if `is_pending`.
 
         Raises:
             StepTooLarge: they do not fit on some rank.

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as pure functions of applied updates. No state, nothing to save, nothing to forget."""
+"""Learning-rate schedules as pure functions of the number of applied updates: there is no state to save."""
 
 from __future__ import annotations
 
@@ -10,58 +10,57 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 ScheduleName = Literal["constant", "linear", "cosine", "step", "one_cycle", "polynomial"]
-_OF_A_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
+_WITH_LENGTH = ("linear", "cosine", "one_cycle", "polynomial")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The factor on every group's learning rate. Call it with the number of updates applied so far.
-
-    Args:
-        name: shape after the warm-up (`one_cycle` has its own rise; `warmup_steps` sets its length).
-        total: updates of the whole training.
-        steps_per_epoch: updates of one epoch (for `step`).
-        warmup_steps: updates over which the factor rises linearly: update u (from 0) gets (u + 1) / warmup_steps.
-        warmup_share: the same as a share of the curve's length, rounded up; it counts instead of `warmup_steps` where it is given.
-        end_factor: factor that linear, cosine and polynomial reach after `total` updates.
-        step_epochs, gamma: `step` multiplies by `gamma` every `step_epochs` epochs.
-        power: of `polynomial`.
-        total_steps: length of the curve in updates, where it is not that of the training: a longer training keeps the
-            rate of the curve's last update, a shorter one sees its beginning. `constant` and `step` have no length.
-    """
+    """The factor on every group's learning rate. Call it with the number of updates applied so far."""
 
     name: ScheduleName = "constant"
+    """Shape of the curve after the warm-up. `one_cycle` has its own rise, whose length the warm-up sets."""
     total: int = 1
+    """Updates of the whole training."""
     steps_per_epoch: int = 1
+    """Updates of an epoch; for `step`."""
     warmup_steps: int = 0
+    """Updates over which the factor rises linearly: update u, counted from 0, gets (u + 1) / warmup_steps."""
     end_factor: float = 0.0
+    """Factor that `linear`, `cosine` and `polynomial` reach at the end of the curve."""
     step_epochs: float = 1
+    """`step` multiplies the factor by `gamma` after every `step_epochs` epochs."""
     gamma: float = 0.1
+    """Multiplier of `step`."""
     power: float = 1.0
+    """Exponent of `polynomial`."""
     total_steps: int | None = None
+    """Length of the curve in updates. None: `total`. After the end of the curve, a training keeps the curve's last
+    factor. A training that ends earlier sees the beginning of the curve. `constant` and `step` have no length."""
     warmup_share: float | None = None
+    """Warm-up as a share of the curve's length, rounded up to whole updates. None: `warmup_steps` counts."""
 
     @property
     def length(self) -> int:
-        """Of the curve, in updates."""
+        """Length of the curve, in updates."""
         return self.total_steps or self.total
 
     @property
     def warmup(self) -> int:
-        """Updates of the warm-up."""
+        """Length of the warm-up, in updates."""
         if self.warmup_share is None:
             return self.warmup_steps
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
 
     def same_until(self, other: Schedule, updates: int) -> bool:
-        """Whether the first `updates` updates have the same rates with `other`, the same schedule of another length."""
-        if self.length == other.length or updates == 0 or (self.name not in _OF_A_LENGTH and not self.warmup_share):
+        """Whether the first `updates` updates have the same factors with `other`, which differs only in length."""
+        if self.length == other.length or updates == 0 or (self.name not in _WITH_LENGTH and not self.warmup_share):
             return True
-        # Warm-ups of two lengths differ from the first update on; curves that have parted after them do not meet again.
+        # Warm-ups of different lengths differ from the first update on. After the warm-up, curves of different lengths
+        # separate once and do not meet again. So the first and the last update decide.
         return self(0) == other(0) and self(updates - 1) == other(updates - 1)
 
     def __call__(self, update: int) -> float:
-        if self.total_steps is not None and self.name in _OF_A_LENGTH:
+        if self.total_steps is not None and self.name in _WITH_LENGTH:
             update = min(update, self.total_steps - 1)
         if self.name == "one_cycle":
             return self._one_cycle(update)
@@ -70,7 +69,7 @@ class Schedule:
         return self._shape(update)
 
     def _shape(self, update: int) -> float:
-        if self.name == "step":  # decays at epoch ends, wherever the warm-up ended
+        if self.name == "step":  # counts epochs from the beginning of training, not from the end of the warm-up
             return float(self.gamma ** math.floor(update / (self.step_epochs * self.steps_per_epoch) + 1e-9))
         done = min(1.0, max(0, update - self.warmup) / max(1, self.length - self.warmup))
         if self.name == "linear":
@@ -82,7 +81,10 @@ class Schedule:
         return 1.0
 
     def _one_cycle(self, update: int) -> float:
-        """Smith and Topin 2018, with the phases and factors of torch's OneCycleLR: 1/25 up to 1, down to 1/250000."""
+        """The 1cycle policy (Smith and Topin 2018, arXiv:1708.07120) with the factors of torch's OneCycleLR.
+
+        The factor rises from 1/25 to 1, and falls to 1/250000.
+        """
         start, end = 1 / 25, 1 / 25 / 1e4
         peak = float(self.warmup) if self.warmup else 0.3 * self.length
         peak = max(peak - 1, 1e-9)
@@ -93,16 +95,21 @@ class Schedule:
         return low + (1 - low) * (1 - math.cos(math.pi * done)) / 2
 
 
-def scaled_lr(lr: float, scaling: Literal["none", "linear", "sqrt"], global_batch: int, reference_batch: int) -> float:
-    """Learning rate for `global_batch` samples per update, given the one that was tuned at `reference_batch`.
+def scaled_lr(
+    lr: float, scaling: Literal["none", "linear", "sqrt"], *, global_batch: int, reference_batch: int
+) -> float:
+    """The learning rate for `global_batch` samples per update.
 
-    linear: Goyal et al. 2017, arXiv:1706.02677. sqrt: Krizhevsky 2014, arXiv:1404.5997.
+    Args:
+        lr: learning rate that was tuned with `reference_batch` samples per update.
+        scaling: `linear`: proportional to the batch (Goyal et al. 2017, arXiv:1706.02677). `sqrt`: proportional to the
+            square root of the batch (Krizhevsky 2014, arXiv:1404.5997). `none`: `lr` as it is.
     """
     ratio = global_batch / reference_batch
     return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[scaling]
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> None:
-    """Give each group its base learning rate times `factor`."""
+    """Set the learning rate of each parameter group to its base learning rate times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor

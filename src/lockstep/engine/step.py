@@ -3,8 +3,8 @@
     W[k] = sum over ranks and micro-batches of w[r,m,k]          units (samples, labels, pixels) of head k
     loss = sum_k c[k] * L[r,m,k] * world / W[k]                  L: the SUM of the loss over this micro-batch's units
 
-DDP and FSDP average gradients over `world` ranks, so the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: the mean over
-the units of the whole global batch, and never a mean of means.
+DDP and FSDP average gradients over `world` ranks. So the gradient is that of sum_k c[k] * (sum of L[k]) / W[k]: a mean
+over the units of the whole global batch, and never a mean of means.
 """
 
 from __future__ import annotations
@@ -32,35 +32,42 @@ from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError
 
-SAMPLES = ""  # the key of W where the unit of every head is the sample
+SAMPLES = ""
+"""The key of W where the unit of every head is the sample."""
 
 
 @dataclass
 class TrainState:
-    """All that changes during training, and what changes it.
-
-    strategy: how the model is spread over ranks; it holds the module that the step calls. step: global batches consumed so far. skipped: how many of them moved no
-    weight (fp16 overflow, or not one valid unit); the schedule counts `step - skipped`, the updates. averages: of the
-    weights, where they are wanted. unfreezing: what is trainable when; the strategy was
-    wrapped with what is trainable at `step`. guard: gives a step up that does not fit into memory. weight_heads, agreed:
-    what all ranks know of the heads since this process's first step, or since other parameters train.
-    """
+    """The state of a training on this rank: everything that a step reads or changes."""
 
     strategy: Strategy
+    """How the model is spread over ranks. It holds the module that the step calls."""
     optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
     guard: Guard
+    """Gives up a step that does not fit into memory."""
     seed: int = 0
     clip_norm: float | None = None
+    """Largest norm of the gradient. None: gradients are not clipped."""
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    """Factors of the losses by head; 1 for heads that are not here."""
     must_agree_on_weights: bool = False
+    """Whether ranks may lose samples, and so must count them together where the unit is the sample."""
     averages: Ema | None = None
+    """Moving averages of the weights, where they are wanted."""
     unfreezing: Unfreezing | None = None
+    """Which parameters are trainable at which step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
+    """Global batches consumed so far."""
     skipped: int = 0
-    weight_heads: heads.Names | None = None
+    """Steps so far that changed no weight: fp16 overflowed, or the global batch had no valid unit. The schedule counts
+    updates, which are `step - skipped`."""
+    weight_heads: heads.HeadNames | None = None
+    """Heads of `Task.weight` that all ranks agreed on. None before the first step of this process."""
     agreed: heads.AgreedLosses | None = None
+    """What all ranks know about the losses. None before the first step of this process, and whenever other parameters
+    begin to train."""
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
@@ -77,7 +84,7 @@ class TrainState:
         return self.strategy.world
 
     def unfreeze(self) -> None:
-        """Make trainable what is so from this step on."""
+        """Make the parameters trainable that train from this step on."""
         if self.unfreezing is not None and self.step in self.unfreezing.steps:
             self.unfreezing.apply(self.step)
             self.agreed = None
@@ -91,7 +98,7 @@ class TrainState:
 
     @contextlib.contextmanager
     def guarded(self, batch: Any) -> Generator[None, None, None]:
-        """Around the forward and backward passes of a step: where it does not fit into memory, it is undone on all ranks.
+        """Around the forward and backward passes of a step. If they do not fit into memory, all ranks undo the step.
 
         Raises:
             StepTooLarge: weights, buffers and `step` are as they were.
@@ -109,76 +116,65 @@ class TrainState:
 
 @dataclass
 class StepResult:
-    """What one step did on this rank. Tensors stay on the device: reading them is left to logging steps.
-
-    totals: W by head over all ranks, or under `SAMPLES` for all heads.
-    losses: loss sums by head, of each micro-batch that ran. counted: whether it counts (a filler does not).
-    indices: samples of each micro-batch. bad: messages about unreadable ones.
-    grad_norm: global norm before clipping, where it was computed. samples: in the global batch.
-    """
+    """The results of one step on this rank. Tensors stay on the device: only steps that log read them."""
 
     step: int
+    """Global batches consumed before this step."""
     samples: int
+    """Samples in the global batch, over all ranks."""
     totals: dict[str, float]
+    """W: units by head over all ranks; under `SAMPLES` for all heads."""
     indices: list[tuple[int, ...]]
+    """Indices of the samples of each micro-batch."""
     counted: list[bool]
+    """Whether each micro-batch counts. A filler does not."""
     bad: list[str]
+    """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
+    """Loss sums by head, of each micro-batch that ran."""
     grad_norm: Tensor | None = None
+    """Global norm of the gradient before clipping. None where it was not computed."""
     applied: bool = False
+    """Whether the update was applied."""
 
 
-def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, want_norm: bool = False) -> StepResult:
+def train_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], samples: int, *, want_norm: bool = False
+) -> StepResult:
     """Consume one global batch and apply one update.
 
     Args:
-        micros: this rank's micro-batches; equally many on every rank.
+        micro_batches: this rank's micro-batches, equally many on every rank.
         samples: size of the global batch, over all ranks, from the plan.
-        want_norm: compute the gradient norm also where nothing is clipped.
+        want_norm: compute the gradient norm also where gradients are not clipped.
 
     Raises:
-        TrainingError: loss and weight have other heads; in a process's first step, a parameter without gradient.
+        TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
+            gradient.
         StepTooLarge: see `Guard`; nothing was changed.
     """
     strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
-    world = strategy.world
     state.unfreeze()
-    totals = _count(state, micros, samples)  # W: by head, or one for all heads where the unit is the sample
-    bad = [message for micro in micros for _, message in micro.bad]
     result = StepResult(
-        state.step, samples, totals, [micro.indices for micro in micros], [not micro.filler for micro in micros], bad
+        step=state.step,
+        samples=samples,
+        totals=_count_units(state, micro_batches, samples),
+        indices=[micro_batch.indices for micro_batch in micro_batches],
+        counted=[not micro_batch.filler for micro_batch in micro_batches],
+        bad=[message for micro_batch in micro_batches for _, message in micro_batch.bad],
     )
     state.step += 1
-    if not any(totals.values()):  # nothing to learn from anywhere: every rank knows, so every rank skips
+    if not any(result.totals.values()):  # no unit on any rank. All ranks know the totals, so all ranks skip
         state.skipped += 1
         return result
 
-    rest = 1.0  # what gradients are multiplied by after the backward passes; see `_factors`
-    with state.guarded(micros[0].batch) if state.guard.enabled else contextlib.nullcontext():
+    rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
+    with state.guarded(micro_batches[0].batch) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
-            strategy.warm_up(micros[0].batch, state.precision, ignored_heads)
-        for number, micro in enumerate(micros):
-            last = number == len(micros) - 1
-            seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
-            without_trace = batch_norm.without_trace(strategy.forward) if micro.filler else contextlib.nullcontext()
-            with strategy.gradient_sync(last), without_trace:
-                with state.precision.autocast():
-                    losses: Losses = strategy.forward(micro.batch)
-                losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
-                factors, rest = _factors(state, losses, totals, micro, 0 if micro.filler else world.data_size)
-                if last and state.guard.is_pending:
-                    state.guard.agree()
-                checks_used = last and strategy.must_check_used
-                if checks_used:
-                    strategy.check_all_used({head: losses[head] for head in factors})
-                scaled = {head: scaler.scale(factor) for head, factor in factors.items()}
-                tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
-                if tensors:
-                    torch.autograd.backward(tensors, gradients)
-                if last and not checks_used:
-                    strategy.check_reduced()
-            result.losses.append({head: value.detach() for head, value in losses.items()})
+            strategy.warm_up(micro_batches[0].batch, state.precision, ignored_heads)
+        for number in range(len(micro_batches)):
+            rest = forward_backward_step(state, micro_batches, number, result)
     if rest != 1.0:
         scale_grads(state.parameters, rest)
 
@@ -199,29 +195,74 @@ def train_step(state: TrainState, micros: Sequence[MicroBatch], samples: int, wa
     return result
 
 
-def _count(state: TrainState, micros: Sequence[MicroBatch], samples: int) -> dict[str, float]:
-    """W by head. Where units are samples and none can be lost, the plan knows W and no rank needs to ask another."""
-    for micro in micros:
-        names = tuple(micro.weights or ())
+def forward_backward_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], number: int, result: StepResult
+) -> float:
+    """The forward and the backward pass of micro-batch `number`. Adds its losses to `result`.
+
+    Returns:
+        the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
+    """
+    strategy, world = state.strategy, state.strategy.world
+    micro_batch, last = micro_batches[number], number == len(micro_batches) - 1
+    seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
+    without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
+    with strategy.gradient_sync(last), without_trace:
+        with state.precision.autocast():
+            losses: Losses = strategy.forward(micro_batch.batch)
+        losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
+        factors, rest = _factors(state, losses, result.totals, micro_batch)
+        if last and state.guard.is_pending:
+            state.guard.agree()
+        checks_used = last and strategy.must_check_used
+        if checks_used:
+            strategy.check_all_used({head: losses[head] for head in factors})
+        scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
+        tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        if last and not checks_used:
+            strategy.check_reduced()
+    result.losses.append({head: value.detach() for head, value in losses.items()})
+    return rest
+
+
+def _count_units(state: TrainState, micro_batches: Sequence[MicroBatch], samples: int) -> dict[str, float]:
+    """W: units by head over all ranks.
+
+    Where the unit is the sample and no sample can be lost, the plan knows W, and the ranks do not communicate.
+    """
+    for micro_batch in micro_batches:
+        names = tuple(micro_batch.weights or ())
         if names != state.weight_heads:
-            state.weight_heads = heads.agree(state.weight_heads, names, "Task.weight", state.world)
+            state.weight_heads = heads.agree(state.weight_heads, names, method="Task.weight", world=state.world)
     if not state.weight_heads:
         if not state.must_agree_on_weights:
             return {SAMPLES: float(samples)}
-        return {SAMPLES: state.world.data_sum([sum(micro.samples for micro in micros)])[0]}
-    mine = [sum(micro.weights[head] for micro in micros if micro.weights) for head in state.weight_heads]
-    return dict(zip(state.weight_heads, state.world.data_sum(mine), strict=True))
+        return {SAMPLES: state.world.data_sum([sum(micro_batch.samples for micro_batch in micro_batches)])[0]}
+    units = [
+        sum(micro_batch.weights[head] for micro_batch in micro_batches if micro_batch.weights)
+        for head in state.weight_heads
+    ]
+    return dict(zip(state.weight_heads, state.world.data_sum(units), strict=True))
 
 
 def _factors(
-    state: TrainState, losses: Losses, totals: Mapping[str, float], micro: MicroBatch, world: float
+    state: TrainState, losses: Losses, totals: Mapping[str, float], micro_batch: MicroBatch
 ) -> tuple[dict[str, Tensor], float]:
-    """c[k] * world / W[k] by head, without constants of coefficient 0. Zero for a head without any unit in the global batch,
-    and where `world` is zero (a filler).
+    """The factor of each loss in the backward pass, and the factor of the gradients afterwards.
 
-    A loss of 16 bits would round its factor, by up to 0.2 % and in another way for another number of ranks. So its factor
-    is a power of two, and what is left of c[k] * world / W[k] comes second: gradients are multiplied by it after the step's
-    last backward pass. (With several such heads it is what is left for the first; factors of the others are relative to it.)
+    The factor of a loss is c[k] * world / W[k]. It is zero for a filler, and for a head without units in the global
+    batch. Losses that are constants and have coefficient 0 have no factor.
+
+    A loss of 16 bits would round this factor by up to 0.2 %, and differently for another number of ranks. So its factor
+    is a power of two. The rest of c[k] * world / W[k] is the factor of the gradients: they are multiplied by it after
+    the last backward pass of the step. With several heads, the rest is that of the first head, and the factors of the
+    other heads are relative to it.
+
+    Raises:
+        TrainingError: the loss and the weight have different heads, a coefficient belongs to no head, or a loss with
+            units depends on no trainable parameter.
     """
     if SAMPLES not in totals and losses.keys() != totals.keys():
         raise TrainingError(
@@ -229,29 +270,35 @@ def _factors(
             where="Task.loss and Task.weight",
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
-    units = set(losses) if micro.weights is None else {head for head, weight in micro.weights.items() if weight}
+    weights, world = micro_batch.weights, state.world.data_size
+    with_units = set(losses) if weights is None else {head for head, weight in weights.items() if weight}
+    with_units = set() if micro_batch.filler else with_units
     if state.agreed is None:
         heads.check_coefficients(state.coefficients, losses)
-        state.agreed = heads.agree_on_losses(losses, set() if micro.filler else units, not state.all_train, state.world)
+        state.agreed = heads.agree_on_losses(
+            losses, with_units=with_units, may_be_frozen=not state.all_train, world=state.world
+        )
     if tuple(losses) != state.agreed.names:
-        heads.agree(state.agreed.names, tuple(losses), "Task.loss", state.world)
-    whole = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
+        heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
+    units = {head: totals.get(head, totals.get(SAMPLES, 0.0)) for head in losses}
     coefficients = {head: state.coefficients.get(head, 1.0) for head in losses}
     rest = 1.0
     if state.agreed.is_narrow:
-        first = next((head for head in losses if whole[head] and coefficients[head]), None)
-        rest = (
-            2 * math.frexp(coefficients[first] * state.world.data_size / whole[first])[0] if first is not None else 1.0
-        )
+        first = next((head for head in losses if units[head] and coefficients[head]), None)
+        if first is not None:
+            rest = 2 * math.frexp(coefficients[first] * world / units[first])[0]
     factors = {}
     for head, value in losses.items():
         if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
-            continue  # only looked at, or nothing of it trains
-        if not value.requires_grad and not micro.filler and head in units and state.all_train:
-            remedy = "compute it from the model's output, without detach(), .item() or torch.no_grad(); or give it the coefficient 0"
+            continue  # this loss is only logged, or none of its parameters is trainable
+        if not value.requires_grad and head in with_units and state.all_train:
             raise TrainingError(
-                f"the loss of head {head!r} depends on no trainable parameter", where="Task.loss", remedy=remedy
+                f"the loss of head {head!r} depends on no trainable parameter",
+                where="Task.loss",
+                remedy="compute it from the model's output, without detach(), .item() or torch.no_grad(); "
+                "or give it the coefficient 0",
             )
-        factor = coefficients[head] * world / whole[head] if whole[head] else 0.0
+        counts = bool(units[head]) and not micro_batch.filler
+        factor = coefficients[head] * world / units[head] if counts else 0.0
         factors[head] = torch.full_like(value, factor / rest)
     return factors, rest

@@ -1,4 +1,4 @@
-"""What is trainable, as a pure function of the step."""
+"""Which parameters are trainable, as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from lockstep.errors import UsageError
 
 @dataclass(frozen=True)
 class Stage:
-    """From `step` on, parameters whose name matches one of `match` (shell patterns) are trainable; before, they are frozen."""
+    """Parameters that are frozen before a step, and trainable from that step on."""
 
     step: int
+    """Global batches consumed before the parameters are trainable."""
     match: Sequence[str]
+    """Shell patterns (`*` and `?`) over names of parameters."""
 
 
 class Unfreezing:
-    """Gradual unfreezing (Howard & Ruder 2018, arXiv:1801.06146). A parameter of several stages follows the earliest.
+    """Gradual unfreezing (Howard and Ruder 2018, arXiv:1801.06146).
 
-    What no stage names stays as the model made it.
+    A parameter of several stages follows the earliest stage. A parameter of no stage stays as the model made it.
 
     Raises:
-        UsageError: a stage that names no parameter.
+        UsageError: a stage matches no parameter.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
@@ -33,16 +35,17 @@ class Unfreezing:
         names = [name for name, _ in model.named_parameters()]
         self._since: dict[str, int] = {}
         for stage in stages:
-            found = [name for name in names if any(fnmatchcase(name, pattern) for pattern in stage.match)]
-            if not found:
+            matching = [name for name in names if any(fnmatchcase(name, pattern) for pattern in stage.match)]
+            if not matching:
                 remedy = f"use patterns over the model's parameter names, such as: {', '.join(names[:8])}"
                 raise UsageError(f"no parameter matches {list(stage.match)}", where="train.unfreeze", remedy=remedy)
-            for name in found:
+            for name in matching:
                 self._since[name] = min(stage.step, self._since.get(name, stage.step))
-        self.steps = frozenset(self._since.values())  # at which something changes
+        self.steps = frozenset(self._since.values())
+        """Steps at which some parameter becomes trainable."""
 
     def apply(self, step: int) -> None:
-        """Make the model's `requires_grad` what it is for `step`."""
+        """Set `requires_grad` of the model's parameters for `step`."""
         for name, parameter in self.model.named_parameters():
             if name in self._since:
                 parameter.requires_grad_(step >= self._since[name])

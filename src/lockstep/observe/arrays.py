@@ -1,4 +1,4 @@
-"""Predictions as arrays by name, with the samples along the first dimension: .npz and .safetensors."""
+"""Writes predictions as arrays by name, with the samples along the first dimension: .npz and .safetensors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,27 @@ from lockstep.errors import UsageError
 from lockstep.observe.plain import as_dense, as_numpy, is_tensor
 
 
-def write(path: Path, rows: Sequence[Mapping[str, Any]], final: Path) -> list[str]:
-    """Write what `stack` makes of `rows` in the format of `final`, whose name errors give.
+def write(path: Path, predictions: Sequence[Mapping[str, Any]], final: Path) -> list[str]:
+    """Write the arrays that `stack` returns.
+
+    Args:
+        path: file to write.
+        final: path that the file will get. Its suffix gives the format, and errors name it.
 
     Returns:
-        names that are left out: None in all rows, and text in .safetensors.
+        names that are left out: values that are None in all predictions, and text in .safetensors.
+
+    Raises:
+        UsageError: see `stack`.
+        OSError: the file cannot be written.
     """
     where = f"--out {final}"
-    columns, left_out = stack(rows, where)
+    arrays, left_out = stack(predictions, where)
     if final.suffix == ".npz":
         import numpy as np
 
-        with zipfile.ZipFile(path, "w") as archive:  # as numpy.savez, which cannot take an array of the name `file`
-            for name, value in columns.items():
+        with zipfile.ZipFile(path, "w") as archive:  # numpy.savez takes no array named `file`
+            for name, value in arrays.items():
                 array = as_numpy(value) if is_tensor(value) else value
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                     np.lib.format.write_array(member, array, allow_pickle=False)
@@ -32,56 +40,62 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]], final: Path) -> list[st
     import torch
     from safetensors.torch import save_file
 
-    texts = [name for name, value in columns.items() if not is_tensor(value) and value.dtype.kind == "U"]
-    numbers = {name: value for name, value in columns.items() if name not in texts}
+    texts = [name for name, value in arrays.items() if not is_tensor(value) and value.dtype.kind == "U"]
+    numbers = {name: value for name, value in arrays.items() if name not in texts}
     tensors = {name: value if is_tensor(value) else torch.from_numpy(value) for name, value in numbers.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     return left_out + texts
 
 
-def stack(rows: Sequence[Mapping[str, Any]], where: str) -> tuple[dict[str, Any], list[str]]:
-    """An array or tensor for each name, and the names that are None in all rows.
+def stack(predictions: Sequence[Mapping[str, Any]], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Stack the values of each name over all predictions.
 
-    What lies in mappings, dataclasses and tuples has the names on its way joined with `/`. A list of numbers is an
-    array.
+    A value inside mappings, dataclasses and tuples gets the names on the way to it, joined with `/`. A list of numbers
+    is an array.
+
+    Args:
+        where: what errors name as the place.
+
+    Returns:
+        an array or tensor by name, and the names whose value is None in all predictions.
 
     Raises:
-        UsageError: rows that have other names or shapes, or values that are no numbers and no text.
+        UsageError: names or shapes differ between predictions, or a value is neither a number nor a text.
     """
-    flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    empty = [name for name in names if all(row.get(name) is None for row in flat)]
-    columns: dict[str, Any] = {}
+    flat = [_flat(prediction) for prediction in predictions]
+    names = list(dict.fromkeys(name for values in flat for name in values))
+    empty = [name for name in names if all(values.get(name) is None for values in flat)]
+    arrays: dict[str, Any] = {}
     for name in names:
         if name in empty:
             continue
-        missing = [number for number, row in enumerate(flat) if row.get(name) is None]
+        missing = [number for number, values in enumerate(flat) if values.get(name) is None]
         if missing:
-            raise _unfit(f"{name} is missing in row {missing[0]}", where)
-        columns[name] = _stacked(name, [row[name] for row in flat], where)
-    return columns, empty
+            raise _unfit(f"{name} is missing in prediction {missing[0]}", where)
+        arrays[name] = _stacked(name, [values[name] for values in flat], where)
+    return arrays, empty
 
 
 def _stacked(name: str, values: list[Any], where: str) -> Any:
     import numpy as np
 
-    tensors = all(is_tensor(value) for value in values)
-    found: list[Any] = values
+    all_tensors = all(is_tensor(value) for value in values)
+    arrays: list[Any] = values
     try:
-        if not tensors:
-            found = [as_numpy(value) if is_tensor(value) else np.asarray(value) for value in values]
+        if not all_tensors:
+            arrays = [as_numpy(value) if is_tensor(value) else np.asarray(value) for value in values]
     except ValueError:  # a list of lists of several lengths
         raise _unfit(f"{name} holds lists of several lengths", where) from None
-    shapes = list(dict.fromkeys(tuple(one.shape) for one in found))
+    shapes = list(dict.fromkeys(tuple(array.shape) for array in arrays))
     if len(shapes) > 1:
         more = ", ..." if len(shapes) > 4 else ""
-        raise _unfit(f"{name} has another shape in another row: {', '.join(map(str, shapes[:4]))}{more}", where)
-    if tensors:
+        raise _unfit(f"{name} has several shapes: {', '.join(map(str, shapes[:4]))}{more}", where)
+    if all_tensors:
         import torch
 
-        return torch.stack([as_dense(one) for one in found])
-    stacked = np.stack(found)
-    if stacked.dtype.kind not in "biufcU" or len({one.dtype.kind == "U" for one in found}) > 1:
+        return torch.stack([as_dense(tensor) for tensor in arrays])
+    stacked = np.stack(arrays)
+    if stacked.dtype.kind not in "biufcU" or len({array.dtype.kind == "U" for array in arrays}) > 1:
         raise _unfit(f"{name} is neither a number nor a text: {values[0]!r:.60}", where)
     return stacked
 
@@ -92,7 +106,7 @@ def _unfit(text: str, where: str) -> UsageError:
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """What is no mapping, dataclass or sequence of such, by the names on its way."""
+    """The values inside nested mappings, dataclasses and sequences, by the joined names on the way to them."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif isinstance(value, tuple) or (isinstance(value, list) and any(_is_nested(item) for item in value)):

@@ -44,7 +44,7 @@ def find_writer(name: str) -> type[Writer]:
     """The class of a writer.
 
     Args:
-        name: a module of `lockstep.observe.writers`, an entry point of the group `lockstep.writers`, or `FILE.py:Class`.
+        name: a module of `lockstep.observe.writers`, an entry point of the group `lockstep.writers`, or FILE.py:Class.
 
     Raises:
         UsageError: there is no such writer, it cannot be imported, or it is not a subclass of `Writer`.

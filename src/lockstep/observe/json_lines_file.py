@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep import atomic
 from lockstep.observe.plain import dumps
 
 
@@ -33,9 +34,8 @@ class JsonLinesFile:
             steps = [_step_of(line) for line in lines]
             kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last_step]
             if len(kept) < len(lines):
-                new = path.with_name(f".{path.name}.new")
-                new.write_bytes(b"".join(kept))
-                new.replace(path)
+                with atomic.staged_file(path) as staging:
+                    staging.write_bytes(b"".join(kept))
             if damaged := steps.count(None):
                 self.note = (
                     f"{path.name}: {damaged} of {len(lines)} lines are damaged (by a power cut or a full disk?) "

@@ -1,4 +1,4 @@
-"""Values as JSON has them: what a task may return, and what a log may hold."""
+"""Converts what a task returns to values that JSON knows, and to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def plain(value: Any) -> Any:
-    """`value` in lists, mappings, text, numbers and None, whole: a tensor becomes a list, a complex number two parts.
+    """`value` as lists, mappings, text, numbers and None. A tensor becomes a list, a complex number a list of 2 parts.
 
     Raises:
-        TypeError: something in it is none of these; names its type.
+        TypeError: a value has no such form; the text names its type.
     """
     if isinstance(value, enum.Enum):
         return plain(value.value)
@@ -32,24 +32,24 @@ def plain(value: Any) -> Any:
         return [value.real, value.imag]
     if isinstance(value, Path | datetime.date | datetime.time):
         return str(value)
-    if hasattr(value, "tolist"):  # tensors, arrays, NumPy's numbers
+    if hasattr(value, "tolist"):  # tensors, NumPy arrays and numbers
         return plain(as_numpy(value).tolist() if is_tensor(value) else value.tolist())
     raise TypeError(type(value).__name__)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is torch's; without importing it."""
+    """Whether `value` is a torch tensor, without importing torch."""
     return hasattr(value, "detach") and hasattr(value, "tolist")
 
 
 def as_dense(tensor: Any) -> Any:
-    """A tensor as one on the CPU that holds each of its elements, outside the graph."""
+    """A dense copy of a tensor on the CPU, without gradient; the tensor itself if it is that already."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     return tensor.to_dense() if "sparse" in str(tensor.layout) else tensor
 
 
 def as_numpy(tensor: Any) -> Any:
-    """As a NumPy array; number formats that NumPy lacks (bf16) in float32, which holds all of their values."""
+    """A tensor as a NumPy array. Types that NumPy lacks (bf16) become float32, which holds all of their values."""
     tensor = as_dense(tensor)
     try:
         return tensor.numpy()
@@ -58,7 +58,7 @@ def as_numpy(tensor: Any) -> Any:
 
 
 def dumps(value: Any, ensure_ascii: bool = True) -> str:
-    """JSON, in which a number that is not finite is null: JSON has no other word for it."""
+    """`value` as JSON. Numbers that are not finite become null, since JSON has no such numbers."""
     return json.dumps(_finite(plain(value)), ensure_ascii=ensure_ascii, allow_nan=False)
 
 

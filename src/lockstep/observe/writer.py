@@ -1,4 +1,4 @@
-"""The base class of writers, what a writer is told about the run, and the guard that keeps its errors from the training."""
+"""The base class of writers, what a writer knows about the run, and the guard that catches its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a writer is told about the run."""
+    """What a writer knows about the run."""
 
     name: str
     """`name` of the config."""
@@ -42,7 +42,7 @@ class Writer:
     files: tuple[str, ...] = ()
     """Files and folders in the run directory that the writer makes. `--fresh` deletes them."""
     note: str = ""
-    """Text for the user that came up when the writer was made. The other writers show it."""
+    """A message that came up in the constructor, such as on a damaged file. The other writers show it."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep import atomic
 from lockstep.tasks.user_file import package_of
 
 Parts = dict[str, str]  # from the name of a part to its text
@@ -60,14 +61,13 @@ def read(folder: Path) -> Parts:
 
 def write(folder: Path, parts: Mapping[str, str]) -> None:
     """Write these parts into `folder`, in the place of all that it holds."""
-    staged = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(staged, ignore_errors=True)
-    for name, text in parts.items():
-        (staged / name).parent.mkdir(parents=True, exist_ok=True)
-        (staged / name).write_text(text, encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    if parts:
-        staged.rename(folder)
+    if not parts:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with atomic.staged_folder(folder, replace=True) as staging:
+        for name, text in parts.items():
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            (staging / name).write_text(text, encoding="utf-8")
 
 
 def of_file(path: Path) -> Parts:

@@ -1,4 +1,4 @@
-"""`lockstep verify`: make the checks, one after the other, and write down what they found."""
+"""`lockstep verify`: make the checks one after the other, and write their results down."""
 
 from __future__ import annotations
 
@@ -15,40 +15,45 @@ from typing import Any
 import torch
 
 import lockstep
+from lockstep import atomic
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.verify import report, trial
-from lockstep.verify.bench import Bench, TrialFailed
+from lockstep.verify import html_report, report, worker_functions
 from lockstep.verify.checks import CHECKS
-from lockstep.verify.ranks import Ranks
-from lockstep.verify.verdict import Result, Verdict, fault, not_shown
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.result import CheckResult, VerifyResult, fault, not_shown
+from lockstep.verify.workers import Workers
 
 _LOG = "verify.log"
+_FEWEST_STEPS = 4
 
 
 def verify(
     config: Mapping[str, Any],
     nproc: int,
     run_dir: Path,
+    *,
     checks: Sequence[str] = (),
     quick: bool = False,
     steps: int | None = None,
     tell: Callable[[str], None] = print,
-    wrap: Callable[..., Any] = trial.answering,
-    ranks: Ranks | None = None,
-) -> Result:
+    wrap: Callable[..., Any] = worker_functions.answering,
+    workers: Workers | None = None,
+) -> VerifyResult:
     """Check the training that `config` describes, and write `verify.json` and `verify.html` into `run_dir`.
 
     Args:
-        config: as `RunConfig` writes it, its global batch a number.
-        nproc: ranks.
-        checks: names; none: all.
-        quick: shorter trials.
-        steps: of each comparison; None: 12, or 8 with `quick`.
-        tell: is given the lines for people.
-        wrap, ranks: for tests: what calls a trial's function on a rank, and ranks that are warm already.
+        config: as `RunConfig` writes it, with a number as its global batch.
+        nproc: number of ranks.
+        checks: names of checks; empty: all.
+        quick: shorter trainings.
+        steps: of each training that is compared with another; None: 12, or 8 with `quick`.
+        tell: gets a line of text for each check.
+        wrap: for tests: calls the function on a rank.
+        workers: for tests: workers that have started already.
 
     Raises:
         UsageError: an unknown check, a folder that cannot be written, a config that does not fit the model.
+        LockstepError: the task does not run, or the results cannot be written.
     """
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
@@ -56,42 +61,55 @@ def verify(
         raise UsageError(
             f"there is no check {unknown[0]!r}", where="--checks", remedy=f"{hint}There are: {', '.join(CHECKS)}"
         )
-    if steps is not None and steps < 4:
-        raise UsageError(f"{steps} steps are too few", where="--steps", remedy="give 4 or more")
+    if steps is not None and steps < _FEWEST_STEPS:
+        raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    result = Result(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
-    begun = time.perf_counter()
+    result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
+    start = time.perf_counter()
+    folder = _make_folder(run_dir)
+    own_workers = Workers(run_dir / _LOG) if workers is None else workers
+    try:
+        experiments = Experiments(
+            config,
+            nproc,
+            folder,
+            own_workers,
+            steps=steps or (8 if quick else 12),
+            learning_steps=40 if quick else 60,
+            wrap=wrap,
+        )
+        _check_that_task_runs(experiments, run_dir)
+        for name in checks or CHECKS:
+            _announce(name)
+            check = _make_check(name, experiments)
+            result.checks.append(check)
+            tell(report.line(check))
+        result.seconds = round(time.perf_counter() - start, 1)
+        _write(result, run_dir)
+    finally:
+        if workers is None:
+            own_workers.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def _make_folder(run_dir: Path) -> Path:
+    """A new folder in `run_dir`, in which experiments write."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="verify-", dir=run_dir))
+        return Path(tempfile.mkdtemp(prefix="verify-", dir=run_dir))
     except OSError as error:
         raise UsageError(
             f"cannot write: {error.strerror}",
             where=str(error.filename or run_dir),
             remedy="choose another place with --run-dir",
         ) from error
-    own = Ranks(run_dir / _LOG) if ranks is None else ranks
-    try:
-        bench = Bench(config, nproc, folder, own, steps or (8 if quick else 12), 40 if quick else 60, wrap=wrap)
-        _look(bench, run_dir)
-        for name in checks or CHECKS:
-            _announce(name)
-            verdict = _judge(name, bench)
-            result.verdicts.append(verdict)
-            tell(report.line(verdict))
-        result.seconds = round(time.perf_counter() - begun, 1)
-        _write(result, run_dir)
-    finally:
-        if ranks is None:
-            own.close()
-        shutil.rmtree(folder, ignore_errors=True)
-    return result
 
 
-def _write(result: Result, run_dir: Path) -> None:
+def _write(result: VerifyResult, run_dir: Path) -> None:
     try:
-        (run_dir / "verify.json").write_text(json.dumps(report.to_json(result), indent=1, allow_nan=False))
-        (run_dir / "verify.html").write_text(report.to_html(result))
+        atomic.write_text(run_dir / "verify.json", json.dumps(report.to_json(result), indent=1, allow_nan=False))
+        atomic.write_text(run_dir / "verify.html", html_report.to_html(result))
     except OSError as error:
         raise LockstepError(
             f"cannot write: {error.strerror}",
@@ -100,11 +118,11 @@ def _write(result: Result, run_dir: Path) -> None:
         ) from error
 
 
-def _look(bench: Bench, run_dir: Path) -> None:
-    """Make the task and the model once, so that what is wrong with them is said before anything is judged."""
+def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:
+    """Run the task and its model once, so that errors in them are reported before any check."""
     try:
-        _ = bench.nature
-    except TrialFailed as failed:
+        experiments.probe()
+    except ExperimentFailed as failed:
         if failed.refused:
             raise UsageError(failed.error) from None
         if failed.known:
@@ -116,21 +134,21 @@ def _look(bench: Bench, run_dir: Path) -> None:
         ) from None
 
 
-def _judge(name: str, bench: Bench) -> Verdict:
-    begun = time.perf_counter()
+def _make_check(name: str, experiments: Experiments) -> CheckResult:
+    start = time.perf_counter()
     try:
-        verdict = CHECKS[name](bench)
-    except TrialFailed as failed:
-        verdict = not_shown(failed.error) if failed.refused else fault(f"the trial failed: {failed}")
-    except LockstepError as error:  # what a trial left cannot be read
-        verdict = fault(str(error))
-    verdict.name = name
-    verdict.seconds = round(time.perf_counter() - begun, 2)
-    return verdict
+        check = CHECKS[name](experiments)
+    except ExperimentFailed as failed:
+        check = not_shown(failed.error) if failed.refused else fault(f"the experiment failed: {failed}")
+    except LockstepError as error:  # for example a checkpoint that cannot be read
+        check = fault(str(error))
+    check.name = name
+    check.seconds = round(time.perf_counter() - start, 2)
+    return check
 
 
 def _announce(name: str) -> None:
-    """What is being done, on a terminal; the check's line then takes its place."""
+    """Print the name of the check that begins, on a terminal. The line of its result replaces it."""
     if sys.stdout.isatty():
         print(f"{name} ...", end="\r", flush=True)
 

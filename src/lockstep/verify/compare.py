@@ -1,4 +1,4 @@
-"""How far two trainings are from each other, and how far rounding alone may take them."""
+"""How far apart two trainings are, and how far apart rounding alone may bring them."""
 
 from __future__ import annotations
 
@@ -13,110 +13,123 @@ from torch import Tensor
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.store import Checkpoint
 
-_SAFETY = 30.0
-_TOO_VAGUE = 1e-2  # beyond, a training that rounding alone moves so far cannot tell a small fault from rounding
+_SAFETY = 30.0  # factor on measured rounding
+_LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a small fault could hide in a larger bound
 
 
 @dataclass(frozen=True)
 class Difference:
-    """weights: 2-norm of the difference of the tensor that differs most, relative to all that training moved. worst: its name.
-    losses: largest difference of the two curves, relative to their largest value. missing: tensors that only one of the two has."""
+    """Between two trainings of the same model."""
 
     weights: float
+    """2-norm of the difference of the tensor that differs most, relative to the 2-norm of all that training moved."""
     worst: str
+    """Name of the tensor that differs most."""
     losses: float
+    """Largest difference between the two curves, relative to their largest value."""
     missing: tuple[str, ...] = ()
+    """Tensors that only one of the two checkpoints has."""
 
     @property
     def largest(self) -> float:
-        """Of weights and losses."""
+        """Of weights and losses; infinite where tensors are missing."""
         return math.inf if self.missing else max(self.weights, self.losses)
 
 
 def last_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """The newest one of a run directory."""
-    found = store.listed(Path(folder) / "checkpoints")
-    return max(found, key=lambda one: one.step, default=None)
+    """The newest checkpoint in a run directory."""
+    checkpoints = store.listed(Path(folder) / "checkpoints")
+    return max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
 
 
 def difference(
-    one: Checkpoint,
+    reference: Checkpoint,
     other: Checkpoint,
     parameters: Sequence[str],
+    *,
     moved: float,
     losses: Sequence[float],
     other_losses: Sequence[float],
 ) -> Difference:
-    """Between the parameters of two checkpoints, tensor by tensor. Buffers may count forward passes, which differ by nature."""
+    """Compare the parameters of two checkpoints, tensor by tensor. Buffers are left out: they may count forward passes.
+
+    Args:
+        parameters: names of the model's parameters.
+        moved: 2-norm of all that the reference training changed in them.
+        losses: of the reference training, by step.
+        other_losses: of the other training, by step.
+    """
     names = {f"model.{name}" for name in parameters}
-    missing = tuple(sorted(names - (one.index.keys() & other.index.keys())))
-    apart: dict[str, float] = {}
-    both = dict.fromkeys(names - set(missing))
-    for name, tensor in files.read(one.path, one.index, both):
-        ((_, twin),) = files.read(other.path, other.index, {name: None})
-        apart[name] = _apart(tensor, twin)
-    worst = max(apart, key=lambda name: apart[name], default="")
+    missing = tuple(sorted(names - (reference.index.keys() & other.index.keys())))
+    norms: dict[str, float] = {}
+    for name, tensor in files.read(reference.path, reference.index, dict.fromkeys(names - set(missing))):
+        ((_, counterpart),) = files.read(other.path, other.index, {name: None})
+        norms[name] = _norm_of_difference(tensor, counterpart)
+    worst = max(norms, key=lambda name: norms[name], default="")
     return Difference(
-        apart.get(worst, 0.0) / (moved or 1.0),
-        worst.removeprefix("model."),
-        curve_difference(losses, other_losses),
-        missing,
+        weights=norms.get(worst, 0.0) / (moved or 1.0),
+        worst=worst.removeprefix("model."),
+        losses=curve_difference(losses, other_losses),
+        missing=missing,
     )
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    apart = float((one.double() - other.double()).norm())
-    return apart if math.isfinite(apart) else math.inf
+def _norm_of_difference(first: Tensor, second: Tensor) -> float:
+    norm = float((first.double() - second.double()).norm())
+    return norm if math.isfinite(norm) else math.inf
 
 
-def curve_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Largest difference between two curves, relative to the largest value; infinite where they have other lengths."""
-    if len(one) != len(other):
+def curve_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Largest difference between two curves, relative to their largest value; infinite where their lengths differ."""
+    if len(first) != len(second):
         return math.inf
-    scale = max((abs(value) for value in (*one, *other)), default=1.0) or 1.0
-    apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
-    return max(apart, default=0.0) / scale if all(map(math.isfinite, apart)) else math.inf
+    scale = max((abs(value) for value in (*first, *second)), default=1.0) or 1.0
+    differences = [abs(a - b) for a, b in zip(first, second, strict=True)]
+    return max(differences, default=0.0) / scale if all(map(math.isfinite, differences)) else math.inf
 
 
-def first_apart(one: Sequence[float], other: Sequence[float], bound: float) -> int | None:
-    """The first place at which two curves differ by more than `bound`, relative to their largest value."""
-    scale = max((abs(value) for value in (*one, *other) if math.isfinite(value)), default=1.0) or 1.0
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if not abs(a - b) <= bound * scale), None
-    )
+def first_difference(first: Sequence[float], second: Sequence[float], bound: float) -> int | None:
+    """The first index at which two curves differ by more than `bound`, relative to their largest finite value."""
+    scale = max((abs(value) for value in (*first, *second) if math.isfinite(value)), default=1.0) or 1.0
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if not abs(a - b) <= bound * scale), None)
 
 
-def differing(one: Checkpoint, other: Checkpoint) -> list[str]:
-    """Names of what is not bit for bit the same in two checkpoints: tensors, plain values, the step."""
-    found = sorted(one.index.keys() ^ other.index.keys())
-    both = dict.fromkeys(one.index.keys() & other.index.keys())
-    for name, tensor in files.read(one.path, one.index, both):
-        ((_, twin),) = files.read(other.path, other.index, {name: None})
-        if tensor.dtype != twin.dtype or tensor.shape != twin.shape or not torch.equal(_bits(tensor), _bits(twin)):
-            found.append(name)
-    facts = [
-        {key: one_of.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(one_of.values)
-        for one_of in (one, other)
-    ]
-    return sorted(found) + sorted(
-        key for key in facts[0].keys() | facts[1].keys() if facts[0].get(key) != facts[1].get(key)
-    )
+def differing_names(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Names of the tensors and plain values that are not the same, bit for bit, in two checkpoints."""
+    names = sorted(first.index.keys() ^ second.index.keys())
+    both = dict.fromkeys(first.index.keys() & second.index.keys())
+    for name, tensor in files.read(first.path, first.index, both):
+        ((_, counterpart),) = files.read(second.path, second.index, {name: None})
+        same_kind = tensor.dtype == counterpart.dtype and tensor.shape == counterpart.shape
+        if not same_kind or not torch.equal(_bits(tensor), _bits(counterpart)):
+            names.append(name)
+    values, others = _plain_values(first), _plain_values(second)
+    return sorted(names) + sorted(key for key in values.keys() | others.keys() if values.get(key) != others.get(key))
+
+
+def _plain_values(checkpoint: Checkpoint) -> dict[str, object]:
+    """What a checkpoint holds besides tensors."""
+    return {key: checkpoint.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(checkpoint.values)
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def bound(noise: Difference, epsilon: float, steps: int) -> float:
+def rounding_bound(noise: Difference, *, epsilon: float, steps: int) -> float:
     """The largest difference that rounding explains.
 
-    noise: between two runs of the same training on one process that add their samples in another order: what rounding does to this
-    very training, conditioned as it is, over its `steps`. A single such run may be lucky, so 30 times that passes, and at least
-    what random rounding of each of the steps adds up to.
+    Args:
+        noise: between two runs of this training on one process that add their samples in another order. It measures how
+            this very training amplifies rounding. A single such run may be lucky, so the bound is 30 times the noise.
+        epsilon: relative rounding of the number format.
+        steps: of the training. The bound is at least 30 roundings times the square root of the steps, to which random
+            roundings add up.
     """
     return max(_SAFETY * noise.largest, _SAFETY * epsilon * math.sqrt(steps))
 
 
-def too_vague(limit: float) -> bool:
-    """Whether `bound` is so large that a fault could hide in it."""
-    return not limit <= _TOO_VAGUE
+def is_too_large(bound: float) -> bool:
+    """Whether a fault could hide in a bound."""
+    return not bound <= _LARGEST_USEFUL_BOUND

@@ -1,4 +1,4 @@
-"""The global random number generators: looking at them, and putting them into states that no training is in."""
+"""The global random number generators of torch, NumPy and Python: read their states, or change them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def states() -> dict[str, str]:
-    """The state of every source of random numbers that can be looked at."""
+    """The state of each generator, by its name, as text that can be compared."""
     on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
     torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
     return {
@@ -20,7 +20,7 @@ def states() -> dict[str, str]:
 
 
 def disturb(number: int) -> None:
-    """Put the generators into a state that belongs to `number`. Where all draws are seeded, this changes nothing."""
+    """Put all generators into a state that belongs to `number`. A training that seeds all its draws does not notice."""
     random.seed(f"disturbed {number}")
     np.random.seed(random.getrandbits(32))
     torch.manual_seed(random.getrandbits(63))

@@ -1,1 +1,1 @@
-"""The writers that Lockstep brings along: each module holds one subclass of `Writer`, and `log.writers` names the module."""
+"""The built-in writers. Each module holds a subclass of `Writer`, and `log.writers` names the module."""

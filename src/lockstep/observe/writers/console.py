@@ -32,7 +32,7 @@ class _Console(Console):
 
 
 class ConsoleWriter(Writer):
-    """Prints a line on the run, then entries and messages as lines; on a terminal, under them, a bar with the time left.
+    """Prints a line on the run, then entries and messages as lines. A terminal also shows a bar with the time left.
 
     Args:
         console: where to print; None: stdout.

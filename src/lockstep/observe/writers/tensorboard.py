@@ -43,7 +43,7 @@ class TensorBoard(Writer):
             self.writer.close()
 
     def _open_file(self) -> None:
-        """Begin a new file. Not with EventFileWriter: its thread writes up to two minutes late, and prints its errors."""
+        """Begin a new file. EventFileWriter is not used: its thread writes up to 2 minutes late, and prints errors."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -11,7 +11,7 @@ from lockstep.observe.writer import RunInfo, Writer
 
 
 class TextLog(Writer):
-    """Appends lines, each with the time, to train.log. Every start of the run begins with a line on versions and ranks."""
+    """Appends lines, each with the time, to train.log. Every start begins with a line on versions and ranks."""
 
     name = "train.log"
     files = ("train.log",)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.sources.labels import count_labels, match_labels, split
 from lockstep.sources.table import Source
@@ -68,13 +68,9 @@ class Text(Task):
         them."""
         self._trained = trained
         if not (folder / "config.json").exists():
-            staging = folder.with_name(f".staging-{folder.name}")
-            shutil.rmtree(staging, ignore_errors=True)
             try:
-                staging.mkdir(parents=True)
-                hugging_face.save(self.config, self.tokenizer, max_length=self.options.max_length, folder=staging)
-                shutil.rmtree(folder, ignore_errors=True)
-                staging.rename(folder)
+                with atomic.staged_folder(folder, replace=True) as staging:
+                    hugging_face.save(self.config, self.tokenizer, max_length=self.options.max_length, folder=staging)
             except OSError as error:
                 raise UsageError(
                     f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"

@@ -1,0 +1,145 @@
+"""Are metrics and predictions those of a plain loop, on any number of ranks?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.reference.evaluation import evaluate_checkpoint, predict_checkpoint
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
+
+_PREDICTED_SAMPLES = 64
+_LARGEST_MICRO_BATCH = 16
+_METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are equal to the last bit
+
+
+def evaluation(experiments: Experiments) -> CheckResult:
+    """Every metric on all ranks is the metric of one process, and of a plain loop without the engine.
+
+    Where the evaluation draws random numbers, the plain loop draws others and is not compared.
+    """
+    experiments.undisturbed()
+    if experiments.data_sizes()[1] == 0:
+        return not_shown("there is no evaluation data")
+    nproc, batch = experiments.nproc, experiments.global_batch
+    micro = max(1, min(int(experiments.config["batch"]["micro"] or min(batch, 256)), _LARGEST_MICRO_BATCH))
+    config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
+    # A partial micro-batch at the end, and a number of micro-batches that the ranks cannot share evenly.
+    changes = TaskChanges(eval_samples=(2 * nproc + 1) * micro + micro // 2 + 1)
+    disturbed = replace(changes, disturb_generators=True)
+    evaluate = worker_functions.evaluate
+    on_all_ranks = experiments.run("evaluated-on-all-ranks", nproc, evaluate, config, folder, changes)[0]
+    (on_one_process,) = experiments.run("evaluated-on-one-process", 1, evaluate, config, folder, disturbed)
+    (by_loop,) = experiments.run("evaluated-by-a-loop", 1, evaluate_checkpoint, config, folder, changes, micro)
+    rows = [
+        {
+            "metric": key,
+            f"{nproc} ranks": on_all_ranks.get(key),
+            "one process": on_one_process.get(key),
+            "plain loop": by_loop.get(key),
+        }
+        for key in on_one_process | on_all_ranks
+    ]
+    probe = experiments.probe()
+    random = list(dict.fromkeys(probe.random_in_evaluation + probe.random_in_prediction))
+    worst, largest = _largest_difference(on_one_process, [on_all_ranks] if random else [on_all_ranks, by_loop])
+    more = {"value": largest, "bound": _METRIC_BOUND, "what": "largest relative difference of a metric", "rows": rows}
+    if largest > _METRIC_BOUND:
+        return fault(
+            f"{worst} is {on_all_ranks.get(worst)} on {nproc} ranks, {on_one_process.get(worst)} on one, "
+            f"{by_loop.get(worst)} by a plain loop",
+            **more,
+        )
+    text = f"{len(on_one_process) - 2} metrics over {on_one_process['samples']} samples are those of one process"
+    if random:
+        more["notes"] = [
+            f"not compared with a plain loop: the evaluation draws random numbers ({', '.join(random[:3])})"
+        ]
+        return passed(text, **more)
+    return passed(f"{text} and of a plain loop", **more)
+
+
+def _largest_difference(reference: Mapping[str, float], others: list[dict[str, float]]) -> tuple[str, float]:
+    """The metric that differs most from `reference`, and its relative difference; infinite where one side lacks it."""
+    worst, largest = "", 0.0
+    for key in {key for metrics in (reference, *others) for key in metrics}:
+        for other in others:
+            difference = _relative_difference(reference.get(key), other.get(key))
+            if difference > largest:
+                worst, largest = key, difference
+    return worst, largest
+
+
+def _relative_difference(first: float | None, second: float | None) -> float:
+    if first is None or second is None:
+        return math.inf
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return 0.0
+    if math.isfinite(first) and math.isfinite(second):
+        return abs(first - second) / max(abs(first), abs(second))
+    return math.inf
+
+
+def predictions(experiments: Experiments) -> CheckResult:
+    """Predictions on all ranks are those of a plain loop, and differ where their truths differ."""
+    experiments.learned(1)
+    baseline, probe, nproc = experiments.baseline(), experiments.probe(), experiments.nproc
+    if baseline.no_data or baseline.no_predict:
+        return not_shown("there is no evaluation data" if baseline.no_data else "the task has no predict")
+    if probe.random_in_prediction:
+        names = ", ".join(probe.random_in_prediction[:3])
+        return not_shown(f"Task.predict draws random numbers ({names}), and other numbers for each micro-batch")
+    config, folder = experiments.short_config(), str(experiments.learned_folder())
+    changes = TaskChanges(eval_samples=_PREDICTED_SAMPLES)
+    (rows,) = experiments.run("predicted-by-a-loop", 1, predict_checkpoint, config, folder, changes)
+    engine = experiments.run("predicted", nproc, worker_functions.predict, config, folder, changes)[0]
+    truths = {repr(row["truth"]) for row in rows}
+    answers = [{key: value for key, value in row.items() if key not in ("truth", "probability")} for row in rows]
+    different = {repr(answer) for answer in answers}
+    more = {
+        "value": float(len(different)),
+        "what": f"different predictions of {len(rows)}",
+        "rows": [{"sample": number} | row for number, row in enumerate(rows[:12])],
+    }
+    tolerance = 1e-3 if experiments.config["precision"] == "fp32" else 5e-2
+    wrong = [
+        number
+        for number, row in enumerate(rows)
+        if len(engine) <= number or not _is_same_prediction(row, engine[number], tolerance)
+    ]
+    if len(wrong) > len(rows) // 20 or len(engine) != len(rows):  # a few samples may lie between two classes
+        first = wrong[0] if wrong else len(rows)
+        example = ""
+        if first < min(len(rows), len(engine)):
+            example = f"sample {first} alone is {rows[first]}, and {engine[first]} on {nproc} ranks"
+        text = f"{len(wrong)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {example}"
+        return fault(text.rstrip(". "), **more)
+    if len(different) == 1 and len(truths) > 1:
+        return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
+    return passed(
+        f"{len(different)} different predictions for {len(rows)} samples with {len(truths)} different truths, "
+        "equal to those of a plain loop",
+        **more,
+    )
+
+
+def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
+    """Whether two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`."""
+    if isinstance(by_loop, float) and isinstance(by_engine, float):
+        both_nan = math.isnan(by_loop) and math.isnan(by_engine)
+        return both_nan or math.isclose(by_loop, by_engine, rel_tol=tolerance, abs_tol=tolerance)
+    if isinstance(by_loop, Mapping) and isinstance(by_engine, Mapping):
+        keys = by_loop.keys() - {"truth"}
+        return keys == by_engine.keys() and all(
+            _is_same_prediction(by_loop[key], by_engine[key], tolerance) for key in keys
+        )
+    if isinstance(by_loop, list | tuple) and isinstance(by_engine, list | tuple):
+        return len(by_loop) == len(by_engine) and all(
+            _is_same_prediction(first, second, tolerance) for first, second in zip(by_loop, by_engine, strict=True)
+        )
+    return repr(by_loop) == repr(by_engine)

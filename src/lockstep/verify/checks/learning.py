@@ -1,0 +1,161 @@
+"""Does the training learn anything? The loss falls, metrics improve, and a few samples can be learned by heart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.free_outputs import least_loss
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
+
+_SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
+_LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
+_FEW_SAMPLES = 8
+_EVAL_SAMPLES = 2000
+
+
+def loss(experiments: Experiments) -> CheckResult:
+    """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
+    for factor in (1, experiments.patience):
+        curve = experiments.learned(factor)[0].losses
+        slope = t_of_slope(curve)
+        if slope < _SIGNIFICANT_T:
+            break
+    count = max(3, len(curve) // 10)
+    first = sum(curve[:count]) / count
+    highest = max(curve[len(curve) // 4 :])
+    more = {"value": slope, "bound": _SIGNIFICANT_T, "what": "t of the loss's slope", "curves": {"loss": curve}}
+    path = f"{curve[0]:.4g} to {curve[-1]:.4g} in {len(curve)} steps"
+    if not all(map(math.isfinite, curve)):
+        return fault(f"the loss is not finite: {path}", **more)
+    if not slope < _SIGNIFICANT_T:
+        baseline = experiments.baseline()
+        if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
+            return not_shown(
+                f"the loss does not fall, but is low already: {path}; "
+                f"the best constant output has {baseline.values['loss']:.4g}",
+                **more,
+            )
+        return fault(f"the loss does not fall: {path}; look at the gradients, the labels and optim.lr", **more)
+    if highest - first > abs(first):
+        return fault(
+            f"the loss oscillates wildly: {path}, up to {highest:.4g} on the way; "
+            "lower optim.lr or set optim.clip_norm",
+            **more,
+        )
+    return passed(f"falls from {path}", **more)
+
+
+def t_of_slope(curve: Sequence[float]) -> float:
+    """Slope of the least-squares line through a curve, divided by its standard error; 0 for a very short curve."""
+    count = len(curve)
+    if count < 4 or not all(map(math.isfinite, curve)):
+        return 0.0
+    mean_x, mean_y = (count - 1) / 2, sum(curve) / count
+    spread = sum((x - mean_x) ** 2 for x in range(count))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in enumerate(curve)) / spread
+    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in enumerate(curve)) / (count - 2)
+    error = math.sqrt(residual / spread)
+    return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
+
+
+def metric(experiments: Experiments) -> CheckResult:
+    """The trained model is better than the best constant output, which is fitted to the training labels."""
+    baseline = experiments.baseline()
+    if baseline.obstacle:
+        return not_shown(baseline.obstacle)
+    constant, names = baseline.values, baseline.comparable_metrics
+    config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
+    for factor in (1, experiments.patience):
+        curve = experiments.learned(factor)[0].losses
+        folder = str(experiments.folder / f"learned-{factor}")
+        trained = experiments.run(
+            f"evaluated-{factor}", experiments.nproc, worker_functions.evaluate, config, folder, changes
+        )[0]
+        better = [name for name in names if baseline.is_better(name, trained[name], constant[name])]
+        if trained["loss"] < constant["loss"] and (better or not names):
+            break
+    what = names[0] if names else "loss"
+    rows = [
+        {
+            "metric": name,
+            "before": baseline.untrained.get(name),
+            "after": trained.get(name),
+            "best constant output": constant.get(name),
+        }
+        for name in constant
+    ]
+    more = {"value": trained[what], "bound": constant[what], "what": what, "rows": rows}
+    steps = experiments.learning_steps * factor
+    losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
+    fell = t_of_slope(curve) < _SIGNIFICANT_T
+    if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
+        return fault(
+            "the evaluation after training gives what the untrained model gave, though the loss fell: "
+            f"{what} {trained[what]:.4g}",
+            **more,
+        )
+    if not trained["loss"] < constant["loss"]:
+        return fault(f"no better than a constant output: {losses}", **more)
+    if names and not better:
+        same = all(math.isclose(trained[name], constant[name], rel_tol=1e-3, abs_tol=1e-6) for name in names)
+        text = (
+            f"better than a constant output in {losses}, but {what} is {trained[what]:.4g} against {constant[what]:.4g}"
+        )
+        return not_shown(text, **more) if same else fault(f"{text}: look at Task.predict and Task.metrics", **more)
+    return passed(
+        f"{what} {trained[what]:.4g}, best constant output {constant[what]:.4g}, "
+        f"before training {baseline.untrained[what]:.4g}",
+        **more,
+    )
+
+
+def overfit(experiments: Experiments) -> CheckResult:
+    """A few training samples without augmentation can be learned by heart."""
+    changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True)
+    (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
+    for factor in (1.0, 10.0, 0.1):
+        config = experiments.short_config(
+            train__steps=experiments.learning_steps * experiments.patience,
+            batch__global=_FEW_SAMPLES,
+            batch__micro=None,
+            train__unfreeze=[],
+        )
+        decay = config["optim"]["weight_decay"]
+        config["schedule"] = {"name": "constant"}
+        config["optim"] |= {"lr": config["optim"]["lr"] * factor, "lr_scaling": "none", "weight_decay": decay and 0.0}
+        until = (_LEFT_OF_LOSS, least)
+        try:
+            recordings = experiments.train(
+                f"overfit-{factor:g}", experiments.nproc, config, changes=changes, until=until, keep=False
+            )
+        except ExperimentFailed as failed:  # for example a loss that explodes with ten times the learning rate
+            if factor == 1.0 or failed.refused:
+                raise
+            continue
+        curve = recordings[0].losses
+        left = (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
+        if left <= _LEFT_OF_LOSS:
+            break
+    more = {
+        "value": left,
+        "bound": _LEFT_OF_LOSS,
+        "what": "loss left of that of the first step",
+        "curves": {f"loss, optim.lr x {factor:g}": curve},
+    }
+    if least > 0.01 * curve[0]:
+        more["notes"] = [
+            f"no output can have a loss below {least:.4g} on these samples; the loss is counted from there"
+        ]
+    if left <= _LEFT_OF_LOSS:
+        return passed(
+            f"{_FEW_SAMPLES} samples learned by heart in {len(curve)} steps, with optim.lr x {factor:g}", **more
+        )
+    return fault(
+        f"{_FEW_SAMPLES} samples cannot be learned by heart in {len(curve)} steps, with optim.lr x 1, x 10 or x 0.1: "
+        "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
+        **more,
+    )

@@ -1,0 +1,177 @@
+"""Is the training the same when it is repeated, killed and resumed, or resumed on another number of ranks?"""
+
+from __future__ import annotations
+
+import random
+import signal
+from dataclasses import replace
+
+from lockstep.verify import compare, worker_functions
+from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.worker_functions import TrainingRun
+from lockstep.verify.workers import WorkerEnded
+
+
+def determinism(experiments: Experiments) -> CheckResult:
+    """The same training twice is the same to the last bit."""
+    difference = _first_difference(experiments.undisturbed(), experiments.undisturbed_again())
+    more = {"value": float(difference is not None), "bound": 0.0, "what": "runs that differ"}
+    if difference is None:
+        steps, nproc = experiments.steps, experiments.nproc
+        return passed(f"{steps} steps on {nproc} ranks, twice: every batch, loss and tensor the same", **more)
+    step, text = difference
+    if " gets another batch " not in text:
+        text += _first_operation(experiments, step)
+    return fault(text, **more)
+
+
+def _first_difference(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
+    """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
+    for step in range(len(first[0].losses)):
+        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
+            if recording.batches.get(step) != other.batches.get(step):
+                return step, (
+                    f"rank {rank} gets another batch in step {step + 1} of a second run: reading or preparing a sample "
+                    "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
+                    "numpy.random.default_rng()"
+                )
+        loss, other_loss = first[0].losses[step], again[0].losses[step]
+        if loss != other_loss:
+            return step, (
+                f"the loss of step {step + 1} is {loss!r}, and {other_loss!r} in a second run, on the same batch"
+            )
+        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
+            digests, other_digests = recording.digests.get(step + 1, {}), other.digests.get(step + 1, {})
+            names = [name for name in digests if digests[name] != other_digests.get(name)]
+            if names:
+                return step, (
+                    f"{names[0]} and {len(names) - 1} other tensors differ after step {step + 1} of a second run, "
+                    f"on rank {rank}"
+                )
+    return None
+
+
+def _first_operation(experiments: Experiments, step: int) -> str:
+    """Train twice more up to `step`, and name its first operation whose result differs."""
+    runs = [
+        experiments.train(
+            f"operations-{number}",
+            experiments.nproc,
+            experiments.config_with_checkpoints(),
+            changes=TaskChanges(train_samples=experiments.train_samples),
+            record=RecorderOptions(operations_step=step),
+            stop_at=step + 1,
+            keep=False,
+        )
+        for number in (1, 2)
+    ]
+    for rank, (recording, other) in enumerate(zip(*runs, strict=True)):
+        pairs = zip(recording.operations, other.operations, strict=False)
+        for number, (operation, other_operation) in enumerate(pairs, 1):
+            if operation != other_operation:
+                return (
+                    f"; the first operation that differs is {operation[0]}, number {number} of the step on rank {rank}"
+                )
+    return "; every operation of the step was the same when it was run twice more, so it does not happen each time"
+
+
+def resume(experiments: Experiments) -> CheckResult:
+    """Killed at a random step and resumed, the training ends with the same weights and optimizer state, bit for bit.
+
+    The resumed training has other states of the global generators around each step. Where the config has several loader
+    workers, it has one less. Its result must depend on neither.
+    """
+    experiments.undisturbed()
+    nproc, steps, folder = experiments.nproc, experiments.steps, experiments.folder
+    rank, step = random.randrange(nproc), random.randrange(max(1, steps // 4) + 1, steps)
+    changes = TaskChanges(train_samples=experiments.train_samples)
+    run = TrainingRun(
+        "killed", nproc, experiments.config_with_checkpoints(), str(folder / "killed"), changes, kill=(rank, step)
+    )
+    killed = experiments.workers.run(nproc, experiments.wrap, worker_functions.train, run)[rank]
+    if not isinstance(killed, WorkerEnded):
+        return fault(f"the run failed before it could be killed: {killed.error}")
+    if killed.exit_code != -signal.SIGKILL or killed.reason:
+        return fault(f"the run failed before it could be killed: {killed}")
+    words = f"rank {rank} was killed after step {step}"
+    before = compare.last_checkpoint(folder / "killed")
+    if before is None:
+        return not_shown(f"{words}, before a checkpoint was written")
+    workers = experiments.config["data"]["workers"]
+    config = experiments.config_with_checkpoints(data__workers=max(min(1, workers), workers - 1))
+    record = RecorderOptions(disturb_generators=True)
+    recordings = experiments.train("resumed", nproc, config, changes=changes, record=record, resume="killed")
+    return _compare_resumed(experiments, recordings, words=words, killed_after=step, checkpoint_step=before.step)
+
+
+def _compare_resumed(
+    experiments: Experiments, resumed: list[Recording], *, words: str, killed_after: int, checkpoint_step: int
+) -> CheckResult:
+    """Compare the last checkpoint of the resumed training with that of the undisturbed training."""
+    undisturbed, steps = experiments.undisturbed(), experiments.steps
+    checkpoint = compare.last_checkpoint(experiments.folder / "killed")
+    reference = compare.last_checkpoint(experiments.folder / "undisturbed")
+    if checkpoint is None or reference is None:
+        return fault(f"{words}: the {'resumed' if reference else 'undisturbed'} run left no checkpoint")
+    start = resumed[0].samples[0][0] if resumed[0].samples else steps
+    words += f", resumed from step {start}"
+    different = compare.differing_names(reference, checkpoint)
+    more = {"value": float(len(different)), "bound": 0.0, "what": "tensors that differ"}
+    if start != checkpoint_step or checkpoint.step != steps:
+        return fault(
+            f"{words}, though the newest checkpoint was of step {checkpoint_step}; "
+            f"it ended at step {checkpoint.step} of {steps}",
+            **more,
+        )
+    not_saved = [
+        name for name in undisturbed[0].shapes if not name.startswith("buffer.") and name not in reference.index
+    ]
+    if not_saved:
+        return fault(
+            f"a checkpoint does not hold {not_saved[0]} and {len(not_saved) - 1} others, "
+            "which are part of the training's state",
+            **more,
+        )
+    if not different:
+        repeated = f" ({killed_after - start} steps done again)" if killed_after > start else ""
+        return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
+    if _first_difference(undisturbed, experiments.undisturbed_again()) is not None:
+        return not_shown("the same run twice already differs, see determinism", **more)
+    return fault(
+        f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run; "
+        "either they were not restored, or something was drawn from a generator that nothing had seeded",
+        **more,
+    )
+
+
+def elastic(experiments: Experiments) -> CheckResult:
+    """Stopped and resumed on another number of ranks: the same samples, and weights as close as rounding explains."""
+    first, half = experiments.nproc, experiments.steps // 2
+    second = first - 1 if first > 1 else 2
+    if second > experiments.most_ranks:
+        return not_shown(ONE_RANK)
+
+    def train() -> list[Recording]:
+        config, changes = experiments.exact_config(batch__micro=None), experiments.exact_changes()
+        started = experiments.train("elastic", first, config, changes=changes, stop_at=half)
+        resumed = experiments.train("elastic-resumed", second, config, changes=changes, resume="elastic")
+        for step in range(experiments.steps):
+            samples = _samples_of_step(started if step < half else resumed, step)
+            if samples != _samples_of_step(experiments.one_process(), step):
+                raise ExperimentFailed(
+                    "elastic",
+                    f"after {first} ranks until step {half}, {second} ranks go on with other samples than one process",
+                )
+        return [replace(started[0], entries=started[0].entries[:half] + resumed[0].entries)]
+
+    return compare_with_one_process(experiments, "elastic", train, words=f"{first} ranks, then {second}")
+
+
+def _samples_of_step(recordings: list[Recording], step: int) -> list[int]:
+    return sorted(
+        index for recording in recordings for at, _, indices in recording.samples if at == step for index in indices
+    )

@@ -1,0 +1,263 @@
+"""A user's task without dropout, batch statistics and coarse rounding, so that different runs of it can be compared."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import Dataset, TensorDataset
+
+from lockstep.data.loader import MicroBatches, is_default, map_tensors
+from lockstep.engine import task_checks
+from lockstep.engine.step import SAMPLES
+from lockstep.tasks.task import Metrics, Task
+from lockstep.verify.generators import disturb
+
+_BATCH_NORM = nn.modules.batchnorm._BatchNorm
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass(frozen=True)
+class TaskChanges:
+    """What is changed in a task, so that two runs can be compared."""
+
+    exact: bool = False
+    """No dropout, and BatchNorm with fixed statistics."""
+    float64: bool = False
+    """Model and inputs in float64."""
+    reverse: bool = False
+    """The samples of each micro-batch in reversed order: the same sums, rounded in another way."""
+    train_samples: int | None = None
+    """This many training samples, evenly spread over the data set; None: all."""
+    eval_samples: int | None = None
+    """The same for evaluation samples."""
+    no_augmentation: bool = False
+    """Training samples are prepared as for evaluation."""
+    disturb_generators: bool = False
+    """The global generators get other states after a micro-batch was read and before its forward pass."""
+
+
+@final
+class ComparableTask(Task):
+    """`task` with `changes`, and otherwise the same.
+
+    Methods that nothing changes are the task's own bound methods. The engine asks whether a method is the default, and
+    so takes the same path as in training. For the same reason batches become float64 where they are used, and not in
+    `collate`.
+    """
+
+    def __init__(self, task: Task, changes: TaskChanges) -> None:
+        self.task, self.changes, self.weight_calls = task, changes, 0
+        self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
+        unchanged = ["setup", "coefficients"]
+        unchanged += [] if changes.no_augmentation and not is_default(task.prepare) else ["prepare"]
+        unchanged += [] if changes.reverse else ["collate"]
+        unchanged += [] if changes.float64 else ["metrics"]
+        unchanged += [] if changes.float64 or changes.disturb_generators else ["weight"]
+        unchanged += [] if changes.float64 or changes.exact else ["loss", "predict"]
+        for name in unchanged:
+            setattr(self, name, getattr(task, name))
+
+    def model(self) -> nn.Module:
+        model = self.task.model()
+        if self.changes.float64:
+            model = model.double()
+        if self.changes.exact:
+            disable_dropout(model)
+            norms = batch_norm_modules(model)
+            if norms and not any(parameter.is_meta for parameter in model.parameters()):
+                self._estimate_statistics(model, norms)
+            for norm in norms:
+                freeze_statistics(norm)
+        return model
+
+    def _estimate_statistics(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
+        """Give BatchNorm the statistics of up to eight samples. With those of a new model, activations may explode."""
+        data = self.train_data()
+        samples = MicroBatches(data, self, 0, True, "skip")
+        batch = self.collate(readable_samples(samples, range(min(8, len(data))), 0))  # type: ignore[arg-type]
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.momentum = None  # type: ignore[assignment]  # None: the mean over all batches
+        with torch.no_grad(), DropoutDisabled():
+            self.task.loss(model.train(), self._converted(batch))
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+    def train_data(self) -> Dataset[Any]:
+        return _subset(self.task.train_data(), self.changes.train_samples)
+
+    def eval_data(self) -> Dataset[Any] | None:
+        data = self.task.eval_data()
+        return None if data is None else _subset(data, self.changes.eval_samples)
+
+    def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
+        return self.task.prepare(sample, epoch, training and not self.changes.no_augmentation)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self.task.collate(samples[::-1] if self.changes.reverse else samples)
+
+    def weight(self, batch: Any) -> Any:
+        if (
+            self.changes.disturb_generators
+        ):  # the engine calls no other method of the task between this and the forward pass
+            self.weight_calls += 1
+            disturb(self.weight_calls)
+        return self.task.weight(self._converted(batch))
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        with self._without_dropout():
+            return self.task.loss(model, self._converted(batch))
+
+    def predict(self, model: nn.Module, batch: Any) -> Any:
+        with self._without_dropout():
+            return self.task.predict(model, self._converted(batch))
+
+    def metrics(self) -> Metrics | None:
+        metrics, update = task_checks.metrics(self.task)
+        if metrics is None:
+            return None
+        return Metrics(metrics, lambda collection, output, batch: update(collection, output, self._converted(batch)))
+
+    def _converted(self, batch: Any) -> Any:
+        return to_float64(batch) if self.changes.float64 else batch
+
+    def _without_dropout(self) -> contextlib.AbstractContextManager[Any]:
+        return DropoutDisabled() if self.changes.exact else contextlib.nullcontext()
+
+
+def readable_samples(micro_batches: MicroBatches, indices: Iterable[int], epoch: int) -> list[Any]:
+    """The samples at `indices`, without those that cannot be read where the config skips them."""
+    samples = []
+    for index in indices:
+        try:
+            samples.append(micro_batches.sample(int(index), epoch))
+        except Exception:
+            if micro_batches.on_error == "raise":
+                raise
+    return samples
+
+
+def to_float64(batch: Any) -> Any:
+    """`batch` with its floating-point tensors in float64."""
+    return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+
+
+def batch_norm_modules(model: nn.Module) -> list[Any]:
+    """The BatchNorm modules, whose result depends on which samples share a micro-batch."""
+    return [module for module in model.modules() if isinstance(module, _BATCH_NORM)]
+
+
+def freeze_statistics(norm: nn.Module) -> None:
+    """Let BatchNorm use its running statistics, also when the model is put into training mode."""
+    norm.eval()
+    norm.train = types.MethodType(lambda self, mode=True: self, norm)  # type: ignore[method-assign]
+
+
+def disable_dropout(model: nn.Module) -> int:
+    """Set every dropout probability in `model` to zero: attributes such as `p`, `dropout`, `drop_prob`.
+
+    Returns:
+        The number of probabilities that were not zero.
+    """
+    count = 0
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            is_probability = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+            if is_probability and type(value) is float and value > 0:
+                setattr(module, name, 0.0)
+                count += 1
+    return count
+
+
+class DropoutDisabled(TorchFunctionMode):
+    """Inside, the dropout functions of torch drop nothing."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _DROPOUTS and func in (getattr(functional, name, None), getattr(torch, name, None)):
+            return args[0] if args else options["input"]
+        if func is functional.scaled_dot_product_attention:
+            args = [*args[:4], 0.0, *args[5:]] if len(args) > 4 else args
+            options |= {} if len(args) > 4 else {"dropout_p": 0.0}
+        if func is functional.multi_head_attention_forward:  # torch switches this mode off inside of that function
+            args = [*args[:10], 0.0, *args[11:]] if len(args) > 10 else args
+            options |= {} if len(args) > 10 else {"dropout_p": 0.0}
+        return func(*args, **options)
+
+
+class _Subset(Dataset[Any]):
+    """Some samples of a data set, with the attributes that the engine may use: `lengths`, `__getitems__`, `where`."""
+
+    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        self.data, self.indices = data, indices
+        lengths = getattr(data, "lengths", None)
+        self.lengths = None if lengths is None else np.asarray(lengths)[list(indices)]
+        if hasattr(data, "__getitems__"):
+            self.__getitems__ = self._get_many
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[self.indices[index]]
+
+    def _get_many(self, indices: Sequence[int]) -> Any:
+        return self.data.__getitems__([self.indices[index] for index in indices])
+
+    def where(self, index: int) -> str:
+        """The name of a sample, for error messages."""
+        where = getattr(self.data, "where", None)
+        return str(where(self.indices[index])) if where else f"{type(self.data).__name__}[{self.indices[index]}]"
+
+
+def _subset(data: Any, count: int | None) -> Dataset[Any]:
+    """`count` samples, evenly spread, because data sets are often sorted by class.
+
+    A part of a `TensorDataset` is a `TensorDataset`, which the engine reads in another way than other data sets.
+    """
+    length = len(data)
+    if count is None or count >= length:
+        return data  # type: ignore[no-any-return]
+    indices = [number * length // count for number in range(count)]
+    if type(data) is TensorDataset:
+        return TensorDataset(*(tensor[indices] for tensor in data.tensors))
+    return _Subset(data, indices)
+
+
+def sum_of_heads(losses: Any) -> Tensor:
+    """The sum over the heads of a loss, in the number format of the first head."""
+    heads = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+    total: Tensor = heads[0]
+    for loss in heads[1:]:
+        total = total + loss
+    return total
+
+
+def count_units(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]:
+    """Add up what `task.weight` counts over batches.
+
+    Args:
+        batches: each with its number of samples.
+
+    Returns:
+        The units by head. Where the task counts samples, or has a single head, the units stand under `SAMPLES`.
+    """
+    units: dict[str, float] = {}
+    for batch, size in batches:
+        weight = task.weight(batch)
+        by_head = weight if isinstance(weight, Mapping) else {SAMPLES: size if weight is None else weight}
+        for head, value in by_head.items():
+            units[head] = units.get(head, 0.0) + float(value)
+    return units

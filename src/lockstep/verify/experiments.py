@@ -1,0 +1,327 @@
+"""The trainings and evaluations that checks compare. Each is made once, and its result is kept for all checks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from lockstep.verify import compare, worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.compare import Difference
+from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
+from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.task_probe import TaskProbe, probe_task
+from lockstep.verify.worker_functions import Answer, TrainingRun
+from lockstep.verify.workers import WorkerEnded, Workers
+
+_BASELINE_SAMPLES = 512
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class ExperimentFailed(Exception):
+    """An experiment failed on some rank.
+
+    Args:
+        name: of the experiment.
+        error: the text of the error.
+        known, refused: see `Answer`.
+    """
+
+    def __init__(self, name: str, error: str, *, known: bool = False, refused: bool = False) -> None:
+        super().__init__(f"{name}: {error}")
+        self.error, self.known, self.refused = error, known, refused
+
+
+def _once(method: Method) -> Method:
+    """Call the method once for the same arguments, and keep what it returned, or its `ExperimentFailed`."""
+
+    @functools.wraps(method)
+    def kept(self: Experiments, *arguments: Any) -> Any:
+        key = (method, arguments)
+        if key not in self._outcomes:
+            try:
+                self._outcomes[key] = method(self, *arguments)
+            except ExperimentFailed as error:
+                self._outcomes[key] = error
+        outcome = self._outcomes[key]
+        if isinstance(outcome, ExperimentFailed):
+            raise outcome.with_traceback(None)
+        return outcome
+
+    return kept  # type: ignore[return-value]
+
+
+@dataclass
+class Experiments:
+    """Makes trainings and evaluations on workers, and keeps their results."""
+
+    config: Mapping[str, Any]
+    """Of the training to verify, with a number as its global batch."""
+    nproc: int
+    """Number of ranks."""
+    folder: Path
+    """Where experiments write. Each training has a folder of its own name in it."""
+    workers: Workers
+    steps: int = 12
+    """Of a training that is compared with another."""
+    learning_steps: int = 60
+    """Of the training that must learn something."""
+    patience: int = 4
+    """The factor on `learning_steps` where the first training decided nothing."""
+    wrap: Callable[..., Any] = worker_functions.answering
+    """Calls the function on a rank. Tests pass a function that breaks the engine first."""
+    _outcomes: dict[Any, Any] = field(default_factory=dict)
+    _longest_learning: int = 1
+
+    # ---- configs
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step."""
+        return int(self.config["batch"]["global"])
+
+    @property
+    def train_samples(self) -> int:
+        """Training samples of a comparison. An epoch has four steps and a partial fifth, so that it ends soon."""
+        return 4 * self.global_batch + max(1, self.global_batch // 3)
+
+    @property
+    def hybrid_sharding(self) -> bool:
+        """Whether parameters are sharded within groups of ranks, and replicated between the groups."""
+        groups = self.config["parallel"]["shard_ranks"]
+        return self.strategy == "fsdp" and groups is not None and groups < self.nproc
+
+    @property
+    def most_ranks(self) -> int:
+        """The largest world on this machine: a rank per GPU, or without GPUs one rank more than was asked for."""
+        gpus = 0 if self.config["device"] == "cpu" else torch.cuda.device_count()
+        return gpus or self.nproc + 1
+
+    @property
+    def strategy(self) -> str:
+        """The config's strategy on several ranks."""
+        strategy = str(self.config["parallel"]["strategy"])
+        return "ddp" if strategy == "single" else strategy
+
+    @property
+    def small_micro_batch(self) -> int:
+        """The size of a micro-batch of which each rank has about three per step, not all of the same size."""
+        return max(1, -(-self.global_batch // (3 * self.nproc)) - 1)
+
+    def short_config(self, **changes: Any) -> dict[str, Any]:
+        """The config as it is, but for a short training.
+
+        Args:
+            changes: values by dotted path, with two underscores for the dot.
+        """
+        config: dict[str, Any] = copy.deepcopy(dict(self.config))
+        steps = changes.get("train__steps", self.steps)
+        short = {
+            "parallel__strategy": self.strategy,
+            "train__epochs": None,
+            "train__min_steps": None,
+            "train__steps": steps,
+            "train__eval_every_epochs": None,
+            "train__eval_every_steps": 0,
+            "schedule__warmup_steps": min(config["schedule"]["warmup_steps"], steps // 4),
+            "log__every_steps": 1,
+            "log__writers": ["text_log", "json_lines"],
+            "checkpoint__every_steps": 0,
+            "checkpoint__keep_best": None,
+            "checkpoint__keep_every_steps": None,
+            "checkpoint__keep_last": 1,
+        }
+        for path, value in (short | changes).items():
+            *sections, key = path.split("__")
+            section = config
+            for name in sections:
+                section = section[name]
+            section[key] = value
+        return config
+
+    def exact_config(self, **changes: Any) -> dict[str, Any]:
+        """The same without autocast and compiled code, which round in their own way."""
+        return self.short_config(
+            precision="fp32", parallel__param_dtype=None, parallel__reduce_dtype=None, compute__compile=None, **changes
+        )
+
+    def config_with_checkpoints(self, **changes: Any) -> dict[str, Any]:
+        """The short config, with checkpoints on the way."""
+        every = max(1, self.steps // 4)
+        return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **changes)
+
+    def exact_changes(self, reverse: bool = False) -> TaskChanges:
+        """What is changed in the task where different numbers of ranks are compared."""
+        return TaskChanges(exact=True, float64=self.probe().float64, reverse=reverse, train_samples=self.train_samples)
+
+    # ---- making experiments
+
+    def train(
+        self,
+        name: str,
+        world: int,
+        config: Mapping[str, Any],
+        *,
+        changes: TaskChanges,
+        record: RecorderOptions | None = None,
+        resume: str | None = None,
+        keep: bool = True,
+        **more: Any,
+    ) -> list[Recording]:
+        """Train on `world` ranks.
+
+        Args:
+            name: of the experiment and of its folder.
+            changes: of the task.
+            record: what is recorded besides samples and losses.
+            resume: the name of an earlier training, whose folder this training uses and resumes.
+            keep: whether its checkpoint will be needed.
+            more: further fields of `TrainingRun`.
+
+        Returns:
+            What was recorded on each rank.
+
+        Raises:
+            ExperimentFailed: some rank failed.
+        """
+        folder = str(self.folder / (resume or name))
+        run = TrainingRun(name, world, config, folder, changes, record, **more)
+        recordings = self.run(name, world, worker_functions.train, run)
+        if not keep:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        return recordings
+
+    def run(self, name: str, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function on each of `world` ranks.
+
+        Returns:
+            What it returned on each rank.
+
+        Raises:
+            ExperimentFailed: some rank failed.
+        """
+        answers = self.workers.run(world, self.wrap, function, *arguments)
+        # Processes that ended by themselves first, then those that were killed because of them.
+        ended = sorted((answer for answer in answers if isinstance(answer, WorkerEnded)), key=lambda end: end.reason)
+        failed = sorted(
+            (answer for answer in answers if isinstance(answer, Answer) and answer.error),
+            key=lambda answer: (not answer.refused, answer.known),
+        )
+        crashed = any(not end.reason for end in ended)
+        # Where a process crashed, the other ranks report just that: the crash itself says more.
+        only_reports_crash = crashed and failed and failed[0].known and not failed[0].refused
+        if failed and not only_reports_crash:
+            raise ExperimentFailed(name, str(failed[0].error), known=failed[0].known, refused=failed[0].refused)
+        if ended:
+            raise ExperimentFailed(name, "; ".join(map(str, ended)))
+        return [answer.value for answer in answers]
+
+    # ---- facts about the task
+
+    @_once
+    def probe(self) -> TaskProbe:
+        """What a forward and a backward pass show about the task."""
+        (probe,) = self.run("task-probe", 1, probe_task, self.short_config(), self.train_samples)
+        return probe  # type: ignore[no-any-return]
+
+    @_once
+    def data_sizes(self) -> tuple[int, int]:
+        """Number of training samples and of evaluation samples."""
+        (sizes,) = self.run("data-sizes", 1, worker_functions.data_sizes, self.short_config())
+        return sizes  # type: ignore[no-any-return]
+
+    @_once
+    def baseline(self) -> ConstantBaseline:
+        """Loss and metrics of the best constant output."""
+        (baseline,) = self.run("baseline", 1, constant_baseline, self.short_config(), _BASELINE_SAMPLES)
+        return baseline  # type: ignore[no-any-return]
+
+    # ---- trainings that several checks use
+
+    @_once
+    def one_process(self) -> list[Recording]:
+        """One process with the whole global batch as its micro-batch, with which other trainings are compared."""
+        config = self.exact_config(batch__micro=None)
+        record = RecorderOptions(reference_config=config)
+        return self.train("one-process", 1, config, changes=self.exact_changes(), record=record)
+
+    @_once
+    def one_process_reversed(self) -> list[Recording]:
+        """The same with the samples of each batch in reversed order, which rounds in another way."""
+        config = self.exact_config(batch__micro=None)
+        return self.train("one-process-reversed", 1, config, changes=self.exact_changes(reverse=True))
+
+    @_once
+    def all_ranks(self) -> list[Recording]:
+        """All ranks with one micro-batch each."""
+        config = self.exact_config(batch__micro=None)
+        return self.train(f"{self.nproc}-ranks", self.nproc, config, changes=self.exact_changes())
+
+    @_once
+    def accumulated(self) -> list[Recording]:
+        """All ranks with several uneven micro-batches each.
+
+        Some gradients are compared with plain torch's, one of them that of the partial batch at the end of an epoch.
+        """
+        config = self.exact_config(batch__micro=self.small_micro_batch)
+        record = RecorderOptions(gradient_steps=(0, min(4, self.steps - 1), self.steps - 2))
+        return self.train("accumulated", self.nproc, config, changes=self.exact_changes(), record=record)
+
+    @_once
+    def undisturbed(self) -> list[Recording]:
+        """All ranks, the training as it is, with checkpoints on the way."""
+        probe_steps = (1, self.steps // 2, self.steps)
+        record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=probe_steps)
+        changes = TaskChanges(train_samples=self.train_samples)
+        return self.train("undisturbed", self.nproc, self.config_with_checkpoints(), changes=changes, record=record)
+
+    @_once
+    def undisturbed_again(self) -> list[Recording]:
+        """The same training a second time."""
+        record = RecorderOptions(digest_every=1, digest_batches=True)
+        changes, config = TaskChanges(train_samples=self.train_samples), self.config_with_checkpoints()
+        return self.train("again", self.nproc, config, changes=changes, record=record, keep=False)
+
+    @_once
+    def learned(self, factor: int) -> list[Recording]:
+        """All ranks, the training as it is, on all its data, for `factor` times `learning_steps`."""
+        self._longest_learning = max(self._longest_learning, factor)
+        config = self.short_config(train__steps=self.learning_steps * factor)
+        record = RecorderOptions(unused_parameters=True)
+        return self.train(f"learned-{factor}", self.nproc, config, changes=TaskChanges(), record=record)
+
+    def learned_folder(self) -> Path:
+        """The run directory of the longest training by `learned` so far."""
+        return self.folder / f"learned-{self._longest_learning}"
+
+    # ---- comparing with one process
+
+    def rounding_bound(self) -> float:
+        """The largest difference from `one_process` that rounding explains."""
+        noise = self.difference_from_one_process("one-process-reversed", self.one_process_reversed())
+        steps = len(self.one_process()[0].losses)
+        return compare.rounding_bound(noise, epsilon=self.probe().epsilon, steps=steps)
+
+    def difference_from_one_process(self, name: str, recordings: list[Recording]) -> Difference:
+        """How far the weights and losses of the training `name` are from those of `one_process`."""
+        (reference,) = self.one_process()
+        checkpoint = compare.last_checkpoint(self.folder / name)
+        reference_checkpoint = compare.last_checkpoint(self.folder / "one-process")
+        if checkpoint is None or reference_checkpoint is None:
+            raise ExperimentFailed(name, "it left no checkpoint")
+        return compare.difference(
+            reference_checkpoint,
+            checkpoint,
+            reference.parameters,
+            moved=reference.moved,
+            losses=reference.losses,
+            other_losses=recordings[0].losses,
+        )

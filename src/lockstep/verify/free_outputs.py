@@ -1,0 +1,134 @@
+"""Outputs that are fitted to a loss without a model: the best constant output, and the best output for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.build import seed_everything
+from lockstep.data.loader import MicroBatches, map_tensors
+from lockstep.distributed.strategy import split_output
+from lockstep.distributed.world import join_world
+from lockstep.engine.step import SAMPLES
+from lockstep.errors import UsageError
+from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges, count_units, readable_samples
+
+_BATCH_SIZE = 64
+
+
+class FreeOutputs(nn.Module):
+    """Takes the place of a model. Its outputs have the shapes of the model's outputs, and are parameters themselves.
+
+    Args:
+        model: runs to find the shapes.
+        constant: the same output for every sample; otherwise one output per sample, for a single batch.
+    """
+
+    def __init__(self, model: nn.Module, constant: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "inner", model)  # not a submodule: its parameters are not fitted
+        self.constant = constant
+        self.outputs = nn.ParameterList()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The parameters of the model, which a loss may ask for a dtype or a device."""
+        return self.inner.parameters(recurse)  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            model_outputs = self.inner(*args, **kwargs)
+        place = -1
+
+        def replace(tensor: Tensor) -> Tensor:
+            nonlocal place
+            if not tensor.is_floating_point() or not tensor.ndim:
+                return tensor
+            place += 1
+            shape = tensor.shape[1:] if self.constant else tensor.shape
+            if place == len(self.outputs):
+                self.outputs.append(nn.Parameter(tensor.new_zeros(shape)))
+            if self.outputs[place].shape != shape:
+                raise UsageError("the shape of the model's output changes with its input")
+            output: Tensor = self.outputs[place].expand(tensor.shape)
+            return output
+
+        return map_tensors(model_outputs, replace)
+
+
+def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:
+    """Fit the outputs to the task's training data by its own loss.
+
+    The best constant output is the frequency of each class for cross-entropy, and the mean for a squared error.
+
+    Returns:
+        The loss of outputs that are all zero, and the loss of the fitted outputs.
+
+    Raises:
+        UsageError: the loss does not come from tensors that the model returns.
+    """
+    batches = _batches(task, device)
+    units = count_units(task, batches)
+    coefficients = task.coefficients
+
+    def objective() -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for batch, _ in batches:
+            losses, _ = split_output(task.loss(outputs, batch))
+            for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
+                count = units.get(head, units.get(SAMPLES, 0.0))
+                total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
+        return total
+
+    first, parameters = objective(), list(outputs.outputs)
+    reached = bool(parameters) and first.requires_grad
+    if reached:
+        gradients = torch.autograd.grad(first, parameters, allow_unused=True)
+        reached = any(gradient is not None for gradient in gradients)
+    if not reached:
+        raise UsageError("the loss does not come from tensors that the model returns")
+    optimizer = torch.optim.LBFGS(parameters, max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = objective()
+        torch.autograd.backward(value)
+        return value
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return float(first.detach()), float(objective().detach())
+
+
+def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
+    """The training data in batches, each with its number of samples."""
+    data = task.train_data()
+    samples = readable_samples(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
+    parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
+    return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
+
+
+def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:
+    """The least loss that any outputs could have on a few training samples; 0 where it cannot be found.
+
+    Label smoothing, for example, leaves a loss above zero.
+    """
+    trainer = Trainer(config, quiet=True)
+    task = ComparableTask(trainer.task(), changes)
+    with join_world(trainer.config.device) as world:
+        seed_everything(trainer.config)
+        try:
+            outputs = FreeOutputs(task.model().to(world.device).eval(), constant=False)
+            first, least = fit_outputs(task, outputs, world.device)
+        except Exception:
+            return 0.0
+    return max(0.0, least) if least < 0.99 * first else 0.0  # a loss that ignores the outputs has no least value

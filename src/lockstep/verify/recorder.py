@@ -1,0 +1,302 @@
+"""Records a training on one rank, between its steps: samples, losses, digests of its state, gradients, operations."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.build import PreparedRun
+from lockstep.data.loader import MicroBatch
+from lockstep.distributed import sharded_tensor
+from lockstep.distributed.gradients import grad_norm
+from lockstep.tasks.task import Task
+from lockstep.trainer import Recorder
+from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.verify.generators import disturb
+from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
+from lockstep.verify.reference.optimizer import ReferenceOptimizer
+from lockstep.verify.step_operations import Communication, StepOperations
+
+StateDigests = dict[str, tuple[int, int, int]]  # by tensor: its first row on this rank, its number of rows here, digest
+
+
+@dataclass(frozen=True)
+class RecorderOptions:
+    """What is recorded besides samples and losses. Everything here costs time, so it is off by default."""
+
+    digest_every: int = 0
+    """Digests of the whole state, every so many steps. 0: never."""
+    digest_batches: bool = False
+    """Digests of all micro-batches that the loader gives."""
+    probe_steps: tuple[int, ...] = ()
+    """After these steps, the same batch passes through the model on every rank."""
+    gradient_steps: tuple[int, ...] = ()
+    """In these steps (counted from 0), the gradient is compared with plain torch's."""
+    unused_parameters: bool = False
+    """Find parameters that never got a gradient other than zero."""
+    communication_steps: tuple[int, ...] = ()
+    """In these steps (counted from 0), collectives and waits of the host are recorded."""
+    operations_step: int | None = None
+    """In this step (counted from 0), the result of every operation is digested."""
+    reference_config: Mapping[str, Any] | None = None
+    """A config whose updates plain torch makes beside the training, on one process."""
+    disturb_generators: bool = False
+    """Put the global random generators into other states around every step, which must change nothing."""
+
+
+@dataclass
+class Recording:
+    """What was recorded of a training on one rank."""
+
+    entries: list[dict[str, float]] = field(default_factory=list)
+    """The entries of the log."""
+    samples: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)
+    """(step counted from 0, epoch, indices that count) of each step."""
+    batches: dict[int, list[int]] = field(default_factory=dict)
+    """Digests of the micro-batches, by step counted from 0."""
+    digests: dict[int, StateDigests] = field(default_factory=dict)
+    """Digests of the state, by number of steps done."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the tensors in `digests`, unsharded."""
+    probes: dict[int, list[dict[str, str]]] = field(default_factory=dict)
+    """By number of steps done: for each rank, the loss of the same batch by head, as exact hexadecimal numbers."""
+    gradients: dict[int, GradientComparison] = field(default_factory=dict)
+    """By step counted from 0."""
+    grad_norms: list[tuple[int, float]] = field(default_factory=list)
+    """(step counted from 0, norm of the gradient as the optimizer got it)."""
+    learning_rates: list[tuple[int, float, float]] = field(default_factory=list)
+    """(updates before, learning rate, base learning rate) of each update."""
+    reference_differences: dict[str, float] = field(default_factory=dict)
+    """See `ReferenceOptimizer.differences`."""
+    wrongly_trainable: list[str] = field(default_factory=list)
+    """See `ReferenceOptimizer.wrongly_trainable`."""
+    unused: list[str] = field(default_factory=list)
+    """Trainable parameters that never got a gradient, or only zeros."""
+    steps_in_eval_mode: list[int] = field(default_factory=list)
+    """Steps, counted from 0, in which the model was in evaluation mode."""
+    wrong_modes: list[str] = field(default_factory=list)
+    """Modules that began in another mode than `model.train()` gives them."""
+    communication: dict[int, Communication] = field(default_factory=dict)
+    """By step counted from 0."""
+    operations: list[tuple[str, int]] = field(default_factory=list)
+    """(name, digest of the result) of each operation of one step."""
+    parameters: list[str] = field(default_factory=list)
+    """Names of all parameters."""
+    trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Shapes of the parameters that train, unsharded."""
+    buffer_bytes: int = 0
+    """Size of all buffers."""
+    sharded: bool = False
+    """Whether ranks hold parts of the parameters."""
+    moved: float = 0.0
+    """2-norm of what training changed in the parameters on this rank."""
+    stop: int = 0
+    """Number of steps of the whole training."""
+    steps_per_epoch: int = 0
+    length: int = 0
+    """Number of training samples."""
+    base_lr: float = 0.0
+    """Base learning rate of the last parameter group."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The logged losses, by step."""
+        return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
+
+
+class TrainingRecorder(Recorder):
+    """Records a training on this rank.
+
+    Args:
+        task: of the training.
+        options: what is recorded.
+        after_step: is called after each step, with its number (counted from 1).
+    """
+
+    def __init__(self, task: Task, options: RecorderOptions, after_step: Callable[[int], None]) -> None:
+        self.task, self.options, self.after_step = task, options, after_step
+        self.recording = Recording()
+        self._updates = 0
+        self._gradient: GradientComparison | None = None
+        self._never_used: dict[str, Tensor] = {}
+        self._operations: StepOperations | None = None
+        self._reference_optimizer: ReferenceOptimizer | None = None
+
+    # ---- what the trainer calls
+
+    def record(self, entry: Mapping[str, float]) -> None:
+        self.recording.entries.append(dict(entry))
+
+    def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
+        """Pass the batches on to the trainer, and record what happens before and after each step."""
+        state, model, recording = prepared.state, prepared.built.model, self.recording
+        self._record_facts(prepared)
+        self._updates = state.step - state.skipped
+        if self.options.reference_config is not None:
+            self._reference_optimizer = ReferenceOptimizer(prepared, self.options.reference_config)
+            recording.reference_differences = self._reference_optimizer.differences
+            recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
+        recording.wrong_modes = modules_in_wrong_mode(model)
+        start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
+        handle = state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))
+        try:
+            for micro_batches in prepared.batches:
+                self._before_step(prepared, micro_batches)
+                step = state.step
+                with self._record_operations(prepared):
+                    yield micro_batches
+                if state.step > step:
+                    self._after_step(prepared, micro_batches)
+                    self.after_step(state.step)
+        finally:
+            handle.remove()
+            moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
+            recording.moved = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+            recording.unused = [name for name, never in self._never_used.items() if bool(never)]
+
+    # ---- around a step
+
+    def _record_facts(self, prepared: PreparedRun) -> None:
+        """Record what stays the same during the training."""
+        state, model, recording = prepared.state, prepared.built.model, self.recording
+        recording.stop, recording.length = prepared.stop, prepared.plan.length
+        recording.steps_per_epoch = prepared.plan.steps_per_epoch
+        recording.sharded = state.strategy.is_sharded
+        recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+        recording.parameters = [name for name, _ in model.named_parameters()]
+        recording.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
+
+    def _before_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
+        state, step = prepared.state, prepared.state.step
+        indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
+        self.recording.samples.append((step, micro_batches[0].epoch, indices))
+        if self.options.digest_batches:
+            self.recording.batches[step] = [digest_of_batch(micro.batch) for micro in micro_batches]
+        if not state.forward.training:
+            self.recording.steps_in_eval_mode.append(step)
+        if step in self.options.gradient_steps:
+            self._gradient = reference_gradient(prepared, self.task)
+        if self.options.disturb_generators:
+            disturb(2 * step)
+
+    def _after_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
+        state, options = prepared.state, self.options
+        if self._reference_optimizer is not None:
+            self._reference_optimizer.after_step()
+        self._gradient = None  # still set where the update was skipped
+        if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
+            self.recording.digests[state.step] = self._digest_state(prepared)
+        if state.step in options.probe_steps:
+            self.recording.probes[state.step] = self._probe(prepared, micro_batches[0].batch)
+        if options.disturb_generators:
+            disturb(2 * state.step - 1)
+
+    def _before_update(self, prepared: PreparedRun, optimizer: Any, *_: Any) -> None:
+        """Record what the optimizer is about to use."""
+        if self._operations is not None:  # otherwise operations made here would be recorded as the step's
+            return
+        state, model, recording = prepared.state, prepared.built.model, self.recording
+        step = state.step - 1
+        if not model.training:
+            recording.steps_in_eval_mode.append(step)
+        if self._reference_optimizer is not None:
+            self._reference_optimizer.before_update(step)
+        recording.grad_norms.append((step, float(grad_norm(state.parameters, state.strategy.shard_group))))
+        group = optimizer.param_groups[-1]
+        recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
+        self._updates += 1
+        if self.options.unused_parameters:
+            self._note_unused(model)
+        if self._gradient is not None:
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            whole = {
+                name: sharded_tensor.gather_on_rank0(gradient, state.world) for name, gradient in gradients.items()
+            }
+            is_first = state.world.rank == 0
+            recording.gradients[step] = self._gradient.compare(whole, state.clip_norm) if is_first else self._gradient
+            self._gradient = None
+
+    def _note_unused(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                grad = None if parameter.grad is None else sharded_tensor.local(parameter.grad)
+                zero = torch.tensor(grad is None or not bool(grad.any()))
+                self._never_used[name] = zero & self._never_used.get(name, torch.tensor(True))
+
+    # ---- what is recorded
+
+    def _digest_state(self, prepared: PreparedRun) -> StateDigests:
+        """Digests of weights, buffers, optimizer state and averages on this rank."""
+        state, model = prepared.state, prepared.built.model
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        values: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
+        for parameter, slots in state.optimizer.state.items():
+            values |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
+        if state.averages is not None:
+            values |= {f"ema.{name}": value for name, value in state.averages.tensors.items()}
+        # Buffers that no checkpoint holds.
+        values |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in values}
+        state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
+        digests: StateDigests = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                shard = sharded_tensor.local_shard(value)
+                digests[name] = (shard.start, len(shard.local) if shard.local.ndim else 1, digest(shard.local))
+                self.recording.shapes[name] = shard.shape
+        return digests
+
+    def _probe(self, prepared: PreparedRun, batch: Any) -> list[dict[str, str]]:
+        """The losses of rank 0's batch on every rank, as exact hexadecimal numbers; the same list on all ranks."""
+        state, world = prepared.state, prepared.state.world
+        batch = world.broadcast(batch)
+        state.strategy.sync_buffers()
+        with state.strategy.inference() as forward:
+            forward.eval()
+            with torch.no_grad(), state.precision.autocast():
+                losses = forward(batch)
+            forward.train()
+        own = {head: float(loss).hex() for head, loss in losses.items()}
+        of_all_ranks: list[dict[str, str]] = world.broadcast(world.gather(own))
+        return of_all_ranks
+
+    @contextlib.contextmanager
+    def _record_operations(self, prepared: PreparedRun) -> Iterator[None]:
+        """Record the operations of the step that follows, where the options ask for it."""
+        step, options = prepared.state.step, self.options
+        if step not in options.communication_steps and step != options.operations_step:
+            yield
+            return
+        operations = StepOperations(prepared.state.optimizer, digests=step == options.operations_step)
+        self._operations = operations
+        try:
+            with operations:
+                yield
+        finally:
+            self._operations = None
+        if operations.digests:
+            self.recording.operations = operations.results
+        else:
+            self.recording.communication[step] = operations.communication
+
+
+def modules_in_wrong_mode(model: nn.Module) -> list[str]:
+    """Names of modules that are in another mode than `model.train()` gives them. All modules keep their modes.
+
+    Models override `train` to freeze BatchNorm.
+    """
+    modes = {name: module.training for name, module in model.named_modules()}
+    model.train()
+    wrong = []
+    for name, module in model.named_modules():
+        if module.training != modes[name]:
+            wrong.append(name or type(module).__name__)
+        module.training = modes[name]
+    return wrong

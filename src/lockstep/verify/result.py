@@ -1,0 +1,73 @@
+"""The result of one check, and of a verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["passed", "fault", "not shown"]
+
+
+@dataclass
+class CheckResult:
+    """The result of one check."""
+
+    status: Status
+    """`fault`: the promise is broken. `not shown`: the check cannot decide, for the reason given."""
+    reason: str
+    name: str = ""
+    """Of the check."""
+    value: float | None = None
+    """The number that decided, if there is a number."""
+    bound: float | None = None
+    """The largest value that passes, if there is a bound."""
+    what: str = ""
+    """What `value` measures."""
+    notes: list[str] = field(default_factory=list)
+    """What was switched off, left out or noticed on the way."""
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    """Losses by step, drawn together."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """The rows of a table for people, such as predictions beside the truth."""
+    seconds: float = 0.0
+    """How long the check took."""
+
+
+@dataclass
+class VerifyResult:
+    """The results of all checks of one training."""
+
+    name: str
+    """Of the training."""
+    nproc: int
+    """Number of ranks."""
+    device: str
+    quick: bool
+    config: dict[str, Any]
+    """As `RunConfig` writes it."""
+    versions: dict[str, str]
+    """Of lockstep, torch and Python."""
+    checks: list[CheckResult] = field(default_factory=list)
+    """In the order in which they were made."""
+    seconds: float = 0.0
+    """How long all checks took."""
+
+    @property
+    def faults(self) -> list[CheckResult]:
+        """Checks that found a broken promise."""
+        return [check for check in self.checks if check.status == "fault"]
+
+
+def passed(reason: str, **more: Any) -> CheckResult:
+    """The promise holds. `more`: further fields of the result."""
+    return CheckResult("passed", reason, **more)
+
+
+def fault(reason: str, **more: Any) -> CheckResult:
+    """The promise is broken. `more`: further fields of the result."""
+    return CheckResult("fault", reason, **more)
+
+
+def not_shown(reason: str, **more: Any) -> CheckResult:
+    """The check cannot decide, for this reason. `more`: further fields of the result."""
+    return CheckResult("not shown", f"cannot be shown because {reason}", **more)

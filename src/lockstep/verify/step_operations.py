@@ -1,0 +1,144 @@
+"""The operations of one training step: their results, their collectives, and where the host waits for the device.
+
+No other module knows `torch.utils._python_dispatch`, or the names of torch's collective operators.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.distributed.sharded_tensor import is_sharded
+from lockstep.verify.digest import digest
+
+_TORCH = str(Path(torch.__file__).parent)
+_VERIFY = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+_DISTRIBUTED = f"{_PACKAGE}/distributed"  # its own reductions count units and compute norms
+_HOST_WAITS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_REDUCTIONS = {  # by operator, the position of the argument that holds its input tensors
+    "c10d::allreduce_": 0,
+    "c10d::_reduce_scatter_base_": 1,
+    "c10d::allreduce_coalesced_": 0,
+    "c10d::reduce_scatter_tensor_coalesced_": 1,
+}
+
+
+@dataclass
+class Communication:
+    """The collectives of one step on one rank, and where its host waited for the device."""
+
+    reductions: list[int] = field(default_factory=list)
+    """Number of elements of each reduction in the forward and backward passes."""
+    own_reductions: list[int] = field(default_factory=list)
+    """The same for reductions that the package itself asks for, to count units or to take a norm."""
+    other_collectives: list[str] = field(default_factory=list)
+    """Names of all other collectives."""
+    broadcast_bytes: int = 0
+    host_waits: list[tuple[str, bool]] = field(default_factory=list)
+    """Where the host read a value of the device: (file and line, whether the file belongs to the package)."""
+
+
+class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every operation of this thread and of its backward passes is recorded.
+
+    Args:
+        optimizer: operations inside of its `step` are not counted, because torch's own optimizers read their counters.
+        digests: record each operation's name and a digest of its result, instead of its communication.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, digests: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.digests, self.communication = digests, Communication()
+        self.results: list[tuple[str, int]] = []
+        self._in_optimizer = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._enter_optimizer),
+            optimizer.register_step_post_hook(self._leave_optimizer),
+        ]
+
+    def _enter_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = True
+
+    def _leave_optimizer(self, *_: Any) -> None:
+        self._in_optimizer = False
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if self.digests:
+            self._record_result(name, result)
+        elif not self._in_optimizer:
+            self._record_communication(name, args)
+        return result
+
+    def _record_result(self, name: str, result: Any) -> None:
+        if name.startswith(("c10d", "aten::empty", "aten::new_empty")):  # their results have no values yet
+            return
+        results = result if isinstance(result, (list, tuple)) else [result]
+        tensors = [item for item in results if isinstance(item, Tensor)]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor)]
+        if tensors:
+            digests = tuple(digest(tensor) for tensor in tensors if tensor.layout == torch.strided)
+            self.results.append((name, hash(digests)))
+
+    def _record_communication(self, name: str, args: Sequence[Any]) -> None:
+        communication = self.communication
+        if name in _REDUCTIONS:
+            tensors = args[_REDUCTIONS[name]]
+            tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+            own = str(Path(_caller().f_code.co_filename).parent) == _DISTRIBUTED
+            reductions = communication.own_reductions if own else communication.reductions
+            reductions.append(sum(tensor.numel() for tensor in tensors))
+        elif name.startswith("c10d::"):
+            if name == "c10d::broadcast_":
+                communication.broadcast_bytes += sum(tensor.nbytes for tensor in args[0])
+            communication.other_collectives.append(name.removeprefix("c10d::").strip("_"))
+        elif name in _HOST_WAITS:
+            communication.host_waits.append(_place_of_caller())
+
+
+class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the names of operations that draw from a generator of torch are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> FrameType:
+    """The innermost frame outside of torch and of this folder."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _VERIFY)):
+        frame = frame.f_back
+    return frame
+
+
+def _place_of_caller() -> tuple[str, bool]:
+    """File and line of the caller, and whether the file belongs to the package without its tasks."""
+    frame = _caller()
+    name = frame.f_code.co_filename
+    own = name.startswith(_PACKAGE) and not name.startswith(f"{_PACKAGE}/tasks")
+    return f"{Path(name).name}:{frame.f_lineno}", own

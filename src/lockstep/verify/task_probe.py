@@ -1,0 +1,213 @@
+"""What in a task makes its training depend on how it is run: dropout, batch statistics, a mean instead of a sum."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.build import build_model, make_optimizer, seed_everything
+from lockstep.data.loader import MicroBatches, OnError, map_tensors
+from lockstep.distributed.strategy import by_head, split_output
+from lockstep.distributed.world import join_world
+from lockstep.engine.step import SAMPLES
+from lockstep.tasks.task import Task
+from lockstep.trainer import Trainer
+from lockstep.verify import generators
+from lockstep.verify.comparable_task import (
+    ComparableTask,
+    TaskChanges,
+    batch_norm_modules,
+    count_units,
+    disable_dropout,
+    readable_samples,
+    sum_of_heads,
+)
+from lockstep.verify.step_operations import RandomOperations
+
+_COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
+_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
+
+
+@dataclass
+class TaskProbe:
+    """What a forward and a backward pass over some samples show about a task."""
+
+    random: list[str] = field(default_factory=list)
+    """Operations that draw random numbers in a training loss."""
+    random_without_dropout: list[str] = field(default_factory=list)
+    """The same when dropout is switched off."""
+    random_in_evaluation: list[str] = field(default_factory=list)
+    """The same for the loss in evaluation mode."""
+    random_in_prediction: list[str] = field(default_factory=list)
+    """The same for `Task.predict`."""
+    random_in_collate: list[str] = field(default_factory=list)
+    """Generators from which `Task.collate` draws."""
+    dropouts: int = 0
+    """Dropout probabilities that were set to zero."""
+    batch_norms: int = 0
+    """BatchNorm modules."""
+    without_statistics: int = 0
+    """BatchNorm modules that keep no running statistics."""
+    float64: bool = True
+    """Whether the task runs in float64."""
+    float64_error: str = ""
+    """Why the task does not run in float64."""
+    epsilon: float = 0.0
+    """Relative rounding of the number format of the loss."""
+    coupling: float = 0.0
+    """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
+    mean_heads: list[str] = field(default_factory=list)
+    """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
+
+    def notes(self) -> list[str]:
+        """What a comparison of two trainings leaves out, for people."""
+        notes = []
+        if self.random and not self.random_without_dropout:
+            notes.append("dropout is off for this comparison: it draws other numbers on another number of ranks")
+        if self.batch_norms:
+            notes.append(
+                f"{self.batch_norms} BatchNorm modules keep fixed statistics for this comparison: "
+                "batch statistics depend on how the batch is cut"
+            )
+        if not self.float64:
+            notes.append(f"compared in the model's own number format, since float64 fails: {self.float64_error}")
+        return notes
+
+    def obstacle(self) -> str | None:
+        """Why trainings on different numbers of ranks cannot be compared; None where they can."""
+        if self.random_without_dropout:
+            operations = ", ".join(self.random_without_dropout[:3])
+            return f"the model draws random numbers besides dropout ({operations}), other numbers on each rank"
+        if self.random_in_collate:
+            generators = ", ".join(self.random_in_collate)
+            return f"Task.collate draws random numbers ({generators}), other numbers for each micro-batch"
+        if self.without_statistics:
+            return (
+                f"{self.without_statistics} BatchNorm modules keep no running statistics, "
+                "so their result depends on how the batch is cut"
+            )
+        return None
+
+    def diagnosis(self) -> str:
+        """A likely cause where such trainings differ; empty where none is known."""
+        off = f"off by {self.coupling:.2g} on a batch of two halves"
+        if self.mean_heads:
+            heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
+            return f"Task.loss must return a SUM over its units (reduction='sum'), and returns a mean{heads}: {off}"
+        if self.coupling > _COUPLED * self.epsilon:
+            return (
+                f"the loss of a micro-batch is not the sum over its samples ({off}): "
+                "samples influence each other, or Task.weight counts wrongly"
+            )
+        return ""
+
+
+def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
+    """Examine the task of `config` on one process, with up to eight of `train_samples` samples.
+
+    Raises:
+        LockstepError: the config does not fit the model, or the data cannot be found.
+    """
+    trainer = Trainer(config, quiet=True)
+    task = trainer.task()
+    task.eval_data()
+    seed_number, on_error = trainer.config.seed, trainer.config.data.on_error
+    with join_world(trainer.config.device) as world:
+        built = build_model(trainer.config, task, world, steps_per_epoch=1)
+        make_optimizer(trainer.config, built.model, built.blocks)
+        seed_everything(trainer.config)
+        probe = TaskProbe()
+        model = task.model().to(world.device).train()
+        probe.batch_norms = len(batch_norm_modules(model))
+        probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
+        samples = _samples(task, train_samples, seed=seed_number, on_error=on_error)
+        before = generators.states()
+        (whole, _), *_ = _batches(task, samples, world.device)
+        probe.random_in_collate = _changed_generators(before)
+        probe.random = _random_operations(task.loss, model, whole)
+        probe.random_in_evaluation = _random_operations(task.loss, model.eval(), whole)
+        with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
+            probe.random_in_prediction = _random_operations(task.predict, model, whole)
+        model.train()
+        probe.dropouts = disable_dropout(model)
+        for float64 in (True, False):
+            exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
+            try:
+                seed_everything(trainer.config)
+                model = exact.model().to(world.device).train()
+                samples = _samples(exact, train_samples, seed=seed_number, on_error=on_error)
+                batches = _batches(exact, samples, world.device)
+                probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
+                _measure_coupling(probe, exact, model, batches)
+                break
+            except Exception as error:
+                if not float64:
+                    raise
+                first_line = str(error).splitlines()[0] if str(error) else ""
+                probe.float64, probe.float64_error = False, f"{type(error).__name__}: {first_line}"
+    return probe
+
+
+Batch = tuple[Any, int]  # with its number of samples
+
+
+def _samples(task: Task, train_samples: int, *, seed: int, on_error: OnError) -> list[Any]:
+    """Up to eight prepared training samples."""
+    data = task.train_data()
+    count = min(8, train_samples, len(data))  # type: ignore[arg-type]
+    return readable_samples(MicroBatches(data, task, seed, True, on_error), range(count), 0)
+
+
+def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:
+    """A batch of all samples, and its two halves. A single sample has one half."""
+    half = len(samples) // 2
+    batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
+    return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in batches]
+
+
+def _changed_generators(before: Mapping[str, str]) -> list[str]:
+    return [name for name, state in generators.states().items() if state != before[name]]
+
+
+def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
+    """Operations that draw random numbers in a forward pass, and generators other than torch's that it draws from."""
+    before = generators.states()
+    with RandomOperations() as operations, torch.no_grad():
+        call(model, batch)
+    changed = _changed_generators(before)
+    # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
+    by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in changed else []
+    return [name for name in changed if name != "torch"] + by_torch
+
+
+def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Batch]) -> None:
+    """Find out whether the loss of each head is a sum over samples, with unchanged weights.
+
+    Args:
+        batches: a batch and its halves.
+    """
+    (whole, _), *halves = batches
+    losses = by_head(split_output(task.loss(model, whole))[0])
+    objective = sum_of_heads(losses)
+    torch.autograd.backward(objective)
+    probe.epsilon = torch.finfo(objective.dtype).eps
+    if len(halves) < 2:
+        return
+    with torch.no_grad():
+        losses_of_halves = [by_head(split_output(task.loss(model, batch))[0]) for batch, _ in halves]
+    units = [count_units(task, [half]) for half in halves]
+    for head, loss in losses.items():
+        value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
+        scale = max(abs(value), abs(first) + abs(second), 1e-30)
+        coupling = abs(value - first - second) / scale
+        probe.coupling = max(probe.coupling, coupling)
+        # The mean over the units of the head, or over samples, whatever the task counts.
+        weights = [[count.get(head, count.get(SAMPLES, 0.0)) for count in units], [float(size) for _, size in halves]]
+        means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
+        if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
+            probe.mean_heads.append(head)

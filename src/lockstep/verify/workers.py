@@ -1,0 +1,182 @@
+"""Worker processes that have torch imported, and run one function after the other in worlds of any size.
+
+Starting a process with torch takes seconds, and a verification makes dozens of trainings. So these processes stay, and
+get the environment variables of a rank from here instead of from torch's elastic agent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+_context = multiprocessing.get_context("spawn")
+_TIMEOUT_S = 1800.0  # of one function on all ranks
+# For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
+_TIMEOUT_AFTER_FAILURE_S = 30.0
+
+
+class Workers:
+    """As many processes as the largest world so far. `close` ends them.
+
+    Args:
+        log: the file that gets everything that the processes print.
+    """
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self._workers: list[tuple[Any, Connection]] = []
+        self._folder: Path | None = None
+        self._runs = itertools.count()
+
+    def run(
+        self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _TIMEOUT_S
+    ) -> list[Any]:
+        """Call `function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
+
+        The call ends within `timeout_s`. After a rank has failed, the other ranks get 30 s more.
+
+        Returns:
+            In rank order what the function returned. A returned object whose attribute `error` is set counts as a
+            failure of its rank. A `WorkerEnded` stands for a process that ended or was killed.
+        """
+        self._start(world)
+        self._send(world, function, arguments)
+        answers: dict[int, Any] = {}
+        deadline, reason = time.monotonic() + timeout_s, f"gave no answer within {timeout_s:g} s"
+        while len(answers) < world:
+            waiting = {self._workers[rank][1]: rank for rank in range(world) if rank not in answers}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                answers |= {rank: self._kill(rank, reason) for rank in waiting.values()}
+            for connection in ready:
+                rank = waiting[connection]  # type: ignore[index]
+                answers[rank] = self._receive(rank)
+                failed = isinstance(answers[rank], WorkerEnded) or getattr(answers[rank], "error", None)
+                sooner = time.monotonic() + _TIMEOUT_AFTER_FAILURE_S
+                if failed and sooner < deadline:
+                    deadline = sooner
+                    reason = f"still ran {_TIMEOUT_AFTER_FAILURE_S:g} s after rank {rank} had failed"
+        return [answers[rank] for rank in range(world)]
+
+    def _send(self, world: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Give each rank the function and its environment variables."""
+        assert self._folder is not None
+        # A new store file for each world: no port that another program may take, no entries of an earlier world.
+        store = self._folder / f"world-{next(self._runs)}"
+        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCKSTEP_STORE": str(store)}
+        for rank in range(world):
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with contextlib.suppress(OSError):  # the process is gone, which `_receive` finds out
+                self._workers[rank][1].send((environment, function, arguments))
+
+    def _receive(self, rank: int) -> Any:
+        """The answer of a rank, or a `WorkerEnded` where its connection is closed."""
+        process, connection = self._workers[rank]
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            process.join(2)
+            if process.is_alive():
+                return self._kill(rank, "closed its connection")
+            return WorkerEnded(rank, process.exitcode)
+
+    def _kill(self, rank: int, reason: str) -> WorkerEnded:
+        process = self._workers[rank][0]
+        process.kill()
+        process.join()
+        return WorkerEnded(rank, process.exitcode, reason)
+
+    def _start(self, count: int) -> None:
+        """Start processes until `count` are alive. Processes that ended are replaced."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
+        for place in range(count):
+            if place < len(self._workers) and self._workers[place][0].is_alive():
+                continue
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, str(self.log), multiprocessing.get_start_method()))
+            process.start()
+            theirs.close()
+            self._workers[place : place + 1] = [(process, ours)]
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, connection in self._workers:
+            connection.close()
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+class WorkerEnded:
+    """Stands in the place of the answer of a process that gave none.
+
+    Args:
+        exit_code: negative for a signal.
+        reason: why the process was killed; empty where it ended by itself.
+    """
+
+    def __init__(self, rank: int, exit_code: int | None, reason: str = "") -> None:
+        self.rank, self.exit_code, self.reason = rank, exit_code, reason
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"rank {self.rank} {self.reason}"
+        return f"the process of rank {self.rank} ended with exit code {self.exit_code}"
+
+
+def _serve(connection: Connection, log: str, start_method: str) -> None:
+    """The main function of a worker process. Loader workers start here as they start in the user's own processes."""
+    multiprocessing.set_start_method(start_method, force=True)
+    os.setsid()  # Ctrl-C reaches the command alone, which then ends its workers
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        # Whole lines, also under PYTHONUNBUFFERED: the lines of two ranks would mix.
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    import torch
+
+    from lockstep.distributed import rendezvous
+
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # ranks that each use all cores slow each other down
+    frozen_modules = 0
+    while True:
+        if len(sys.modules) != frozen_modules:
+            # Every stay in a world collects garbage, which takes long where all of torch is looked through.
+            gc.collect()
+            gc.freeze()
+            frozen_modules = len(sys.modules)
+        try:
+            environment, function, arguments = connection.recv()
+        except (EOFError, OSError):
+            return
+        os.environ.update(environment)
+        rendezvous.forget_stores()
+        try:
+            answer = function(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        # Plain pickle: the pickler of multiprocessing would share tensors by file handles.
+        with contextlib.suppress(BrokenPipeError):
+            connection.send_bytes(pickle.dumps(answer))

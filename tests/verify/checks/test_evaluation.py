@@ -1,0 +1,183 @@
+"""Checks of evaluations and predictions, on results that a test makes up."""
+
+import math
+
+import pytest
+
+from lockstep.verify.checks import evaluation
+from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.task_probe import TaskProbe
+from tests.verify.made_up import experiments, recording
+
+FALLING = [4.0 / (step + 1) for step in range(60)]
+
+
+def baseline(**more):
+    return ConstantBaseline(
+        **{
+            "values": {"loss": 1.0, "accuracy": 0.5},
+            "untrained": {"loss": 2.0, "accuracy": 0.2},
+            "higher_is_better": {"accuracy": True},
+        }
+        | more
+    )
+
+
+# ---- evaluation
+
+
+def evaluated(many=None, one=None, plain=None, eval_samples=50, **nature):
+    base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
+    answers = {
+        "undisturbed": [recording(), recording()],
+        "data-sizes": [(26, eval_samples)],
+        "task-probe": TaskProbe(epsilon=1e-16, **nature),
+    }
+    answers |= {
+        f"evaluated-{how}": base | (values or {})
+        for how, values in (("on-all-ranks", many), ("on-one-process", one), ("by-a-loop", plain))
+    }
+    return evaluation.evaluation(experiments(answers, batch={"global": 6}))
+
+
+def test_equal_evaluations_pass():
+    result = evaluated()
+    assert result.status == "passed"
+    assert result.reason.startswith("2 metrics over 50 samples")
+    assert result.rows[0] == {"metric": "loss", "2 ranks": 0.5, "one process": 0.5, "plain loop": 0.5}
+
+
+@pytest.mark.parametrize("where", ["many", "one", "plain"])
+def test_a_metric_that_differs_anywhere_is_a_fault(where):
+    result = evaluated(**{where: {"accuracy": 0.7501}})
+    assert result.status == "fault"
+    assert result.reason.startswith("accuracy is ")
+    assert result.value == pytest.approx(0.0001 / 0.7501)
+    assert evaluated(**{where: {"accuracy": 0.75 * (1 + 1e-8)}}).status == "passed"
+
+
+@pytest.mark.parametrize("where", ["many", "plain"])
+def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
+    assert evaluated(**{where: {"extra": 1.0}}).status == "fault"
+    assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
+    assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
+    assert evaluated(**{where: {"samples": 49}}).status == "fault"
+
+
+@pytest.mark.parametrize("what", ["random_in_evaluation", "random_in_prediction"])
+def test_an_evaluation_that_draws_random_numbers_is_compared_between_ranks_alone(what):
+    drawing = {what: ["randn_like"]}
+    result = evaluated(plain={"accuracy": 0.5}, **drawing)
+    assert (result.status, result.value) == ("passed", 0.0)
+    assert result.notes == ["not compared with a plain loop: the evaluation draws random numbers (randn_like)"]
+    assert evaluated(many={"accuracy": 0.5}, **drawing).status == "fault"
+
+
+def test_the_same_nan_is_no_difference():
+    nan = {"accuracy": math.nan}
+    assert evaluated(nan, nan, nan).status == "passed"
+
+
+def test_without_evaluation_data_nothing_is_shown():
+    assert evaluated(eval_samples=0).status == "not shown"
+
+
+# ---- predictions
+
+
+def described(plain, engine=None, precision="fp32", **more):
+    """plain, engine: rows by a plain loop, and those of all ranks, which lack the truth."""
+    if engine is None:
+        engine = [{key: value for key, value in row.items() if key != "truth"} for row in plain]
+    answers = {
+        "learned-1": recording(FALLING),
+        "baseline": baseline(**more),
+        "predicted-by-a-loop": [plain],
+        "predicted": [engine],
+    }
+    return evaluation.predictions(experiments(answers, precision=precision))
+
+
+def rows(predictions, truths):
+    return [
+        {"truth": t, "prediction": p, "probability": place / 50}
+        for place, (p, t) in enumerate(zip(predictions, truths, strict=True))
+    ]
+
+
+def test_different_predictions_pass():
+    result = described(rows([0, 1, 1], [0, 1, 0]))
+    assert (result.status, result.value) == ("passed", 2.0)
+    assert result.rows[1] == {"sample": 1, "truth": 1, "prediction": 1, "probability": 0.02}
+
+
+def test_predictions_that_are_drawn_show_nothing():
+    answers = {
+        "learned-1": recording(FALLING),
+        "baseline": baseline(),
+        "task-probe": TaskProbe(random_in_prediction=["multinomial"]),
+    }
+    result = evaluation.predictions(experiments(answers))
+    assert result.status == "not shown"
+    assert "Task.predict draws random numbers (multinomial)" in result.reason
+
+
+def test_all_predicted_alike_where_truths_differ_is_a_fault():
+    assert described(rows([1, 1, 1], [0, 1, 0])).status == "fault"
+    assert described(rows([1, 1, 1], [1, 1, 1])).status == "passed"
+
+
+def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():
+    plain = rows([0, 1, 0, 1], [0, 1, 0, 1])
+    engine = [{"prediction": one, "probability": place / 50} for place, one in enumerate([0, 0, 1, 1])]
+    result = described(plain, engine)
+    assert result.status == "fault"
+    assert result.reason.startswith("2 of 4 predictions, 4 made, are not those of a plain loop. sample 1 alone is")
+    assert (
+        described(plain, [row | {"prediction": one} for row, one in zip(engine, [0, 1, 0, 1], strict=True)]).status
+        == "passed"
+    )
+
+
+def test_predictions_that_are_incomplete_or_too_many_are_a_fault():
+    plain = rows([0, 1, 0, 1], [0, 1, 0, 1])
+    whole = [{key: value for key, value in row.items() if key != "truth"} for row in plain]
+    for engine in (whole[:3], [*whole, whole[0]], []):
+        assert described(plain, engine).status == "fault"
+
+
+def test_a_few_predictions_may_be_on_the_edge_and_numbers_are_compared_to_rounding():
+    plain = rows([place % 2 for place in range(40)], [place % 2 for place in range(40)])
+    engine = [{key: value for key, value in row.items() if key != "truth"} for row in plain]
+    engine[7]["prediction"], engine[9]["prediction"] = 5, 5
+    assert described(plain, engine).status == "passed"
+    engine[11]["prediction"] = 5
+    assert described(plain, engine).status == "fault"
+    near = [{"prediction": row["prediction"], "probability": row["probability"] + 0.01} for row in plain]
+    assert described(plain, near).status == "fault"
+    assert described(plain, near, precision="bf16").status == "passed"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"a": [0.5, 1], "truth": 3}, {"a": [0.5001, 1]}, True),
+        ({"a": [0.5, 1]}, {"a": [0.6, 1]}, False),
+        ({"a": [0.5]}, {"a": [0.5, 0.5]}, False),
+        ({"a": 1}, {"b": 1}, False),
+        ({"a": math.nan}, {"a": math.nan}, True),
+        ({"a": "cat"}, {"a": "dog"}, False),
+        ({"a": {"b": 1.0}}, {"a": {"b": 1.0}}, True),
+    ],
+)
+def test_descriptions_are_alike_to_rounding(one, other, same):
+    assert evaluation._is_same_prediction(one, other, 1e-3) is same
+
+
+def test_nothing_to_predict_shows_nothing():
+    assert "no evaluation data" in described([], no_data=True).reason
+    assert "no predict" in described([], no_predict=True).reason
+
+
+def test_only_some_rows_are_shown():
+    assert len(described(rows(range(40), range(40))).rows) == 12

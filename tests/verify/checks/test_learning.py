@@ -1,0 +1,221 @@
+"""Checks of whether anything is learned, on curves that a test makes up."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.verify.checks import learning
+from lockstep.verify.checks.learning import t_of_slope
+from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.worker_functions import Answer
+from tests.verify.made_up import experiments, recording
+
+FALLING = [4.0 / (step + 1) for step in range(60)]
+FLAT = [2.0 + 0.1 * random.Random(seed).gauss(0, 1) for seed in range(60)]
+
+
+def baseline(**more):
+    return ConstantBaseline(
+        **{
+            "values": {"loss": 1.0, "accuracy": 0.5},
+            "untrained": {"loss": 2.0, "accuracy": 0.2},
+            "higher_is_better": {"accuracy": True},
+        }
+        | more
+    )
+
+
+# ---- the slope
+
+
+def test_a_falling_curve_has_a_negative_slope_beyond_chance_and_a_rising_one_a_positive():
+    assert t_of_slope(FALLING) < -2.6
+    assert t_of_slope(FALLING[::-1]) == pytest.approx(-t_of_slope(FALLING))
+
+
+def test_the_slope_is_that_of_a_linear_regression():
+    curve = [3.0, 2.5, 2.9, 2.0, 1.9, 1.0]
+    # By hand: mean 13.3 / 6, sum of (x - 2.5) * y = -6.35, spread 17.5.
+    slope = -6.35 / 17.5
+    rest = sum((y - 13.3 / 6 - slope * (x - 2.5)) ** 2 for x, y in enumerate(curve)) / 4
+    assert t_of_slope(curve) == pytest.approx(slope / math.sqrt(rest / 17.5))
+
+
+def test_noise_without_a_slope_is_not_significant():
+    wrong = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        wrong += t_of_slope([5.0 + draw.gauss(0, 1) for _ in range(60)]) < learning._SIGNIFICANT_T
+    assert wrong <= 6  # once in 200 by chance
+
+
+def test_a_slope_below_much_noise_is_found():
+    draw = random.Random(1)
+    assert t_of_slope([5.0 - 0.05 * step + draw.gauss(0, 0.5) for step in range(60)]) < learning._SIGNIFICANT_T
+
+
+@given(st.floats(-1e6, 1e6), st.integers(0, 100))
+def test_a_constant_curve_does_not_fall(value, count):
+    assert t_of_slope([value] * count) >= 0.0
+
+
+def test_an_exact_line_is_infinitely_sure():
+    assert t_of_slope([4.0, 3.0, 2.0, 1.0, 0.0]) < -1e6
+    assert t_of_slope([0.0, 1.0, 2.0, 3.0, 4.0]) > 1e6
+
+
+@pytest.mark.parametrize(
+    "curve", [[], [1.0], [2.0, 1.0], [3.0, 2.0, 1.0], [4.0, math.nan, 2.0, 1.0, 0.0], [math.inf, 3.0, 2.0, 1.0, 0.0]]
+)
+def test_too_few_points_and_those_that_are_not_finite_say_nothing(curve):
+    assert t_of_slope(curve) == 0.0
+
+
+# ---- loss
+
+
+def test_a_loss_that_falls_passes_at_once():
+    result = learning.loss(experiments({"learned-1": recording(FALLING)}))
+    assert result.status == "passed"
+    assert result.curves == {"loss": FALLING}
+    assert result.value < result.bound
+
+
+def test_a_loss_that_falls_slowly_has_patience():
+    result = learning.loss(experiments({"learned-1": recording(FLAT), "learned-4": recording(FALLING)}))
+    assert result.status == "passed"
+    assert result.curves == {"loss": FALLING}
+
+
+def test_a_loss_that_does_not_fall_is_a_fault():
+    result = learning.loss(
+        experiments({"learned-1": recording(FLAT), "learned-4": recording(FLAT), "baseline": baseline()})
+    )
+    assert result.status == "fault"
+    assert "does not fall" in result.reason
+    assert (
+        learning.loss(
+            experiments(
+                {
+                    "learned-1": recording(FLAT),
+                    "learned-4": recording(FALLING[::-1]),
+                    "baseline": baseline(obstacle="x"),
+                }
+            )
+        ).status
+        == "fault"
+    )
+
+
+def test_a_loss_with_nothing_left_to_fall_shows_nothing():
+    low = [loss / 100 for loss in FLAT]
+    result = learning.loss(
+        experiments({"learned-1": recording(low), "learned-4": recording(low), "baseline": baseline()})
+    )
+    assert result.status == "not shown"
+    assert "does not fall, but is low already" in result.reason
+
+
+def test_a_loss_that_explodes_on_the_way_is_a_fault():
+    curve = [8.0 - 0.1 * step for step in range(60)]
+    assert learning.loss(experiments({"learned-1": recording(curve)})).status == "passed"
+    result = learning.loss(experiments({"learned-1": recording([*curve[:20], 17.0, *curve[21:]])}))
+    assert result.status == "fault"
+    assert "oscillates wildly" in result.reason
+    assert learning.loss(experiments({"learned-1": recording([17.0, *curve[1:]])})).status == "passed"
+
+
+def test_a_loss_that_is_not_finite_is_a_fault():
+    curve = [*FALLING[:30], math.nan]
+    result = learning.loss(experiments({"learned-1": recording(curve), "learned-4": recording(curve)}))
+    assert result.status == "fault"
+    assert "not finite" in result.reason
+
+
+# ---- metric
+
+
+def measured(loss, accuracy, **more):
+    after = {"loss": loss, "accuracy": accuracy}
+    return learning.metric(
+        experiments(
+            {
+                "baseline": baseline(**more),
+                "learned-1": recording(FALLING),
+                "evaluated-1": after,
+                "learned-4": recording(FALLING),
+                "evaluated-4": after,
+            }
+        )
+    )
+
+
+def test_a_model_better_than_a_constant_output_passes():
+    result = measured(0.5, 0.9)
+    assert (result.status, result.value, result.bound, result.what) == ("passed", 0.9, 0.5, "accuracy")
+    assert result.rows[1] == {"metric": "accuracy", "before": 0.2, "after": 0.9, "best constant output": 0.5}
+
+
+def test_a_model_no_better_than_a_constant_output_is_a_fault():
+    assert "no better than a constant output" in measured(1.0, 0.9).reason
+    assert measured(math.nan, 0.9).status == "fault"
+
+
+def test_a_metric_that_contradicts_the_loss_is_a_fault_and_one_that_says_nothing_is_not():
+    assert measured(0.5, 0.1).status == "fault"
+    assert measured(0.5, 0.5).status == "not shown"
+    assert measured(0.5, 0.9, higher_is_better={"accuracy": False}).status == "fault"
+
+
+def test_without_a_metric_the_loss_decides():
+    assert measured(0.5, 0.1, higher_is_better={}).status == "passed"
+    assert measured(1.5, 0.1, higher_is_better={}).status == "fault"
+
+
+def test_what_cannot_be_compared_is_said():
+    result = measured(0.5, 0.9, obstacle="there is no evaluation data")
+    assert result.status == "not shown"
+    assert result.reason.endswith("there is no evaluation data")
+
+
+# ---- overfit
+
+
+def overfitted(least=0.0, **curves):
+    return learning.overfit(
+        experiments(
+            {"least-loss": least}
+            | {
+                f"overfit-{name}": recording(curve) if isinstance(curve, list) else curve
+                for name, curve in curves.items()
+            }
+        )
+    )
+
+
+def test_samples_learned_by_heart_pass_with_the_first_learning_rate_that_does_it():
+    assert overfitted(**{"1": [2.0, 1.0, 0.1]}).status == "passed"
+    result = overfitted(**{"1": [2.0, 1.5], "10": [2.0, 9.0], "0.1": [2.0, 0.05]})
+    assert result.status == "passed"
+    assert "x 0.1" in result.reason
+
+
+def test_samples_that_cannot_be_learned_by_heart_are_a_fault():
+    result = overfitted(**{"1": [2.0, 1.0], "10": [2.0, 1.0], "0.1": [2.0, 1.9]})
+    assert result.status == "fault"
+    assert (result.value, result.bound) == (pytest.approx(0.95), 0.05)
+
+
+def test_the_loss_is_counted_from_the_least_there_can_be():
+    assert overfitted(1.0, **{"1": [2.0, 1.04]}).status == "passed"
+    result = overfitted(1.0, **{"1": [2.0, 1.1], "10": [2.0, 1.1], "0.1": [2.0, 1.1]})
+    assert result.status == "fault"
+    assert result.notes
+
+
+def test_a_learning_rate_that_lets_the_loss_explode_is_not_the_last_that_is_tried():
+    exploded = Answer(error="the loss is nan", known=True)
+    assert overfitted(**{"1": [2.0, 1.5], "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"

@@ -1,0 +1,220 @@
+"""Checks of whether ranks train the same model, on recordings that a test makes up."""
+
+import math
+
+import pytest
+
+from lockstep.verify import compare
+from lockstep.verify.checks import replicas
+from lockstep.verify.checks.replicas import _differing, _incomplete
+from lockstep.verify.compare import Difference
+from lockstep.verify.experiments import Experiments
+from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
+from tests.verify.made_up import experiments, recording
+
+# ---- probe
+
+
+def probed(*losses, nproc=2):
+    """`losses`: of each rank, by head, after step 6; after step 1 all are alike."""
+    probes = {
+        6: [{head: value.hex() for head, value in one.items()} for one in losses],
+        1: [{"loss": "0x1.0p+0"}] * len(losses),
+    }
+    return replicas.probe(experiments({"undisturbed": [recording([1.0], probes=probes)] * nproc}, nproc=nproc))
+
+
+def test_the_same_losses_of_one_batch_pass():
+    result = probed({"a": 1.5, "b": 2.0}, {"a": 1.5, "b": 2.0})
+    assert result.status == "passed"
+    assert result.reason == "one batch has the same loss on 2 ranks after steps 1, 6"
+
+
+def test_the_last_bit_of_one_head_on_one_rank_is_a_fault():
+    other = math.nextafter(2.0, 3.0)
+    result = probed({"a": 1.5, "b": 2.0}, {"a": 1.5, "b": 2.0}, {"a": 1.5, "b": other}, nproc=3)
+    assert result.status == "fault"
+    assert "after step 6 the b of one batch is 2 on rank 0 and 2 on rank 2" in result.reason
+    assert result.value == other - 2.0
+
+
+def test_one_rank_has_none_to_be_compared_with():
+    for check in (replicas.probe, replicas.replicas, replicas.ranks, replicas.strategies):
+        assert check(experiments(nproc=1)).status == "not shown"
+
+
+# ---- replicas
+
+
+def held(*tables, shapes=None, **more):
+    """What each rank holds after step 1: by name (first row, rows, digest)."""
+    shapes = shapes or {"model.a": (6, 2), "model.b": (3,), "optimizer.a.step": ()}
+    return [recording([1.0], digests={1: table}, shapes=shapes, **more) for table in tables]
+
+
+WHOLE = {"model.a": (0, 6, 11), "model.b": (0, 3, 12), "optimizer.a.step": (0, 1, 13)}
+UPPER = {"model.a": (0, 3, 21), "model.b": (0, 2, 22), "optimizer.a.step": (0, 1, 13)}
+LOWER = {"model.a": (3, 3, 31), "model.b": (2, 1, 32), "optimizer.a.step": (0, 1, 13)}
+NOTHING_OF_B = {"model.a": (3, 3, 31), "model.b": (3, 0, 0), "optimizer.a.step": (0, 1, 13)}
+
+
+def replicated(*tables, **more):
+    return replicas.replicas(experiments({"undisturbed": held(*tables, **more)}))
+
+
+def test_replicas_that_are_the_same_pass():
+    assert _differing(held(WHOLE, WHOLE), 1) == []
+    assert _incomplete(held(WHOLE, WHOLE), 1) is None
+    result = replicated(WHOLE, WHOLE)
+    assert result.status == "passed"
+    assert result.reason == "3 tensors are the same on all ranks after each of 1 steps"
+
+
+def test_shards_that_make_a_whole_pass():
+    assert (
+        replicated(UPPER, LOWER, sharded=True).reason
+        == "3 tensors are one whole copy between the ranks after each of 1 steps"
+    )
+
+
+def test_a_rank_may_hold_no_row():
+    whole_of_b = UPPER | {"model.b": (0, 3, 22)}
+    assert _incomplete(held(whole_of_b, NOTHING_OF_B), 1) is None
+    assert _differing(held(whole_of_b, NOTHING_OF_B), 1) == []
+
+
+def test_replicas_of_shards_are_compared_with_each_other():
+    four = held(UPPER, LOWER, UPPER, LOWER)
+    assert _differing(four, 1) == []
+    assert _incomplete(four, 1) is None
+    assert _differing(held(UPPER, LOWER, UPPER, LOWER | {"model.b": (2, 1, 99)}), 1) == [("model.b", (1, 3))]
+
+
+def test_a_tensor_that_differs_is_named_with_its_ranks():
+    assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, 99)}), 1) == [("model.b", (0, 1))]
+    assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)}), 1) == [
+        ("model.a", (0, 2)),
+        ("model.b", (0, 2)),
+    ]
+    result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)})
+    assert result.status == "fault"
+    assert (result.reason, result.value) == (
+        "model.a differs between ranks 0 and 1 since step 1, with 1 other tensors",
+        2.0,
+    )
+
+
+def test_a_counter_that_differs_between_shards_is_found():
+    assert _differing(held(UPPER, LOWER | {"optimizer.a.step": (0, 1, 14)}), 1) == [("optimizer.a.step", (0, 1))]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (UPPER, LOWER | {"model.a": (4, 2, 31)}),
+        (UPPER | {"model.a": (1, 2, 1)}, LOWER),
+        (UPPER, LOWER | {"model.a": (3, 2, 31)}),
+        (UPPER, UPPER),
+    ],
+    ids=["between", "first", "last", "half"],
+)
+def test_a_missing_row_is_found(one, other):
+    assert _incomplete(held(one, other), 1) == "model.a"
+    result = replicated(one, other)
+    assert result.status == "fault"
+    assert "no whole copy of model.a" in result.reason
+
+
+def test_a_tensor_that_a_rank_knows_nothing_of_is_found():
+    without = {name: rows for name, rows in WHOLE.items() if name != "model.b"}
+    assert _incomplete(held(WHOLE, without), 1) == "model.b"
+    first, other = held(without, WHOLE)
+    first.shapes = {"model.a": (6, 2), "optimizer.a.step": ()}
+    assert _incomplete([first, other], 1) == "model.b"
+
+
+def test_state_that_appears_later_is_not_missing_before():
+    """Such as an optimizer's, of what is frozen at first."""
+    ranks = held(WHOLE, WHOLE)
+    for one in ranks:
+        one.digests[2] = WHOLE | {"optimizer.b.step": (0, 1, 5)}
+        one.shapes = one.shapes | {"optimizer.b.step": ()}
+    assert replicas.replicas(experiments({"undisturbed": ranks})).status == "passed"
+
+
+def test_the_first_step_that_differs_is_named():
+    ranks = held(WHOLE, WHOLE)
+    for number, one in enumerate(ranks):
+        one.digests |= {
+            2: WHOLE,
+            3: WHOLE | {"model.b": (0, 3, 50 + number)},
+            4: WHOLE | {"model.a": (0, 6, 50 + number)},
+        }
+    assert (
+        "model.b differs between ranks 0 and 1 since step 3"
+        in replicas.replicas(experiments({"undisturbed": ranks})).reason
+    )
+
+
+# ---- the same model
+
+LOSSES = [4.0, 3.0, 2.0, 1.0]
+
+
+def compared(
+    monkeypatch, weights=0.0, curve=LOSSES, limit=1e-9, missing=(), probe=None, check=replicas.ranks, **answers
+):
+    monkeypatch.setattr(Experiments, "rounding_bound", lambda self: limit)
+    monkeypatch.setattr(
+        Experiments,
+        "difference_from_one_process",
+        lambda self, name, mine: Difference(
+            weights, "0.weight", compare.curve_difference(LOSSES, mine[0].losses), missing
+        ),
+    )
+    given = {
+        "one-process": recording(LOSSES),
+        "2-ranks": [recording(curve), recording(curve)],
+        "accumulated": [recording(curve)] * 2,
+        "fsdp": [recording(curve)] * 2,
+    }
+    return check(experiments(given | {"task-probe": probe or TaskProbe(epsilon=1e-16)} | answers, steps=4))
+
+
+def test_the_same_model_passes(monkeypatch):
+    for check in (replicas.ranks, replicas.accumulation, replicas.strategies):
+        result = compared(monkeypatch, weights=1e-10, check=check)
+        assert (result.status, result.value, result.bound) == ("passed", 1e-10, 1e-9)
+        assert result.curves["one process"] == LOSSES
+
+
+def test_other_weights_and_other_losses_are_a_fault(monkeypatch):
+    assert compared(monkeypatch, weights=1e-8).status == "fault"
+    result = compared(monkeypatch, curve=[4.0, 3.0, 2.1, 1.0])
+    assert result.status == "fault"
+    assert "since step 3" in result.reason
+    assert compared(monkeypatch, weights=math.nan).status == "fault"
+    assert compared(monkeypatch, curve=LOSSES[:3]).status == "fault"
+
+
+def test_other_tensors_are_named(monkeypatch):
+    assert "model.a" in compared(monkeypatch, missing=("model.a",)).reason
+
+
+def test_a_likely_cause_is_named(monkeypatch):
+    result = compared(monkeypatch, weights=1.0, probe=TaskProbe(epsilon=1e-16, coupling=0.5, mean_heads=["loss"]))
+    assert "returns a mean" in result.reason
+
+
+def test_where_rounding_may_hide_a_fault_nothing_is_shown(monkeypatch):
+    assert compared(monkeypatch, weights=0.01, limit=0.02).status == "not shown"
+    assert compared(monkeypatch, weights=0.5, limit=0.02).status == "fault"
+    assert compared(monkeypatch, weights=0.5, limit=math.inf).status == "not shown"
+
+
+def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
+    assert "rand" in compared(monkeypatch, probe=TaskProbe(random=["rand"], random_without_dropout=["rand"])).reason
+    refused = compared(monkeypatch, check=replicas.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
+    assert refused.status == "not shown"
+    assert refused.reason.endswith("fsdp cannot")

@@ -1,0 +1,101 @@
+"""What a witness looks at, and that it leaves no trace."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lockstep.verify import worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.generators import disturb
+from lockstep.verify.recorder import RecorderOptions, modules_in_wrong_mode
+from lockstep.verify.worker_functions import TrainingRun
+from tests import runs
+from tests.verify import broken_tasks, mutants
+
+TASKS = Path(broken_tasks.__file__)
+
+
+def fitted(name, folder, disturbed=False, workers=0, **options):
+    """What was seen of a training of six steps in two micro-batches each."""
+    batch, task = {"global": 20, "micro": 12}, {"kind": f"{TASKS}:{name}", **options}
+    settings = runs.config(
+        task=task, batch=batch, train={"steps": 6}, log={"every_steps": 1}, data={"workers": workers}
+    )
+    return worker_functions.train(
+        TrainingRun(
+            "one",
+            1,
+            settings,
+            str(folder),
+            TaskChanges(),
+            RecorderOptions(digest_batches=True, digest_every=1, disturb_generators=disturbed),
+        )
+    )
+
+
+def trained(*arguments, **options):
+    seen = fitted(*arguments, **options)
+    return seen.losses, seen.batches, seen.digests
+
+
+TASKS_THAT_DRAW = {
+    "MixedInLoss": {},
+    "MixedInLoss, random": {"generator": "random"},
+    "MixedInCollate": {},
+    "Rarely": {},
+    "Classes": {"dropout": 0.3},
+}
+UNSEEDED = {  # by mutant: which of these draw something else then
+    "NumPy not seeded before a forward pass": "MixedInLoss",
+    "Python's random not seeded before a forward pass": "MixedInLoss, random",
+    "collate not seeded": "MixedInCollate",
+    "samples that draw found, and not seeded": "Rarely",
+    "dropout not a function of progress": "Classes",
+}
+
+
+@pytest.mark.parametrize("name", TASKS_THAT_DRAW)
+def test_disturbed_generators_change_nothing_where_all_draws_are_seeded(tmp_path, name):
+    one, other = (
+        trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True)
+    )
+    assert one == other
+
+
+@pytest.mark.parametrize("mutant", UNSEEDED)
+def test_disturbed_generators_show_a_draw_that_nothing_seeds(tmp_path, mutant):
+    name = UNSEEDED[mutant]
+    with mutants.broken(mutants.MUTANTS[mutant]):
+        one, other = (
+            trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True)
+        )
+    assert one[0] != other[0]
+
+
+def test_all_generators_are_disturbed_each_time_in_another_way():
+    found = []
+    for number in (-1, 0, 1):
+        disturb(number)
+        found.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert all(len(set(draws)) == 3 for draws in zip(*found, strict=True))
+
+
+def test_a_mode_that_train_does_not_give_is_seen_and_left():
+    model = broken_tasks.FrozenNorm().model()
+    assert model.norm.training
+    assert modules_in_wrong_mode(model) == ["norm"]
+    assert model.norm.training
+    assert modules_in_wrong_mode(model.train()) == []
+    model.body.eval()
+    assert modules_in_wrong_mode(model) == ["body"]
+    assert not model.body.training
+    assert modules_in_wrong_mode(model.eval()) == ["FrozenNetwork", "body", "drop", "head"]
+
+
+def test_training_begins_in_the_mode_that_train_gives(tmp_path):
+    assert fitted("FrozenNorm", tmp_path / "right").wrong_modes == []
+    with mutants.broken(mutants.MUTANTS["modules put into training mode past the model's own train()"]):
+        assert fitted("FrozenNorm", tmp_path / "wrong").wrong_modes == ["norm"]

@@ -1,0 +1,224 @@
+"""What a step does below the surface: its collectives, and where the host waits."""
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep
+from lockstep.distributed.ddp import DDP
+from lockstep.engine import step as engine
+from lockstep.verify import step_operations, worker_functions
+from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.recorder import RecorderOptions
+from lockstep.verify.step_operations import RandomOperations, StepOperations
+from lockstep.verify.worker_functions import TrainingRun
+from tests import runs
+from tests.ranks import run_ranks
+
+HERE = Path(__file__).resolve().parent
+OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
+PACKAGE = Path(lockstep.__file__).parent
+
+
+TALK = RecorderOptions(communication_steps=(1, 2, 3))
+
+
+def overheard(name, file=OWN, watch=TALK, folder=None, **sections):
+    """What this rank saw of five steps of which nothing is logged."""
+    settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 5}, log={"every_steps": 5}, **sections)
+    with runs.shared_folder() as shared:
+        return worker_functions.train(
+            TrainingRun("overheard", 1, settings, str(folder or shared), TaskChanges(), watch)
+        )
+
+
+def overheard_on_ranks(name, sections, wasteful=False):
+    """The communication of the recorded steps, the step with the least first, and the shapes of what was trained.
+
+    wasteful: the gradients of every micro-batch travel.
+    """
+    sync = DDP.gradient_sync
+    if wasteful:
+        DDP.gradient_sync = lambda strategy, last: sync(strategy, True)
+    try:
+        seen = overheard(name, **sections)
+    finally:
+        DDP.gradient_sync = sync
+    quietest_first = sorted(
+        map(vars, seen.communication.values()), key=lambda talk: len(talk["own_reductions"])
+    )  # about once a second, all agree whether to stop
+    return quietest_first, seen.trainable, seen.sharded
+
+
+def test_torch_still_has_the_operators_that_are_listened_for():
+    for name in (*step_operations._REDUCTIONS, *step_operations._HOST_WAITS):
+        space, _, operator = name.partition("::")
+        assert getattr(getattr(torch.ops, space), operator).overloads(), name
+
+
+def test_the_operators_that_reduce_take_their_tensors_where_they_are_looked_for():
+    for name, place in step_operations._REDUCTIONS.items():
+        schema = getattr(torch.ops.c10d, name.partition("::")[2]).default._schema
+        assert "Tensor" in str(schema.arguments[place].type), schema
+        if place == 1:  # the input; the output comes first
+            assert schema.arguments[place].name.startswith("input")
+
+
+def test_alone_nobody_talks_and_nobody_waits(tmp_path):
+    seen = overheard("Masked", folder=tmp_path, batch={"micro": 5}, optim={"clip_norm": 1.0})
+    assert list(seen.communication) == [1, 2, 3]
+    for talk in seen.communication.values():
+        assert (talk.reductions, talk.own_reductions, talk.other_collectives, talk.host_waits) == ([], [], [], [])
+
+
+def test_a_value_that_the_task_reads_is_the_tasks_wait(tmp_path):
+    seen = overheard("Waits", ODD, folder=tmp_path, batch={"global": 20, "micro": 10})
+    for talk in seen.communication.values():
+        assert len(talk.host_waits) == 2
+        place, ours = talk.host_waits[0]
+        assert not ours
+        file, _, line = place.partition(":")
+        assert file == "odd_tasks.py"
+        assert ".item()" in ODD.read_text().splitlines()[int(line) - 1]
+
+
+def reading(path):
+    """A function that reads a tensor's value, as if it were written in `path`."""
+    space = {}
+    exec(compile("\n\ndef read(tensor):\n    return tensor.item()\n", str(path), "exec"), space)
+    return space["read"]
+
+
+@pytest.mark.parametrize(
+    ("path", "ours"),
+    [("engine/step.py", True), ("trainer.py", True), ("tasks/classification/task.py", False)],
+)
+def test_a_value_that_the_package_reads_is_its_own_wait_but_for_its_tasks(monkeypatch, tmp_path, path, ours):
+    factors, read = engine._factors, reading(PACKAGE / path)
+
+    def nosy(run, losses, *arguments):
+        read(losses["loss"])
+        return factors(run, losses, *arguments)
+
+    monkeypatch.setattr(engine, "_factors", nosy)
+    seen = overheard("Masked", folder=tmp_path)
+    assert [talk.host_waits for talk in seen.communication.values()] == [[(f"{Path(path).name}:4", ours)]] * 3
+
+
+def test_comparing_and_asking_for_truth_wait_too():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with StepOperations(optimizer) as seen:
+        assert torch.equal(torch.ones(2), torch.ones(2))
+        assert bool(torch.ones(1) > 0)
+        torch.ones(3).sum()
+    assert [place.partition(":")[0] for place, _ in seen.communication.host_waits] == ["test_step_operations.py"] * 2
+
+
+def test_what_an_optimizer_reads_in_its_step_is_not_counted():
+    parameter = nn.Parameter(torch.ones(3))
+    mine, other = torch.optim.AdamW([parameter], foreach=False), torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    parameter.grad = torch.ones(3)
+    with StepOperations(other) as heard:
+        mine.step()
+    assert heard.communication.host_waits
+    with StepOperations(mine) as heard:
+        mine.step()
+        assert heard.communication.host_waits == []
+        parameter.sum().item()
+    assert len(heard.communication.host_waits) == 1
+
+
+def test_afterwards_nobody_listens():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    with StepOperations(optimizer) as seen:
+        pass
+    torch.ones(1).item()
+    optimizer.step()
+    assert seen.communication.host_waits == []
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_digests_tell_the_first_operation_that_differs():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    found = []
+    for value in (1.0, 1.0, 2.0):
+        with StepOperations(optimizer, digests=True) as seen:
+            start = torch.arange(3.0)
+            middle = start * 2
+            torch.split(middle + value, [1, 2])
+            torch.empty(3)
+        found.append(seen.results)
+    names = [name for name, _ in found[0]]
+    assert names[-3:] == ["aten::mul", "aten::add", "aten::split_with_sizes"]
+    assert found[0] == found[1]
+    assert [one == other for one, other in zip(found[0], found[2], strict=True)][-3:] == [True, False, False]
+
+
+def test_the_operations_of_a_step_are_the_same_when_it_is_run_again(tmp_path):
+    one, other = (
+        overheard("Dropout", watch=RecorderOptions(operations_step=2), folder=tmp_path / name)
+        for name in ("one", "other")
+    )
+    assert one.communication == {}
+    assert len(one.operations) > 20
+    assert any("mm" in name for name, _ in one.operations)
+    assert any("backward" in name for name, _ in one.operations)
+    assert one.operations == other.operations
+
+
+def test_what_draws_random_numbers_is_noted():
+    with RandomOperations() as seen:
+        torch.ones(2) + torch.rand(2)
+        torch.nn.functional.dropout(torch.ones(2), 0.5)
+    assert seen.names[0] == "rand"
+    assert len(seen.names) == 2
+
+
+def test_on_two_ranks_each_gradient_travels_once():
+    answers = run_ranks(2, overheard_on_ranks, "Deep", {"batch": {"micro": 4}})
+    for talks, trainable, sharded in answers:
+        assert not sharded
+        elements = sum(math.prod(shape) for shape in trainable.values())
+        for talk in talks:
+            assert sum(talk["reductions"]) == elements
+            assert talk["host_waits"] == []
+        assert talks[0]["own_reductions"] == [1]  # the units of one head
+
+
+def test_on_two_ranks_gradients_that_travel_with_each_micro_batch_are_seen():
+    talks, trainable, _ = run_ranks(2, overheard_on_ranks, "Deep", {"batch": {"micro": 4}}, True)[0]
+    elements = sum(math.prod(shape) for shape in trainable.values())
+    assert [sum(talk["reductions"]) for talk in talks] == [3 * elements] * 3
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_on_two_ranks_sharded_gradients_travel_once_with_their_padding(clip):
+    sections = {"batch": {"micro": 4}, "parallel": {"strategy": "fsdp"}, "optim": {"clip_norm": clip}}
+    talks, trainable, sharded = run_ranks(2, overheard_on_ranks, "Deep", sections)[0]
+    assert sharded
+    padded = sum(2 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in trainable.values())
+    assert padded > sum(math.prod(shape) for shape in trainable.values())
+    for talk in talks:
+        assert sum(talk["reductions"]) == padded
+        assert any("allgather" in name for name in talk["other_collectives"])
+        assert talk["host_waits"] == []
+    assert talks[0]["own_reductions"] == ([1] if clip is None else [1, 1])  # the units; the norm
+
+
+def test_listening_ends_where_a_step_fails(tmp_path):
+    def fail(*_):
+        raise RuntimeError("the sheep are asleep")
+
+    factors, engine._factors = engine._factors, fail
+    try:
+        with pytest.raises(RuntimeError, match="asleep"), contextlib.suppress(KeyError):
+            overheard("Masked", watch=RecorderOptions(communication_steps=(0,)), folder=tmp_path)
+    finally:
+        engine._factors = factors
+    torch.ones(1).item()
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()

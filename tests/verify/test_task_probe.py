@@ -1,0 +1,197 @@
+"""What makes a training depend on how it is run, found in a forward and a backward pass."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.verify.task_probe import TaskProbe, probe_task
+from tests import runs
+
+HERE = Path(__file__).resolve().parent
+RIGHT, ODD = HERE / "clean_tasks.py", HERE / "odd_tasks.py"
+
+
+def probe(name, file=ODD, part=29, **sections):
+    return probe_task(runs.config(task={"kind": f"{file}:{name}"}, **sections), part)
+
+
+def test_a_plain_task_has_nothing_to_say():
+    found = probe("Base", RIGHT)
+    assert (
+        found.random,
+        found.random_without_dropout,
+        found.dropouts,
+        found.batch_norms,
+        found.without_statistics,
+    ) == ([], [], 0, 0, 0)
+    assert found.float64
+    assert found.epsilon == torch.finfo(torch.float64).eps
+    assert found.coupling < 1e-12
+    assert (found.mean_heads, found.random_in_collate) == ([], [])
+    assert (found.notes(), found.obstacle(), found.diagnosis()) == ([], None, "")
+
+
+def test_dropout_is_found_in_all_its_forms_and_silenced():
+    found = probe("Dropout", RIGHT)
+    assert set(found.random) == {"bernoulli_", "rand"} or {"native_dropout", "rand"} <= set(found.random)
+    assert found.random_without_dropout == []
+    assert found.dropouts == 2  # the module's and the attribute; the function has none
+    assert found.coupling < 1e-12
+    assert found.notes() == ["dropout is off for this comparison: it draws other numbers on another number of ranks"]
+    assert found.obstacle() is None
+
+
+@pytest.mark.parametrize(("name", "dropouts"), [("Attention", 4), ("Recurrent", 1)])
+def test_dropout_in_attention_and_between_recurrent_layers_is_found_and_silenced(name, dropouts):
+    found = probe(name, RIGHT)
+    assert found.random
+    assert found.random_without_dropout == []
+    assert found.dropouts == dropouts
+    assert found.coupling < 1e-12
+
+
+def test_other_random_operations_are_named_and_an_obstacle():
+    found = probe("Noisy")
+    assert found.random == found.random_without_dropout == ["randn_like", "bernoulli"]
+    assert found.notes() == []
+    assert "randn_like, bernoulli" in found.obstacle()
+
+
+def test_random_numbers_in_evaluation_mode_are_told_from_those_of_training():
+    found = probe("Dropout", RIGHT)
+    assert (found.random_in_evaluation, found.random_in_prediction) == ([], [])
+    assert probe("Noisy").random_in_evaluation == ["randn_like", "bernoulli"]
+    found = probe("SampledPredictions")
+    assert (found.random, found.random_in_evaluation, found.random_in_prediction) == ([], [], ["multinomial"])
+
+
+def test_pythons_and_numpys_random_numbers_are_found():
+    assert probe("PythonsRandom").random_without_dropout == ["Python's random"]
+    found = probe("NumpysRandom")
+    assert found.random_without_dropout == ["numpy.random"]
+    assert "numpy.random" in found.obstacle()
+
+
+def test_random_numbers_of_preparation_are_none_of_the_models():
+    found = probe("Augmented", RIGHT)
+    assert (found.random, found.random_without_dropout) == ([], [])
+
+
+@pytest.mark.parametrize(("name", "generator"), [("MixedByNumpy", "numpy.random"), ("MixedByTorch", "torch")])
+def test_random_numbers_of_collate_are_found_and_an_obstacle(name, generator):
+    found = probe(name)
+    assert found.random_in_collate == [generator]
+    assert found.random == []
+    assert found.obstacle() == f"Task.collate draws random numbers ({generator}), other numbers for each micro-batch"
+    found = probe("Augmented", RIGHT)
+    assert (found.random_in_collate, found.obstacle()) == ([], None)
+
+
+def test_attention_without_dropout_is_not_random():
+    found = probe("Attention")
+    assert (found.random, found.random_without_dropout, found.dropouts) == ([], [], 0)
+    assert found.obstacle() is None
+
+
+def test_a_mean_instead_of_a_sum_is_found():
+    found = probe("Mean")
+    assert found.mean_heads == ["loss"]
+    assert found.coupling == pytest.approx(0.5)
+    assert (
+        "Task.loss must return a SUM over its units (reduction='sum'), and returns a mean: off by" in found.diagnosis()
+    )
+    found = probe("MeanOfHeads")
+    assert found.mean_heads == ["a", "b"]
+    assert "and returns a mean for 'a', 'b'" in found.diagnosis()
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [("Odd", ["loss"]), ("MaskedMean", ["loss"]), ("MeanOfOneHead", ["a"]), ("MeanOverSamples", ["b"])],
+)
+def test_a_mean_is_found_whatever_the_halves_weigh(name, heads):
+    """A mean over valid labels, of which one half has more; over samples; or in a small head beside a large sum."""
+    found = probe(name)
+    assert found.mean_heads == heads
+    assert "must return a SUM over its units (reduction='sum'), and returns a mean" in found.diagnosis()
+
+
+def test_samples_that_influence_each_other_are_found():
+    found = probe("Coupled")
+    assert found.coupling > 1e-3
+    assert not found.mean_heads
+    assert "samples influence each other" in found.diagnosis()
+
+
+def test_weights_by_head_and_masks_are_no_coupling():
+    found = probe("Horizons", RIGHT)
+    assert found.coupling < 1e-6
+    assert found.diagnosis() == ""
+
+
+def test_a_single_sample_has_no_halves():
+    found = probe("Single", part=5)
+    assert (found.coupling, found.mean_heads) == (0.0, [])
+
+
+def test_batch_norm_is_counted_and_no_coupling_once_it_is_fixed():
+    found = probe("Normed")
+    assert (found.batch_norms, found.without_statistics, found.dropouts) == (2, 0, 1)
+    assert found.coupling < 1e-12
+    assert found.obstacle() is None
+    assert any(note.startswith("2 BatchNorm modules keep fixed statistics") for note in found.notes())
+
+
+def test_batch_norm_without_statistics_is_an_obstacle():
+    found = probe("Unfixable")
+    assert (found.batch_norms, found.without_statistics) == (1, 1)
+    assert "keep no running statistics" in found.obstacle()
+
+
+def test_where_float64_fails_it_says_why_and_takes_the_models_own_format():
+    found = probe("OnlySingle")
+    assert not found.float64
+    assert found.float64_error == "TypeError: inputs must be float32"
+    assert found.epsilon == torch.finfo(torch.float32).eps
+    assert found.coupling < 1e-6
+    assert found.notes() == [
+        "compared in the model's own number format, since float64 fails: TypeError: inputs must be float32"
+    ]
+    cast = probe("CastsInside")
+    assert not cast.float64
+    assert cast.float64_error.startswith("RuntimeError: ")
+
+
+def test_a_model_in_bf16_is_compared_in_bf16():
+    found = probe("Bf16")
+    assert not found.float64
+    assert found.epsilon == torch.finfo(torch.bfloat16).eps
+    assert found.diagnosis() == ""
+
+
+def test_several_heads_in_bf16_are_compared_in_bf16():
+    assert probe("Bf16Heads").epsilon == torch.finfo(torch.bfloat16).eps
+
+
+def test_an_unreadable_sample_is_skipped_where_the_config_says_so():
+    found = probe("Unreadable", data={"on_error": "skip"})
+    assert found.float64
+    assert found.coupling < 1e-12
+
+
+def test_what_fails_in_every_format_is_raised():
+    with pytest.raises(ValueError, match="the sheep are asleep"):
+        probe("Raises")
+
+
+def test_looking_does_not_depend_on_what_was_drawn_before():
+    torch.manual_seed(5)
+    one = probe("Normed")
+    torch.manual_seed(6)
+    assert probe("Normed") == one
+
+
+def test_an_obstacle_names_no_more_than_three_operations():
+    found = TaskProbe(random=["a"], random_without_dropout=["a", "b", "c", "d"])
+    assert "(a, b, c)" in found.obstacle()
