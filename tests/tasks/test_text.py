@@ -463,7 +463,7 @@ def test_pairs_have_token_types(tmp_path):
 
 def test_labels_keep_the_order_of_a_model_that_has_them(pretrained, tmp_path):
     config = hugging_face.load_config(pretrained)
-    hugging_face.set_labels(config, ["pos", "mixed", "neg"], False, 0)
+    hugging_face.set_labels(config, ["pos", "mixed", "neg"], multi_label=False, pad_token_id=0)
     config.save_pretrained(tmp_path / "turned")
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / "turned" / name).write_bytes((pretrained / name).read_bytes())
