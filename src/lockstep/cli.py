@@ -188,7 +188,7 @@ def verify(
     overrides: Overrides = None,
     nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
@@ -208,7 +208,7 @@ def verify(
             )
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks end, and their files are deleted
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         from lockstep import run_directory
         from lockstep.verify import command, report
 

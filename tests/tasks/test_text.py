@@ -360,10 +360,8 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
     assert results["eval/accuracy"] == 1
     log = (folder / "train.log").read_text()
     rows = hugging_face.load_config(folder / "task").vocab_size
-    assert (
-        f"no task.model: a new embedding_bag of {rows * 100 + 100 * 3 + 3:,} parameters learns from these 18 texts alone"
-        in log
-    )
+    size = f"{rows * 100 + 100 * 3 + 3:,}"
+    assert f"no task.model: a new embedding_bag of {size} parameters learns from these 18 texts alone" in log
 
 
 def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):

@@ -1114,9 +1114,9 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "world.broadcast(_means(world.data_gather(parts), task.coefficients()))",
+        "world.broadcast(_means(world.data_gather(parts), task.coefficients))",
         "dict(zip(['loss'], "
-        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients()).get('loss', 0.0)])]))",
+        "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
     ),
 )
 _engine(
@@ -1156,8 +1156,8 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "task.update_metrics(metrics, output, micro.batch)",
-        "[task.update_metrics(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
+        "update(metrics, output, micro.batch)",
+        "[update(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
     ),
 )
 _engine(
