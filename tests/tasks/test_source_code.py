@@ -159,7 +159,8 @@ def typed(code, number):
 
 def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n    @staticmethod\n    def help(): return 1\n"
+    code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n"
+    code += "    @staticmethod\n    def help(): return 1\n"
     one, same, other = (
         source_code.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2))
     )
