@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until everything is imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-cache-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # of all ranks and commands that tests start, too
@@ -36,6 +37,7 @@ def pytest_collection_finish(session):
     beside.plan(session.items)
     gc.collect()
     gc.freeze()  # torch and the tests stay: collecting garbage need not look through them
+    gc.enable()
 
 
 @pytest.fixture
