@@ -70,7 +70,9 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
     assert cli._ranks_of(nproc) == int(nproc)
     told = capsys.readouterr().err
     assert told == (
-        f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each a core\n" if warned else ""
+        f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each rank a core\n"
+        if warned
+        else ""
     )
 
 

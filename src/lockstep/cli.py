@@ -1,4 +1,4 @@
-"""The command line. torch is imported inside the commands that need it."""
+"""The command line. Only the commands that need torch import it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ def train(
     ] = False,
     allow_change: Annotated[
         list[str] | None,
-        typer.Option("--allow-change", metavar="KEY", help="Go on although this key differs from the run's."),
+        typer.Option(
+            "--allow-change", metavar="KEY", help="Continue the run although this key differs from the run's."
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="How often ranks that were killed or crashed are started again. Default: 3; on one rank 0, without a launcher.",
+            help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
         ),
     ] = None,
     debug: Debug = False,
@@ -112,10 +114,10 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[INPUT]...",
-            help="Files; for text also texts, and - for standard input; none: samples of the evaluation data.",
+            help="Files; for text also texts, and - for standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(help="How many evaluation samples, where no INPUT is given.", min=1)] = 8,
+    samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
     debug: Debug = False,
 ) -> None:
@@ -129,14 +131,14 @@ def predict(
             predictions.check(out)  # before anything is computed
         from lockstep.trainer import Trainer
 
-        found = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
+        described = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
         if out is None:
-            for row in found:
+            for row in described:
                 print(predictions.text(row))
         else:
-            left_out = predictions.write(out, found)
+            left_out = predictions.write(out, described)
             lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
-            print(f"{len(found)} predictions: {out}{lacking}", file=sys.stderr)
+            print(f"{len(described)} predictions: {out}{lacking}", file=sys.stderr)
 
 
 @app.command()
@@ -144,11 +146,15 @@ def checkpoints(
     run_dir: RunDir,
     check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Delete what the run's config does not keep; never the newest valid one.")
+        bool,
+        typer.Option(
+            "--prune",
+            help="Delete checkpoints that the run's config does not keep, but never the newest valid checkpoint.",
+        ),
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """List a run's checkpoints. With --check the exit code is 3 where one is damaged."""
+    """List a run's checkpoints. With --check, the exit code is 3 if a checkpoint is damaged."""
     with _reporting(debug):
         from lockstep import config_file
 
@@ -182,14 +188,14 @@ def verify(
     overrides: Overrides = None,
     nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter trainings.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Check that a training is right, on its own model and data. The exit code is 3 where a check finds a fault."""
+    """Check that a training is right, on its own model and data. The exit code is 3 if a check finds a fault."""
     with _reporting(debug):
         from lockstep import config_file
 
@@ -202,13 +208,13 @@ def verify(
             )
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks end and what they wrote is deleted
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         from lockstep import run_directory
         from lockstep.verify import command, report
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite what this one writes
+        with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite the same files
             config = settings.model_dump(by_alias=True)
             result = command.verify(config, count, folder, checks=names, quick=quick, steps=steps)
         print(report.summary(result))
@@ -218,7 +224,7 @@ def verify(
 
 
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
-    """Whether this process is to start ranks, rather than be one."""
+    """Whether this process must start ranks, and is not a rank itself."""
     _check_nproc(nproc)
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
@@ -240,7 +246,7 @@ def _ranks_of(nproc: str) -> int:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if int(nproc) > cores:
             what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
-            print(f"{what}; --nproc {cores} gives each a core", file=sys.stderr, flush=True)
+            print(f"{what}; --nproc {cores} gives each rank a core", file=sys.stderr, flush=True)
         return int(nproc)
     import torch
 
@@ -253,7 +259,10 @@ def _is_first() -> bool:
 
 @contextlib.contextmanager
 def _reporting(debug: bool) -> Iterator[None]:
-    """Turn exceptions into messages and exit codes. A rank that a launcher started leaves its words to it."""
+    """Turn exceptions into messages and exit codes.
+
+    If a launcher started this rank, the launcher prints the message.
+    """
     try:
         with exits_are_failures():
             yield
@@ -263,7 +272,7 @@ def _reporting(debug: bool) -> Iterator[None]:
         from lockstep.distributed import launch
 
         launch.report_failure(stopped, str(stopped))
-        if "RANK" not in os.environ:  # where something was saved, the run has said so
+        if "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
             print(
                 f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there",
                 file=sys.stderr,

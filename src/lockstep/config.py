@@ -106,8 +106,8 @@ class UnfreezeConfig(Section):
 class TrainConfig(Section):
     """Length of the training, evaluations, and the weights to begin with.
 
-    The length does not determine the training, but the length of the schedule's curve does. Checkpoints record the curve's
-    length, and a resumed run is compared with it.
+    The length does not determine the training, but the length of the schedule's curve does. Checkpoints record the
+    curve's length, and a resumed run is compared with it.
     """
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -218,7 +218,8 @@ class ParallelConfig(Section):
     shard_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """FSDP: patterns of the modules that are sharded separately. None: the model's repeated blocks."""
     shard_ranks: PositiveInt | None = None
-    """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all ranks."""
+    """FSDP: shard over groups of this many neighbouring ranks, and replicate across groups. None: shard over all
+    ranks."""
     reshard_after_forward: bool = True
     """FSDP: free the gathered parameters of a block after its forward pass."""
     forward_prefetch: Annotated[int, Field(ge=0)] = 0
@@ -250,8 +251,8 @@ class ComputeConfig(Section):
 class CheckpointConfig(Section):
     """When checkpoints are saved, and which are kept.
 
-    A checkpoint is due after `every_minutes` or `every_steps`, whichever comes first, and at the end. The `keep_last` newest
-    checkpoints are kept, and those that `keep_best` and `keep_every_steps` ask for.
+    A checkpoint is due after `every_minutes` or `every_steps`, whichever comes first, and at the end. The `keep_last`
+    newest checkpoints are kept, and those that `keep_best` and `keep_every_steps` ask for.
     """
 
     every_steps: Annotated[int, Field(ge=0)] = 0

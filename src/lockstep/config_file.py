@@ -51,10 +51,10 @@ def recipes() -> dict[str, str]:
 
 
 def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a recipe name, a YAML file or `FILE.py:Task`, and apply `key=value` overrides.
+    """The config of a recipe's name, a YAML file or `FILE.py:Task`, with `key=value` overrides.
 
     Raises:
-        UsageError: names file, key and value of everything that is wrong, all at once.
+        UsageError: something is wrong. The error names file, key and value of all faults at once.
     """
     values, where = _read(target)
     return parse(values, where, overrides)
@@ -79,7 +79,15 @@ def read_run(run_dir: Path) -> RunConfig:
 def parse(
     values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True
 ) -> RunConfig:
-    """Check `values` under `overrides`; `where` names them in errors."""
+    """The config of `values` with `overrides`.
+
+    Args:
+        where: the source of `values`, for errors.
+        needs_task: whether a missing task is an error.
+
+    Raises:
+        UsageError: something is wrong. The error names all faults at once.
+    """
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
     given: set[str] = set()
@@ -101,7 +109,7 @@ def parse(
         and isinstance(raw["batch"], dict)
     ):
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
-            raw["batch"].pop(other, None)  # a recipe's global batch gives way to what the user states instead
+            raw["batch"].pop(other, None)  # the keys on the command line take the place of the recipe's global batch
     for section, key, other in _alternatives():
         place = raw.get(section)
         if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
@@ -109,7 +117,7 @@ def parse(
     _suggest(raw)
 
     def origin(path: str) -> str:
-        """The override that set `path`, or what is above or below it; else the file."""
+        """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
         return (
             "command line"
             if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given)
@@ -187,7 +195,7 @@ def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
 
 
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
-    """A copy of `value` in YAML's own types (tuples become lists), so that it is the same when it is read back."""
+    """A copy of `value` in the types of YAML (tuples become lists), so that YAML reads it back unchanged."""
     if isinstance(value, Mapping):
         problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
         return {
@@ -203,11 +211,11 @@ def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
 
 
 def _assign(raw: Any, path: list[str], value: Any) -> None:
-    """Set `path` in nested mappings and lists, making mappings where there is nothing."""
+    """Set the key at `path` in nested mappings and lists. Missing mappings are made."""
     for number, key in enumerate(path):
         place: Any = int(key) if isinstance(raw, list) and key.isdigit() and int(key) < len(raw) else key
         if isinstance(raw, list) and isinstance(place, str):
-            raw.append({key: value})  # no such item: validation says what is wrong with this one
+            raw.append({key: value})  # there is no such item: the validation reports the new item
             return
         if number == len(path) - 1:
             raw[place] = value
@@ -228,7 +236,10 @@ def _alternatives() -> Iterator[tuple[str, str, str]]:
 
 
 def _suggest(raw: dict[str, Any]) -> None:
-    """Fill in the values that suit the task. A section with another `name` (of optimizer or schedule) stays as it is."""
+    """Fill in the values that suit the task.
+
+    A section with another `name` (of optimizer or schedule) stays as it is.
+    """
     task = raw.get("task")
     kind = task.get("kind") if isinstance(task, dict) else None
     if not isinstance(task, dict) or not isinstance(kind, str) or ".py:" in kind:
@@ -270,8 +281,8 @@ def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
     """A line for each key that is wrong.
 
-    Of several kinds that a value may have, pydantic complains one by one: they share a line. Where one of them is wrong
-    only further inside, the value as a whole is not.
+    If a value may have several types, pydantic reports an error for each type; they share a line. If a type fits and
+    only a key further inside is wrong, the value as a whole is not reported.
     """
     lines: dict[str, str] = {}
     for fault in error.errors():
@@ -297,14 +308,14 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
 
 
 def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys in pydantic's `loc` as a user writes them, and the innermost section that they lead into.
+    """The keys in pydantic's `loc` as a user writes them, and the innermost section that they lead to.
 
-    `loc` also names the kinds that it tried where a value may have several; these are no keys.
+    If a value may have several types, `loc` also names the type that pydantic tried. Such names are not keys.
     """
     keys: list[str] = []
     kinds, section, value = [model], model, raw
     for part in loc:
-        inner = [one for kind in kinds for one in _inside(kind, part)]
+        inner = [inside for kind in kinds for inside in _inside(kind, part)]
         held = part in value if isinstance(value, Mapping) else isinstance(value, list) and isinstance(part, int)
         if not held and not any(part in _keys(kind) for kind in kinds):
             continue
@@ -316,7 +327,7 @@ def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[
 
 
 def _inside(kind: Any, part: str | int) -> list[Any]:
-    """What the item `part` of a value of `kind` may be."""
+    """The types that the item `part` of a value of type `kind` may have."""
     if _keys(kind):
         fields = {field.alias or name: field for name, field in kind.model_fields.items()}
         return _kinds(fields[part].annotation) if part in fields else []
@@ -327,16 +338,16 @@ def _inside(kind: Any, part: str | int) -> list[Any]:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """The members of a union, however it is nested; else the annotation itself."""
+    """The members of a union, also of nested unions. Otherwise the annotation itself."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [one for member in get_args(annotation) for one in _kinds(member)]
+        return [kind for member in get_args(annotation) for kind in _kinds(member)]
     return [annotation]
 
 
 def _keys(kind: Any) -> list[str]:
-    """Keys of a section; empty for what is none."""
+    """The keys of a section. Empty if `kind` is not a section."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return []
     return [field.alias or name for name, field in kind.model_fields.items()]

@@ -10,7 +10,10 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 @dataclass(frozen=True)
 class _Determines:
-    """Marks a key, or a whole section, in an `Annotated` type. The innermost marker counts. Without one, a key determines."""
+    """Marks a key, or a whole section, in an `Annotated` type.
+
+    The innermost marker counts. Without one, a key determines.
+    """
 
     yes: bool
 

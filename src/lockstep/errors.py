@@ -1,4 +1,4 @@
-"""The errors of Lockstep. Each error says what is wrong, where, and what to do about it."""
+"""The errors of Lockstep. Each says what is wrong, where, and what to do about it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ class LockstepError(Exception):
 
     Args:
         what: the fault, and the value that shows it.
-        where: file, key, rank, step or sample. None: `what` says it all.
-        remedy: a change that helps. None: there is no advice.
+        where: the file, key, rank, step or sample. None if `what` says it.
+        remedy: what to change. None if no change can be advised.
     """
 
     exit_code = 1
+    """Exit code of the command."""
     retryable = False
-    """Whether the same command may succeed the next time. If so, the launcher may restart the ranks."""
+    """Whether the same command may succeed the next time. Then a launcher starts the ranks again."""
     retries_differently = False
-    """Whether a restart does something differently, so that it may pass the step at which this run failed."""
+    """Whether the next start does the same step in another way, so that a second failure at this step is another
+    failure."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
         self.what, self.where, self.remedy = what, where, remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions are sent between processes (loader workers, ranks). By default, keyword arguments would be lost.
+        # Exceptions cross process borders (loader workers, ranks); keyword arguments do not survive by default.
         return _rebuild, (type(self), self.what, self.where, self.remedy)
 
     def __str__(self) -> str:
@@ -43,7 +45,7 @@ def _rebuild(kind: type[LockstepError], what: str, where: str | None, remedy: st
 
 
 class UsageError(LockstepError):
-    """A wrong command, config or recipe. It is found before anything is computed. Exit code 2."""
+    """A wrong command, config, task or recipe, found before anything is computed. Exit code 2."""
 
     exit_code = 2
 
@@ -51,42 +53,43 @@ class UsageError(LockstepError):
 class DataError(LockstepError):
     """A data set or a sample that cannot be used."""
 
-    retryable = True  # files may come back
+    retryable = True  # a missing file may come back
 
 
 class TrainingError(LockstepError):
-    """The training itself failed: for example, a loss is not finite, or a parameter has no gradient."""
+    """A fault of the training itself: a loss that is not finite, a parameter without gradient."""
 
 
 class MemoryShortage(TrainingError):
-    """The memory of a device does not suffice. The next start takes smaller micro-batches."""
+    """The memory of a device is not sufficient. The next start uses smaller micro-batches."""
 
     retryable = retries_differently = True
 
 
 class CheckpointError(LockstepError):
-    """A checkpoint that is missing, damaged or of another model."""
+    """A checkpoint that is missing or damaged, or belongs to another model."""
 
 
 class RankError(LockstepError):
-    """A rank failed. Raised on the other ranks, and by the launcher."""
+    """A rank failed. The other ranks and the launcher raise this error."""
 
     retryable = True
     origin: tuple[int, str] | None = None
-    """The rank that failed first, and its message. None: this rank failed first."""
+    """The rank that failed first, and its message. None if this rank failed first."""
 
 
 class Preempted(BaseException):
-    """A signal asked this run to stop, and the run has stopped. Exit code 75 (EX_TEMPFAIL): run the same command again.
+    """A signal asked this run to stop, and the run has stopped.
 
-    It is not an `Exception`, because it is no failure, and because `except Exception` must not catch it.
+    This is not a failure. It is not an `Exception`, so that no handler for failures catches it.
+    Exit code 75 (EX_TEMPFAIL): run the same command again.
     """
 
     exit_code = 75
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean X? ` with the name in `known` that is most similar, in any case; empty where no name is similar."""
+    """`did you mean X? ` with the name in `known` that is nearest to `name` in any case. Empty if no name is near."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
     return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
@@ -94,7 +97,7 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
 
 @contextlib.contextmanager
 def exits_are_failures() -> Iterator[None]:
-    """Turn a `SystemExit` of a task into an error: a training that was ended by it must not look complete."""
+    """Turn a `SystemExit` of a task into an error: a training that was ended in this way must not look complete."""
     try:
         yield
     except SystemExit as error:
@@ -105,12 +108,12 @@ def exits_are_failures() -> Iterator[None]:
         raise TrainingError(
             f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
             where=f"{last.filename}:{last.lineno}, in {last.name}",
-            remedy="raise an exception where something is wrong; otherwise return",
+            remedy="raise an exception if something is wrong, else return",
         ) from error
 
 
 def short_traceback(error: BaseException) -> str:
-    """The traceback without frames inside installed libraries, except for the last frame."""
+    """The traceback without the frames inside installed libraries, except for the last frame."""
     frames = traceback.extract_tb(error.__traceback__)
     library = f"{os.sep}site-packages{os.sep}"
     kept = [frame for number, frame in enumerate(frames) if library not in frame.filename or number == len(frames) - 1]

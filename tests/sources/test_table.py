@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.cache import digest_of
 from lockstep.errors import DataError
-from lockstep.sources.table import Chosen, Source, Table, choose
+from lockstep.sources.table import Source
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 COLUMNS = {"text": ['one, "two"', "drei\nvier \N{SNOWMAN}", "\N{BYTE ORDER MARK}five"], "label": ["a", "b", "a"]}
@@ -127,7 +127,7 @@ def test_quotes_in_tsv_are_letters_unless_it_is_said_otherwise(tmp_path):
     text = 'text\tlabel\n"Stop" she said\ta\n12" pizza\tb\n"unclosed\ta\n'
     path = put(tmp_path, "a.tsv", text)
     assert read(path).columns == {"text": ['"Stop" she said', '12" pizza', '"unclosed'], "label": ["a", "b", "a"]}
-    assert read(path).told == ()
+    assert read(path).notes == ()
     assert read(put(tmp_path, "a.csv", text.replace("\t", ",")), quoting="none").columns["text"][2] == '"unclosed'
     with pytest.raises(DataError, match="not CSV") as caught:
         read(path, quoting="minimal")
@@ -144,8 +144,8 @@ def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it
     assert "task.quoting=minimal" in caught.value.remedy
     quoted = read(put(tmp_path, "b.tsv", 'text\tlabel\n"one ""two"""\ta\n"three"\tb\nfour\ta\n'))
     assert quoted.columns["text"] == ['"one ""two"""', '"three"', "four"]
-    assert "2 fields stand in" in quoted.told[0]
-    assert "task.quoting=minimal" in quoted.told[0]
+    assert "2 fields stand in" in quoted.notes[0]
+    assert "task.quoting=minimal" in quoted.notes[0]
 
 
 def test_parquet_is_read(tmp_path):
@@ -474,9 +474,27 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             "the header has 'label', 'text' more than once",
             "task.header=false",
         ),
-        ("a.csv", "text;label\na;b\n", ":1", "one column only, 'text;label'", "may be ';': set task.delimiter"),
-        ("a.csv", "text\tlabel\na\tb\n", ":1", "one column only, 'text\\tlabel'", "may be '\\t': set task.delimiter"),
-        ("a.tsv", "text,label\na,b\n", ":1", "one column only, 'text,label'", "may be ',': set task.delimiter"),
+        (
+            "a.csv",
+            "text;label\na;b\n",
+            ":1",
+            "there is only one column, 'text;label'",
+            "may be ';': set task.delimiter",
+        ),
+        (
+            "a.csv",
+            "text\tlabel\na\tb\n",
+            ":1",
+            "there is only one column, 'text\\tlabel'",
+            "may be '\\t': set task.delimiter",
+        ),
+        (
+            "a.tsv",
+            "text,label\na,b\n",
+            ":1",
+            "there is only one column, 'text,label'",
+            "may be ',': set task.delimiter",
+        ),
         ("a.csv", "", "", "no rows", "one row per sample below its header"),
         ("a.csv", "text,label\n\n", "", "no rows", "one row per sample below its header"),
         ("a.jsonl", '{"text": "a"}\n\n{"text": "b"\n', ":3", "not JSON", "one JSON object per line"),
@@ -517,105 +535,6 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
     with pytest.raises(DataError, match="no rows") as caught:
         read(put(tmp_path, "c.csv", "\n"), header=False)
     assert caught.value.remedy == "the file needs one row per sample"
-
-
-# ---- which columns
-
-
-def chosen(names, text=None, pair=None, label=None, needs_label=True):
-    return choose(Table({name: [] for name in names.split()}, str), "a.csv", text, pair, label, needs_label)
-
-
-@pytest.mark.parametrize(
-    ("names", "wanted"),
-    [
-        ("id text label", Chosen(("text",), None, "label")),
-        ("Category TWEET id", Chosen(("TWEET",), None, "Category")),
-        ("text label label_text", Chosen(("text",), None, "label")),
-        ("label category Text sentence", Chosen(("Text",), None, "label")),
-        ("whatever intent", Chosen(("whatever",), None, "intent")),
-        ("idx sentence1 sentence2 label", Chosen(("sentence1",), "sentence2", "label")),
-        ("Hypothesis Premise uid label", Chosen(("Premise",), "Hypothesis", "label")),
-        ("text_pair text labels", Chosen(("text",), "text_pair", "labels")),
-        ("premise text label", Chosen(("text",), None, "label")),
-    ],
-)
-def test_columns_with_usual_names_are_found(names, wanted):
-    assert chosen(names) == wanted
-
-
-@pytest.mark.parametrize(
-    ("names", "options", "wanted"),
-    [
-        ("a b c", {"text": "c", "label": "a"}, Chosen(("c",), None, "a")),
-        ("a b c", {"text": 0, "label": 2}, Chosen(("a",), None, "c")),
-        ("0 1 2", {"text": 2, "label": 0}, Chosen(("2",), None, "0")),
-        ("2 1 0", {"text": 2, "label": 0}, Chosen(("2",), None, "0")),  # a name comes before a place
-        ("title text label", {"text": ["title", 1]}, Chosen(("title", "text"), None, "label")),
-        ("a b label", {"text": "a", "pair": "b"}, Chosen(("a",), "b", "label")),
-        ("text other label", {"pair": "other"}, Chosen(("text",), "other", "label")),
-        ("text text_pair other label", {"pair": "other"}, Chosen(("text",), "other", "label")),
-        ("label kind", {"label": "kind", "text": "label"}, Chosen(("label",), None, "kind")),
-        ("label class", {"text": "label"}, Chosen(("label",), None, "class")),
-        ("text label topic", {"label": "topic"}, Chosen(("text",), None, "topic")),
-        ("text id", {"needs_label": False}, Chosen(("text",), None, None)),
-        ("anything", {"needs_label": False}, Chosen(("anything",), None, None)),
-        ("text id", {"label": "kind", "needs_label": False}, Chosen(("text",), None, None)),
-        ("text kind", {"label": "kind", "needs_label": False}, Chosen(("text",), None, "kind")),
-        ("text label", {"label": "kind", "needs_label": False}, Chosen(("text",), None, None)),
-    ],
-)
-def test_columns_are_taken_as_given_by_name_or_place(names, options, wanted):
-    assert chosen(names, **options) == wanted
-
-
-@pytest.mark.parametrize(
-    ("names", "options", "what", "remedy"),
-    [
-        (
-            "review comment label",
-            {},
-            "which column is the text? review, comment all might be",
-            "set task.columns.text to one of: review, comment, label",
-        ),
-        (
-            "text topic class",
-            {},
-            "which column is the label? topic, class all might be",
-            "set task.columns.label to one of: text, topic, class",
-        ),
-        ("a b label", {}, "no column looks like the text", "set task.columns.text to one of: a, b, label"),
-        ("text a b", {}, "no column looks like the label", "set task.columns.label to one of: text, a, b"),
-        ("a", {}, "no column looks like the label", "set task.columns.label to one of: a"),
-        ("a b", {"needs_label": False}, "no column looks like the text", "set task.columns.text to one of: a, b"),
-        (
-            "text label",
-            {"text": "txet"},
-            "there is no column 'txet'",
-            "did you mean text? set task.columns.text to one of: text, label",
-        ),
-        ("text label", {"label": 2}, "there is no column 2", "set task.columns.label to one of: text, label"),
-        ("text label", {"pair": "Other"}, "there is no column 'Other'", "set task.columns.pair to one of: text, label"),
-        ("text label", {"text": -1}, "there is no column -1", "set task.columns.text to one of: text, label"),
-    ],
-)
-def test_columns_that_are_not_clear_are_listed(names, options, what, remedy):
-    with pytest.raises(DataError) as caught:
-        chosen(names, **options)
-    assert (caught.value.what, caught.value.where, caught.value.remedy) == (what, "a.csv", remedy)
-
-
-def test_a_first_row_that_holds_no_names_is_suspected():
-    with pytest.raises(DataError) as caught:
-        choose(
-            Table({"It was a good film, and long enough to be seen twice": [], "pos": []}, str),
-            "a.csv",
-            None,
-            None,
-            None,
-        )
-    assert "It was a good film, and long enough to b...," in caught.value.remedy
-    assert caught.value.remedy.endswith("if these are no names but a first row, set task.header=false")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_evaluation_class_unknown_to_training_is_an_error(tmp_path):
         folder = tmp_path / part / name
         folder.mkdir(parents=True)
         Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(folder / "image.png")
-    _, classes = image_folder(tmp_path / "train", 8, 3)
+    _, classes = image_folder(tmp_path / "train", size=8, channels=3)
     assert classes == ["cat", "dog"]
     with pytest.raises(LockstepError, match="class 'cow' is not among the 2 training classes"):
-        image_folder(tmp_path / "eval", 8, 3, classes)
+        image_folder(tmp_path / "eval", size=8, channels=3, classes=classes)

@@ -206,7 +206,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
     DistilBertConfig(
         vocab_size=200, dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=18
     ).save_pretrained(folder)
-    with pytest.raises(UsageError, match="none of the weights of DistilBertForSequenceClassification is in"):
+    with pytest.raises(UsageError, match="has none of the weights of DistilBertForSequenceClassification"):
         text_task(few["train"], model=str(folder), eval_fraction=0.0, max_length=16).model()
 
 
@@ -372,9 +372,12 @@ def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
     first, second, *_ = task.presenter(task).log_header()
     assert first.startswith("no task.model: a new bert of ")
     assert "fewer than 10,000 texts are few for a new transformer" in second
-    assert not any("no task.model" in line for line in log_header.of_model("some/model", "bert", 5, [], 100))
-    assert len(log_header.of_model(None, "bert", 5, [], 10_000)) == 1
-    assert len(log_header.of_model(None, "embedding_bag", 5, [], 10)) == 1
+    assert not any(
+        "no task.model" in line
+        for line in log_header.of_model("some/model", kind="bert", parameters=5, new=[], texts=100)
+    )
+    assert len(log_header.of_model(None, kind="bert", parameters=5, new=[], texts=10_000)) == 1
+    assert len(log_header.of_model(None, kind="embedding_bag", parameters=5, new=[], texts=10)) == 1
 
 
 def test_a_bag_of_embeddings_is_a_linear_function_of_the_mean_of_the_tokens_that_count(few):

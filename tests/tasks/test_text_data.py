@@ -14,8 +14,7 @@ from lockstep.errors import DataError
 from lockstep.sources.labels import count_labels, match_labels, sorted_names, split
 from lockstep.sources.table import Source
 from lockstep.tasks.text import data as module
-from lockstep.tasks.text.data import Given, GivenTexts, TextData, read_texts, tokenise
-from lockstep.tasks.text.data import given as texts_given
+from lockstep.tasks.text.data import InputText, InputTexts, TextData, read_input_texts, read_texts, tokenise
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 WORDS = [
@@ -62,7 +61,7 @@ def tokenizer(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.mktemp("tokenizer")))
-        return train_tokenizer([" ".join(WORDS)] * 3, "digest", 60, True)
+        return train_tokenizer([" ".join(WORDS)] * 3, digest="digest", vocab_size=60, lowercase=True)
 
 
 @pytest.fixture
@@ -362,8 +361,8 @@ def test_what_raises_is_not_kept(lines, cache):
 def test_tokens_are_made_once_for_each_text_tokenizer_and_length(lines, tokenizer):
     texts, others = read_texts(lines(labelled("ab"))), read_texts(lines(labelled("abc"), "b.jsonl"))
     counting = Counting(tokenizer)
-    tokenise(texts, counting, "digest", 32)
-    tokenise(texts, counting, "digest", 32)
+    tokenise(texts, counting, digest="digest", max_length=32)
+    tokenise(texts, counting, digest="digest", max_length=32)
     assert counting.calls == [2]
     for arguments in (
         (others, counting, "digest", 32),
@@ -371,7 +370,7 @@ def test_tokens_are_made_once_for_each_text_tokenizer_and_length(lines, tokenize
         (texts, counting, "digest", 31),
     ):
         before = len(counting.calls)
-        tokenise(*arguments)
+        tokenise(arguments[0], counting, digest=arguments[2], max_length=arguments[3])
         assert len(counting.calls) == before + 1
 
 
@@ -383,8 +382,8 @@ def test_tokens_are_made_once_for_each_text_tokenizer_and_length(lines, tokenize
 def test_tokens_are_those_of_each_text_alone(lines, tokenizer, monkeypatch, block, longest):
     monkeypatch.setattr(module, "_BLOCK", block)
     texts = read_texts(lines([(text, "x") for text in TEXTS]))
-    tokens = tokenise(texts, tokenizer, "digest", longest)
-    data = TextData(texts, tokens, texts.codes)
+    tokens = tokenise(texts, tokenizer, digest="digest", max_length=longest)
+    data = TextData(texts, tokens, labels=texts.codes)
     alone = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in TEXTS]
     assert [sample.ids.tolist() for sample in data] == alone
     assert tokens.lengths.tolist() == [len(one) for one in alone]
@@ -397,7 +396,7 @@ def test_tokens_are_those_of_each_text_alone(lines, tokenizer, monkeypatch, bloc
 def test_truncated_texts_are_counted_by_hand(lines, tokenizer):
     """One token per word here, and two special ones."""
     texts = read_texts(lines([("the cat sat on", "x"), ("the cat sat", "x"), ("the cat sat on the mat", "x")]))
-    tokens = tokenise(texts, tokenizer, "digest", 5)
+    tokens = tokenise(texts, tokenizer, digest="digest", max_length=5)
     assert (tokens.truncated, tokens.dropped) == (2, 1 + 3)
     assert tokens.lengths.tolist() == [5, 5, 5]
 
@@ -406,9 +405,9 @@ def test_truncated_texts_are_counted_by_hand(lines, tokenizer):
 def test_pairs_have_types_of_tokens(lines, tokenizer, longest):
     pairs = list(zip(TEXTS, TEXTS[::-1], strict=True))
     texts = read_texts(lines([{"text": one, "text_pair": other, "label": "x"} for one, other in pairs]))
-    tokens = tokenise(texts, tokenizer, "digest", longest)
+    tokens = tokenise(texts, tokenizer, digest="digest", max_length=longest)
     alone = [tokenizer(*pair, truncation=True, max_length=longest) for pair in pairs]
-    data = TextData(texts, tokens, texts.codes)
+    data = TextData(texts, tokens, labels=texts.codes)
     assert [sample.ids.tolist() for sample in data] == [one["input_ids"] for one in alone]
     assert [sample.types.tolist() for sample in data] == [one["token_type_ids"] for one in alone]
     assert {1} < {kind for sample in data for kind in sample.types.tolist()}
@@ -421,30 +420,30 @@ def test_pairs_have_types_of_tokens(lines, tokenizer, longest):
 def test_data_of_some_rows_are_those_rows(lines, tokenizer):
     source = lines([("", "x"), *((text, "ab"[number % 2]) for number, text in enumerate(TEXTS))])
     texts = read_texts(source, empty="drop")
-    tokens = tokenise(texts, tokenizer, "digest", 64)
-    data = TextData(texts, tokens, texts.codes, np.array([5, 0, 3]))
+    tokens = tokenise(texts, tokenizer, digest="digest", max_length=64)
+    data = TextData(texts, tokens, labels=texts.codes, rows=np.array([5, 0, 3]))
     assert len(data) == len(data.lengths) == 3
     assert [sample.text for sample in data] == [TEXTS[5], TEXTS[0], TEXTS[3]]
     assert [sample.label for sample in data] == [1, 0, 1]
     assert [type(sample.label) for sample in data] == [int] * 3
     assert [len(sample.ids) for sample in data] == data.lengths.tolist() == tokens.lengths[[5, 0, 3]].tolist()
     assert data.where(0) == f"{source.name}:7"
-    everything = TextData(texts, tokens, texts.codes)
+    everything = TextData(texts, tokens, labels=texts.codes)
     assert len(everything) == len(everything.lengths) == 7
     assert everything.where(0) == f"{source.name}:2"
 
 
 def test_samples_of_several_labels_carry_them_all(lines, tokenizer):
     texts = read_texts(lines(labelled([["b"], ["a", "b"]])), multi_label=True)
-    data = TextData(texts, tokenise(texts, tokenizer, "digest", 64), texts.codes)
+    data = TextData(texts, tokenise(texts, tokenizer, digest="digest", max_length=64), labels=texts.codes)
     assert [sample.label.tolist() for sample in data] == [[0, 1], [1, 1]]
 
 
 def test_a_loader_worker_gets_the_place_of_the_texts_and_not_the_texts(lines, tokenizer):
     many = [(f"{text} {number}", "ab"[number % 2]) for number in range(100) for text in TEXTS]
     texts = read_texts(lines(many))
-    tokens = tokenise(texts, tokenizer, "digest", 64)
-    data = TextData(texts, tokens, texts.codes, np.arange(1, len(many), 70))
+    tokens = tokenise(texts, tokenizer, digest="digest", max_length=64)
+    data = TextData(texts, tokens, labels=texts.codes, rows=np.arange(1, len(many), 70))
     assert len(pickle.dumps(texts)) < 1000
     assert len(pickle.dumps(tokens)) < 1000
     again = pickle.loads(pickle.dumps(data))
@@ -461,23 +460,25 @@ def test_a_loader_worker_gets_the_place_of_the_texts_and_not_the_texts(lines, to
 
 def test_texts_to_label_need_no_labels(lines, tmp_path):
     source = lines([{"text": "a", "id": 1}, {"text": "", "id": 2}])
-    assert texts_given(source, None, None, "label") == [
-        Given(f"{source.name}:1", "a", None),
-        Given(f"{source.name}:2", "", None),
+    assert read_input_texts(source, text=None, pair=None, label="label") == [
+        InputText(f"{source.name}:1", "a", None),
+        InputText(f"{source.name}:2", "", None),
     ]
     source = lines([{"text": "a", "text_pair": "b", "label": "x"}, {"text": "c", "text_pair": None, "label": "x"}])
-    assert texts_given(source, None, None, None) == [
-        Given(f"{source.name}:1", "a", "b"),
-        Given(f"{source.name}:2", "c", ""),
+    assert read_input_texts(source, text=None, pair=None, label=None) == [
+        InputText(f"{source.name}:1", "a", "b"),
+        InputText(f"{source.name}:2", "c", ""),
     ]
-    assert texts_given(source, ["text", "label"], None, None)[0] == Given(f"{source.name}:1", "a x", None)
+    assert read_input_texts(source, text=["text", "label"], pair=None, label=None)[0] == InputText(
+        f"{source.name}:1", "a x", None
+    )
     (tmp_path / "a.txt").write_text("one\ntwo")
-    assert texts_given(Source(f"{tmp_path}/a.txt"), None, None, None) == [
-        Given(f"{tmp_path}/a.txt:1", "one", None),
-        Given(f"{tmp_path}/a.txt:2", "two", None),
+    assert read_input_texts(Source(f"{tmp_path}/a.txt"), text=None, pair=None, label=None) == [
+        InputText(f"{tmp_path}/a.txt:1", "one", None),
+        InputText(f"{tmp_path}/a.txt:2", "two", None),
     ]
     with pytest.raises(DataError, match="no column looks like the text"):
-        texts_given(lines([{"a": "x", "b": "y"}]), None, None, None)
+        read_input_texts(lines([{"a": "x", "b": "y"}]), text=None, pair=None, label=None)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -488,8 +489,8 @@ def test_texts_to_label_are_tokenised_as_those_of_training(lines, tokenizer, pai
     ]
     source = lines(rows)
     texts = read_texts(source)
-    trained = TextData(texts, tokenise(texts, tokenizer, "digest", 7), texts.codes)
-    data = GivenTexts(texts_given(source, None, None, None), tokenizer, 7)
+    trained = TextData(texts, tokenise(texts, tokenizer, digest="digest", max_length=7), labels=texts.codes)
+    data = InputTexts(read_input_texts(source, text=None, pair=None, label=None), tokenizer, 7)
     assert len(data) == len(trained)
     for found, wanted in zip(data, trained, strict=True):
         assert found.ids.tolist() == wanted.ids.tolist()
@@ -501,7 +502,7 @@ def test_texts_to_label_are_tokenised_as_those_of_training(lines, tokenizer, pai
 
 
 def test_no_texts_to_label_are_no_samples(tokenizer):
-    data = GivenTexts([], tokenizer, 7)
+    data = InputTexts([], tokenizer, 7)
     assert len(data) == len(data.lengths) == 0
 
 
@@ -608,7 +609,7 @@ def test_names_that_are_no_finite_numbers_are_sorted_by_letter():
 
 def test_lines_of_text_files_are_those_of_an_editor(tmp_path):
     (tmp_path / "a.txt").write_text("one\u2028still one\r\ntwo\x0c\n\nfour")
-    found = texts_given(Source(str(tmp_path / "a.txt")), None, None, None)
+    found = read_input_texts(Source(str(tmp_path / "a.txt")), text=None, pair=None, label=None)
     assert [one.text for one in found] == ["one\u2028still one", "two\x0c", "", "four"]
     assert found[3].where == f"{tmp_path}/a.txt:4"
 

@@ -1,4 +1,7 @@
-"""From the bytes of a text file to its text: by the byte order mark, else UTF-8; and the remedy for a file that is neither."""
+"""The text of a text file: decoded by its byte order mark, else as UTF-8.
+
+Errors name the remedy for other encodings.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 
 from lockstep.errors import DataError
 
-# UTF-32's mark for little endian begins with that of UTF-16.
+# UTF-32 comes before UTF-16: the little-endian mark of UTF-32 begins with the mark of UTF-16.
 _MARKS = [
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -29,10 +32,10 @@ _CONTROLS = {*range(32), 127} - {*b"\t\n\r\f\x1b"}
 
 
 def read_text(path: Path) -> str:
-    """A file's text, without its byte order mark.
+    """The text of a file, without its byte order mark.
 
     Raises:
-        DataError: it cannot be read, or its bytes are not of the encoding that its mark says (UTF-8 where it has none).
+        DataError: the file cannot be read, or its bytes are not in the encoding of its mark (without a mark: UTF-8).
     """
     try:
         raw = path.read_bytes()
@@ -56,7 +59,7 @@ def read_text(path: Path) -> str:
 
 
 def _without_mark(raw: bytes) -> str | None:
-    """The encoding of text whose zero bytes show it: letters of ASCII have one or three in UTF-16 and UTF-32."""
+    """UTF-16 or UTF-32, if the zero bytes show it: an ASCII letter has one zero byte in UTF-16 and three in UTF-32."""
     head = raw[: _HEAD - _HEAD % 4]
     if head.count(0) < max(2, len(head) // 4):
         return None
@@ -67,7 +70,7 @@ def _without_mark(raw: bytes) -> str | None:
 
 
 def _explained(raw: bytes, place: int, name: str) -> tuple[str, str]:
-    """What bytes are that are not UTF-8 at `place`, and the remedy."""
+    """The fault of bytes that are not UTF-8 at `place`, and the remedy."""
     for magic, (what, remedy) in _MAGIC.items():
         if raw.startswith(magic):
             return f"{what}, not text", remedy

@@ -1,4 +1,4 @@
-"""From files to raw samples: map-style data sets that name the file of a sample that cannot be read."""
+"""Images as map-style data sets of raw samples. They name the file of a sample that cannot be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ LabelledImage = tuple[Tensor, int]
 class Digits(Dataset[LabelledImage]):
     """UCI optical digits: 1,797 scanned digits of 8x8 pixels, embedded in the package.
 
-    A sample is (uint8 tensor (1, 8, 8), label). 360 samples, drawn by a fixed permutation, are held back for evaluation.
+    A sample is (image, label): a uint8 tensor (1, 8, 8) and a number from 0 to 9. 360 samples, drawn by a fixed
+    permutation, are held back for evaluation.
+
     Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository 1998,
     doi:10.24432/C50P49, CC BY 4.0; as bundled with scikit-learn.
     """
@@ -33,11 +35,11 @@ class Digits(Dataset[LabelledImage]):
         with resources.files("lockstep.recipes").joinpath("digits.npz").open("rb") as file, np.load(file) as stored:
             images, labels = stored["images"], stored["labels"]
         places = permute(np.arange(len(images)), len(images), seed=0)
-        mine = np.sort(places[_DIGITS_HELD_BACK:] if training else places[:_DIGITS_HELD_BACK])
+        rows = np.sort(places[_DIGITS_HELD_BACK:] if training else places[:_DIGITS_HELD_BACK])
         self.images = torch.from_numpy(
-            (images[mine].astype(np.float32) * (255 / 16)).round().astype(np.uint8)
+            (images[rows].astype(np.float32) * (255 / 16)).round().astype(np.uint8)
         ).unsqueeze(1)
-        self.labels = labels[mine].tolist()
+        self.labels = labels[rows].tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -47,14 +49,16 @@ class Digits(Dataset[LabelledImage]):
 
 
 class Images(Dataset[LabelledImage]):
-    """Image files with labels: (uint8 tensor (channels, size, size), label), resized with antialiasing.
+    """Image files with labels. A sample is (image, label): a uint8 tensor (channels, size, size) and a class number.
 
     Args:
-        paths, labels: the files and their class numbers (-1 where unknown).
-        size: of the square that images are resized to. channels: 1 (grey) or 3 (RGB).
+        paths: the files.
+        labels: their class numbers, or -1 if the class is unknown.
+        size: height and width in pixels. Images are resized with antialiasing.
+        channels: 1 (grey) or 3 (RGB).
     """
 
-    def __init__(self, paths: Sequence[Path], labels: Sequence[int], size: int, channels: int) -> None:
+    def __init__(self, paths: Sequence[Path], labels: Sequence[int], *, size: int, channels: int) -> None:
         self.paths, self.labels, self.size, self.channels = list(paths), list(labels), size, channels
 
     def __len__(self) -> int:
@@ -71,25 +75,29 @@ class Images(Dataset[LabelledImage]):
         return pixels.unsqueeze(0) if self.channels == 1 else pixels.permute(2, 0, 1), self.labels[index]
 
     def where(self, index: int) -> str:
-        """File of a sample."""
+        """The file of a sample, for messages."""
         return str(self.paths[index])
 
 
 def image_folder(
-    root: str | Path, size: int, channels: int, classes: Sequence[str] | None = None
+    root: str | Path, *, size: int, channels: int, classes: Sequence[str] | None = None
 ) -> tuple[Images, list[str]]:
-    """Images in one folder per class, and the class names in sorted order.
+    """The images of a folder that has a folder for each class, and the class names, sorted.
 
     Args:
-        classes: the names that are known (from training); a folder that is none of them is an error.
+        size: height and width in pixels to which images are resized.
+        channels: 1 (grey) or 3 (RGB).
+        classes: the class names of the training data. A folder with another name is an error.
 
     Raises:
-        DataError: no such folder, no class folders, a class without known name, or no images.
+        DataError: there is no such folder, no folder of a class, a class without a known name, or no image.
     """
     root = Path(root)
     if not root.is_dir():
         raise DataError(
-            "no such folder", where=str(root), remedy="data.train and data.eval are folders with one folder per class"
+            "no such folder",
+            where=str(root),
+            remedy="data.train and data.eval are folders with a folder for each class",
         )
     folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     names = list(classes) if classes is not None else [folder.name for folder in folders]
@@ -109,6 +117,6 @@ def image_folder(
         raise DataError(
             "no images found",
             where=str(root),
-            remedy=f"put images ({', '.join(IMAGE_SUFFIXES)}) into one folder per class",
+            remedy=f"put images ({', '.join(IMAGE_SUFFIXES)}) into a folder for each class",
         )
-    return Images(paths, labels, size, channels), names
+    return Images(paths, labels, size=size, channels=channels), names

@@ -1,4 +1,5 @@
-"""Labels of samples: from what a table holds to class numbers, from one source's names to another's, and parts of every class."""
+"""Labels of samples: class numbers from the values of a table, the same numbers for several sources, and splits by
+class."""
 
 from __future__ import annotations
 
@@ -18,33 +19,37 @@ _SHOWN = 8
 
 
 class Labelled(Protocol):
-    """Samples with labels. codes: places in `names`, -1 where there is none; with several labels per sample, 0 and 1 of shape (samples, names)."""
+    """Samples with labels."""
 
     names: list[str]
+    """The names of the labels."""
     codes: Array
+    """The label of each sample as its place in `names`, or -1: (samples,). Several labels: 0 and 1, (samples,
+    names)."""
 
     def __len__(self) -> int: ...
 
     def where(self, row: int) -> str:
-        """A sample in messages."""
+        """The place of a sample, for messages."""
         ...
 
 
-def one_each(
-    values: Sequence[Any], classes: Sequence[str] | None, column: str, where: Callable[[int], str]
+def single_labels(
+    values: Sequence[Any], classes: Sequence[str] | None, *, column: str, where: Callable[[int], str]
 ) -> tuple[list[str], Array]:
-    """Names and codes of samples with one label each.
+    """Names and codes of samples that have a single label each.
 
     Args:
-        classes: what numbers in `values` stand for; None: `values` are the labels themselves.
-        column, where: for errors.
+        classes: the names of the classes if `values` are class numbers. None: `values` are the labels themselves.
+        column: the name of the column, for errors.
+        where: from the number of a value to its place, for errors.
 
     Raises:
-        DataError: a sample without label, or with a list of them.
+        DataError: a sample has no label, or a list of labels.
     """
     for number, value in enumerate(values):
         if isinstance(value, list | Mapping):
-            remedy = "set task.multi_label=true where a text has several labels"
+            remedy = "set task.multi_label=true if texts have several labels"
             raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=remedy)
         if (
             value is None
@@ -65,13 +70,15 @@ def one_each(
     return names, np.array([place[name] for name in written], dtype=np.int64)
 
 
-def several_each(
-    values: Sequence[Any], classes: Sequence[str] | None, separator: str, where: Callable[[int], str]
+def multiple_labels(
+    values: Sequence[Any], classes: Sequence[str] | None, *, separator: str, where: Callable[[int], str]
 ) -> tuple[list[str], Array]:
-    """The same for samples with any number of labels: lists, or text with `separator` between labels.
+    """Names and codes of samples that have any number of labels: lists, or text with `separator` between labels.
+
+    The other arguments are those of `single_labels`.
 
     Raises:
-        DataError: something else, or a label that is none.
+        DataError: a value is something else, or a label is missing.
     """
     lists = []
     for number, value in enumerate(values):
@@ -119,7 +126,8 @@ def _name(value: Any) -> str:
 
 
 def sorted_names(names: Iterable[str]) -> list[str]:
-    """Numbers by value, other names by letter: the same in every process and on every machine."""
+    """Names sorted by value if all are numbers, else by letter: the same order in every process and on every
+    machine."""
     names = sorted(names)
     try:
         values = {name: float(name) for name in names}
@@ -128,41 +136,42 @@ def sorted_names(names: Iterable[str]) -> list[str]:
     return sorted(names, key=values.__getitem__) if all(map(math.isfinite, values.values())) else names
 
 
-def match_labels(found: Labelled, names: Sequence[str]) -> Array:
-    """The labels of `found`, from a source of its own, as places in `names`.
+def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
+    """The labels of `samples`, which have names of their own, as places in `names`.
 
     Raises:
-        DataError: labels that `names` lacks; names them, and the first text with one.
+        DataError: `names` lacks some of the labels. The error names a label, and the first text that has it.
     """
-    unknown = [name for name in found.names if name not in names]
-    used = np.unique(found.codes) if found.codes.ndim == 1 else np.flatnonzero(found.codes.any(axis=0))
-    unknown = [name for name in unknown if found.names.index(name) in used]
+    unknown = [name for name in samples.names if name not in names]
+    used = np.unique(samples.codes) if samples.codes.ndim == 1 else np.flatnonzero(samples.codes.any(axis=0))
+    unknown = [name for name in unknown if samples.names.index(name) in used]
     if unknown:
-        code = found.names.index(unknown[0])
-        row = int(np.flatnonzero(found.codes == code if found.codes.ndim == 1 else found.codes[:, code])[0])
+        code = samples.names.index(unknown[0])
+        row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"label {unknown[0]!r} does not occur in the training data{more}"
         listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         raise DataError(
             what,
-            where=found.where(row),
+            where=samples.where(row),
             remedy=f"the {len(names)} labels are: {listed}; remove these rows, or train with them",
         )
-    if found.codes.ndim == 1:
-        places = np.array([*(names.index(name) if name in names else -1 for name in found.names), -1], dtype=np.int64)
-        return places[found.codes]
-    codes = np.zeros((len(found), len(names)), dtype=np.int8)
-    for number, name in enumerate(found.names):
+    if samples.codes.ndim == 1:
+        places = np.array([*(names.index(name) if name in names else -1 for name in samples.names), -1], dtype=np.int64)
+        return places[samples.codes]
+    codes = np.zeros((len(samples), len(names)), dtype=np.int8)
+    for number, name in enumerate(samples.names):
         if name in names:
-            codes[:, names.index(name)] = found.codes[:, number]
+            codes[:, names.index(name)] = samples.codes[:, number]
     return codes
 
 
 def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
-    """Rows for training and for evaluation, each sorted: `fraction` of every class is held back, drawn by a permutation that `seed` keys.
+    """Sorted rows for training, and sorted rows for evaluation: `fraction` of every class, drawn by a permutation of
+    `seed`.
 
-    Each class gives a number that is next to its share, so that the sum is the share of all, as far as classes of one text allow;
-    with several labels per text, a class is a combination of labels. One of a class of its own stays in training.
+    Each class gives its share, rounded up or down so that the sum is the share of all samples, as far as possible. A
+    class with a single sample stays in training. With several labels per text, a class is a combination of labels.
     """
     classes = np.unique(labels, axis=0, return_inverse=True)[1].reshape(-1)
     sizes = np.bincount(classes)
@@ -170,24 +179,23 @@ def split(labels: Array, fraction: float, seed: int) -> tuple[Array, Array]:
     counts = np.floor(shares).astype(np.int64)
     wanted = round(len(labels) * fraction) - int(counts.sum())
     by_rest = np.argsort(-(shares - counts), kind="stable")
-    for number in [one for one in by_rest if counts[one] < shares[one] and counts[one] + 1 < sizes[one]][
-        : max(0, wanted)
-    ]:
+    may_grow = [number for number in by_rest if counts[number] < shares[number] and counts[number] + 1 < sizes[number]]
+    for number in may_grow[: max(0, wanted)]:
         counts[number] += 1
     order = permute(np.arange(len(labels)), len(labels), seed)
     held = np.zeros(len(labels), dtype=bool)
     for number, count in enumerate(counts):
-        mine = np.flatnonzero(classes == number)
-        held[mine[np.argsort(order[mine])[:count]]] = True
+        members = np.flatnonzero(classes == number)
+        held[members[np.argsort(order[members])[:count]]] = True
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def count_labels(names: Sequence[str], labels: Array) -> dict[str, int]:
-    """How many samples each class has."""
+    """The number of samples of each class."""
     counts: Sequence[int]
     if labels.ndim == 1:
-        found = Counter(labels.tolist())
-        counts = [found[number] for number in range(len(names))]
+        counter = Counter(labels.tolist())
+        counts = [counter[number] for number in range(len(names))]
     else:
         counts = labels.sum(axis=0, dtype=np.int64).tolist()
     return dict(zip(names, counts, strict=True))

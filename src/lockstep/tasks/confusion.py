@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 _MATRIX = 12  # classes up to which the whole matrix is shown
-_PAIRS = 10
+_PAIRS = 10  # pairs of classes that are shown if there are more classes
 _WIDE = 24  # characters of a class name
-_CLASSES = 8
+_CLASSES = 8  # classes up to which all counts are listed
 
 
 def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
-    """Precision, recall, F1 and number of samples of each class, and their means.
+    """Precision, recall, F1 and number of samples of each class, and the means over classes.
 
     Args:
-        confusion: counts by (truth, prediction), or, where a sample has several labels, by (class, truth, prediction).
+        confusion: counts by (truth, prediction). If a sample may have several labels: by (class, truth, prediction).
     """
     counts = confusion.double()
     if counts.ndim == 2:
@@ -27,26 +27,24 @@ def by_class(confusion: Tensor, labels: Sequence[str]) -> str:
     wide = max(len("class"), *(min(_WIDE, len(label)) for label in labels))
     lines = [f"  {'class':<{wide}}  precision  recall      F1  samples"]
     for number, label in enumerate(labels):
-        lines.append(
-            f"  {_short(label):<{wide}}  {float(precision[number]):9.4f}  {float(recall[number]):6.4f}  {float(f1[number]):6.4f}  {int(true[number]):7,}"
-        )
-    seen = ((true + said) > 0) | (
-        counts.ndim > 2
-    )  # as torchmetrics takes the mean: classes that neither occur nor are predicted are left out
+        scores = f"{float(precision[number]):9.4f}  {float(recall[number]):6.4f}  {float(f1[number]):6.4f}"
+        lines.append(f"  {_short(label):<{wide}}  {scores}  {int(true[number]):7,}")
+    # torchmetrics also leaves classes that neither occur nor are predicted out of the mean.
+    seen = ((true + said) > 0) | (counts.ndim > 2)
     mean = [float(column[seen].mean()) if seen.any() else 0.0 for column in (precision, recall, f1)]
     lines.append(f"  {'mean':<{wide}}  {mean[0]:9.4f}  {mean[1]:6.4f}  {mean[2]:6.4f}  {int(true.sum()):7,}")
     return "\n".join(lines)
 
 
 def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
-    """The matrix, truth by prediction; of many classes the pairs that are confused most."""
+    """The matrix of truth by prediction. With many classes: the pairs of classes that are confused most."""
     if len(labels) > _MATRIX:
         errors = confusion.clone().fill_diagonal_(0)
         order = errors.flatten().argsort(descending=True, stable=True)[:_PAIRS].tolist()
-        found = [
+        pairs = [
             (int(errors.flatten()[place]), labels[place // len(labels)], labels[place % len(labels)]) for place in order
         ]
-        lines = [f"  {count:6,}  {truth} taken for {said}" for count, truth, said in found if count]
+        lines = [f"  {count:6,}  {truth} taken for {said}" for count, truth, said in pairs if count]
         return "\n".join(["  confused most:", *lines]) if lines else "  nothing was confused"
     rows = [
         [_short(label), *(f"{int(count):,}" for count in row)]
@@ -64,7 +62,7 @@ def confusions(confusion: Tensor, labels: Sequence[str]) -> str:
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Classes with their numbers; of many the most and the least frequent."""
+    """Classes with their counts. With many classes: the most and the least frequent."""
     ordered = sorted(counts.items(), key=lambda item: -item[1]) if len(counts) > _CLASSES else list(counts.items())
     if len(ordered) <= _CLASSES:
         return ", ".join(f"{name} {count:,}" for name, count in ordered)

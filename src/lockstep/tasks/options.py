@@ -10,8 +10,8 @@ from lockstep.config_section import Section
 class TaskOptions(Section):
     """Base of the options of a task.
 
-    A subclass is declared by name: a shipped one in `tasks.registry`, another in the entry point group `lockstep.tasks`.
-    Unknown keys and values of another type are errors.
+    A subclass is declared by name: a shipped one in `tasks.registry`, another in the entry point group
+    `lockstep.tasks`. Unknown keys and values of another type are errors.
     """
 
     task: ClassVar[str]
@@ -21,5 +21,8 @@ class TaskOptions(Section):
     """
 
     def suggestions(self) -> dict[str, dict[str, Any]]:
-        """Values of other sections that suit this task. They apply to keys that neither a file nor the command line sets."""
+        """Values of other sections that suit this task.
+
+        They apply to keys that neither a file nor the command line sets.
+        """
         return {}

@@ -27,8 +27,8 @@ class Presenter:
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """Samples from the INPUT arguments of `lockstep predict`.
 
-        They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data set
-        names the source of a sample.
+        They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data
+        set names the source of a sample.
 
         Raises:
             UsageError: the task reads no files. This is the default.
@@ -44,7 +44,10 @@ class Presenter:
         return {"output": output}
 
     def truth(self, sample: Any) -> Any:
-        """The label of a raw sample, in the form that `describe` gives a prediction. None if the sample has no label."""
+        """The label of a raw sample, in the form that `describe` gives a prediction.
+
+        None if the sample has no label.
+        """
         return None
 
     def show(self, sample: Any) -> dict[str, Any]:
@@ -55,7 +58,8 @@ class Presenter:
         """A text about an evaluation, for the log. An empty text is not logged.
 
         Args:
-            values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion matrix,
+            values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion
+            matrix,
                 are not logged as numbers, so this is the place to show them.
             samples: a few pairs (raw sample, output of this sample).
         """
@@ -68,4 +72,5 @@ class Presenter:
         return []
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer) into `folder`."""
+        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer) into
+        `folder`."""

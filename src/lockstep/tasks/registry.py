@@ -58,7 +58,8 @@ def recipes() -> dict[str, Traversable]:
     """The YAML files of all recipes by name: the shipped ones first.
 
     Raises:
-        UsageError: an entry point declares a package of recipes that cannot be loaded. The error names the distribution.
+        UsageError: an entry point declares a package of recipes that cannot be loaded. The error names the
+        distribution.
     """
     found = _yaml_files(resources.files(_SHIPPED_RECIPES))
     for entry in _entry_points("lockstep.recipes").values():
@@ -77,12 +78,15 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     """Make the task that the config's section `task` describes.
 
     Args:
-        section: `kind` and the options. A named kind gets its options as one object; a class in a user's file gets them as
+        section: `kind` and the options. A named kind gets its options as one object; a class in a user's file gets them
+        as
             keyword arguments.
-        train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and `eval`.
+        train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and
+        `eval`.
 
     Raises:
-        UsageError: there is no such file or class, or its constructor does not take a key. The error names the keys that it
+        UsageError: there is no such file or class, or its constructor does not take a key. The error names the keys
+        that it
             takes.
     """
     if "kind" not in section:

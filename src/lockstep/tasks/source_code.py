@@ -1,7 +1,7 @@
-"""The source of a user's task: what it consists of, and where it differs from what a run has kept of it.
+"""The source code of a user's task: its parts, and the differences from the parts that a run has kept.
 
-A part is a Python file, by its path below the task's folder; or, where a task is given as an object, a class or
-function, by its qualified name. Comments, docstrings and layout are no difference.
+A part is a Python file, named by its path below the task's folder. If the task is given as an object, a part is a class
+or function, named by its qualified name. Comments, docstrings and layout do not count as differences.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from typing import Any
 from lockstep import atomic
 from lockstep.tasks.user_file import package_of
 
-Parts = dict[str, str]  # text by name
-Units = dict[str, tuple[str, int]]
+Parts = dict[str, str]  # from the name of a part to its text
+Units = dict[str, tuple[str, int]]  # from the name of a function to its code and first line; see `_units`
 
 _SHOWN = 60  # characters of a line
 _GIT_S = 2.0
 
 
 def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = None) -> Parts:
-    """The parts of a task; empty where it is a shipped one, or nothing of it can be read.
+    """The parts of a task. Empty for a shipped task, and if nothing of the task can be read.
 
     Args:
-        kind: `FILE.py:Class`, if the config names one: where the task is of this class, its parts are files.
-        kept: parts that were kept of it; where these are files, no others are looked for: who imports another has
-            changed.
+        kind: `FILE.py:Class`, if the config names a file. If the task is of this class, its parts are files.
+        kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another
+        file
+            has changed itself.
     """
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
@@ -49,12 +50,12 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
         if kept and all(name.endswith(".py") for name in kept):
             return now(Path(path).resolve(), kept)
         return of_file(Path(path).resolve())
-    except Exception:  # what Python runs, however odd, must not fail to train because nobody can read it
+    except Exception:  # a task that Python can run must train, even if its source cannot be read
         return {}
 
 
 def read(folder: Path) -> Parts:
-    """What `write` has written there."""
+    """The parts that `write` has written into `folder`."""
     return {str(path.relative_to(folder)): _read(path) or "" for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -70,67 +71,75 @@ def write(folder: Path, parts: Mapping[str, str]) -> None:
 
 
 def of_file(path: Path) -> Parts:
-    """A task's file, and all that it imports from its own folder or package, anywhere in it, or has imported by now."""
+    """A task's file, and all files of its folder or package that it imports anywhere, or has imported already."""
     packages, root = package_of(path)
     folders = [path.parent, root] if packages else [path.parent]
-    found: Parts = {}
+    parts: Parts = {}
     pending = [path, *_files(root, ".".join([*packages, path.stem])), *_loaded(folders)]
     while pending:
         file = pending.pop()
         name = os.path.relpath(file, root)
-        if name not in found:
-            found[name] = _read(file) or ""
-            for folder, module in _imports(found[name], file, folders):
+        if name not in parts:
+            parts[name] = _read(file) or ""
+            for folder, module in _imports(parts[name], file, folders):
                 pending += _files(folder, module)
-    return found
+    return parts
 
 
 def now(path: Path, kept: Mapping[str, str]) -> Parts:
-    """What is in the files now that `of_file(path)` has found before; those that are gone are left out."""
+    """The present texts of the files in `kept`, which `of_file(path)` returned earlier. Missing files are left out."""
     _, root = package_of(path)
     return {name: text for name in kept if (text := _read(root / name)) is not None}
 
 
 def of_class(kind: type) -> Parts:
-    """A task's class, its bases, and the classes and functions they name, if these are the user's and have a source."""
-    found: Parts = {}
-    pending: list[Any] = [one for one in kind.__mro__ if _is_users(one)]
+    """A task's class, its bases, and the classes and functions that they name, if they are the user's and have a
+    source."""
+    parts: Parts = {}
+    pending: list[Any] = [base for base in kind.__mro__ if _is_users(base)]
     home = _home(kind)
     while pending:
-        one = pending.pop()
-        name = f"{one.__module__}.{one.__qualname__}"
-        if name in found or not (text := _text(one)):
+        definition = pending.pop()
+        name = f"{definition.__module__}.{definition.__qualname__}"
+        if name in parts or not (text := _text(definition)):
             continue
-        found[name] = text
-        space = vars(sys.modules[one.__module__])
+        parts[name] = text
+        space = vars(sys.modules[definition.__module__])
         named = {node.id for node in _walk(text) if isinstance(node, ast.Name)}
         others = [space[word] for word in sorted(named & space.keys())]
         others = [other for other in others if inspect.isclass(other) or inspect.isfunction(other)]
         pending += [other for other in others if _is_users(other) and _home(other) == home]
-    return found
+    return parts
 
 
 def difference(kept: Mapping[str, str], new: Mapping[str, str]) -> str | None:
-    """In one line which parts differ, in how many places, and where first; None where all mean the same."""
-    found = []
+    """A line that says which parts differ, in how many places, and where first. None if all parts mean the same."""
+    differences = []
     for name in sorted(kept.keys() | new.keys()):
         if kept.get(name) == new.get(name):
             continue
         if name not in new or name not in kept:
-            found.append(f"{name} is {'new' if name in new else 'gone'}")
+            differences.append(f"{name} is {'new' if name in new else 'gone'}")
         elif text := _first_difference(_units(kept[name]), _units(new[name]), is_file=name.endswith(".py")):
-            found.append(f"{name} differs in {text}")
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "") if found else None
+            differences.append(f"{name} differs in {text}")
+    return (
+        "; ".join(differences[:3]) + (f"; and {len(differences) - 3} more" if len(differences) > 3 else "")
+        if differences
+        else None
+    )
 
 
 def digest(parts: Mapping[str, str]) -> str:
-    """SHA-256 of what the parts mean."""
+    """SHA-256 of the meaning of the parts: their code without comments, docstrings and layout."""
     meaning = {name: {unit: text for unit, (text, _) in _units(parts[name]).items()} for name in sorted(parts)}
     return hashlib.sha256(repr(meaning).encode()).hexdigest()
 
 
 def commit(folder: Path) -> dict[str, Any] | None:
-    """The git commit of a folder, and whether tracked files differ from it (`dirty`); None without git, or outside."""
+    """The git commit of a folder, and whether tracked files differ from it (`dirty`).
+
+    None outside of a git repository.
+    """
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), "status"]
     options = ["--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
@@ -155,7 +164,7 @@ def _read(file: Path) -> str | None:
 
 
 def _loaded(folders: list[Path]) -> list[Path]:
-    """Files of the modules that this process has imported from `folders` by their own names."""
+    """The files of the modules that this process has imported from `folders` under their own names."""
     files = {name: str(getattr(module, "__file__", None)) for name, module in list(sys.modules.items())}
     found = []
     for folder in folders:
@@ -165,16 +174,17 @@ def _loaded(folders: list[Path]) -> list[Path]:
 
 
 def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path, str]]:
-    """(folder, dotted name) of what a file imports, or may: anywhere in it, also by importlib.import_module("NAME")."""
+    """(folder, dotted name) of each module that a file may import, anywhere in it, also by
+    importlib.import_module("NAME")."""
     for node in _walk(text):
         names: list[str] = []
         places: Sequence[Path] = folders
         if isinstance(node, ast.Import):
-            names = [one.name for one in node.names]
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             if node.level:
                 places = [file.parents[min(node.level, len(file.parents)) - 1]]
-            names = [".".join(filter(None, (node.module, one.name))) for one in node.names]
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
         elif isinstance(node, ast.Call) and node.args:
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             name = getattr(node.args[0], "value", None) if called in ("import_module", "__import__") else None
@@ -183,24 +193,27 @@ def _imports(text: str, file: Path, folders: list[Path]) -> Iterator[tuple[Path,
 
 
 def _files(folder: Path, module: str) -> list[Path]:
-    """The files that importing a dotted name from `folder` runs; what is no module there is left out."""
-    found = []
+    """The files that Python runs to import a dotted name from `folder`.
+
+    Parts of the name that are not modules are left out.
+    """
+    files: list[Path] = []
     for part in module.strip(".").split("."):
         folder, file = folder / part, folder / f"{part}.py"
-        found += [one for one in (file, folder / "__init__.py") if one.is_file()][-1:]
-    return found
+        files += [candidate for candidate in (file, folder / "__init__.py") if candidate.is_file()][-1:]
+    return files
 
 
 # ---- classes and functions
 
 
-def _is_users(one: Any) -> bool:
-    """Whether a class or function is neither Lockstep's nor a library's."""
-    module = sys.modules.get(one.__module__)
+def _is_users(definition: Any) -> bool:
+    """Whether a class or function belongs neither to Lockstep nor to a library."""
+    module = sys.modules.get(definition.__module__)
     file = getattr(module, "__file__", None)
-    if module is None or one.__module__.partition(".")[0] == "lockstep":
+    if module is None or definition.__module__.partition(".")[0] == "lockstep":
         return False
-    return not any(library in file for library in _libraries()) if file else one.__module__ == "__main__"
+    return not any(library in file for library in _libraries()) if file else definition.__module__ == "__main__"
 
 
 @functools.cache
@@ -208,18 +221,24 @@ def _libraries() -> tuple[str, ...]:
     return (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
 
 
-def _home(one: Any) -> Path | None:
-    """The folder of its file, or of the outermost package around this; None where it was typed."""
-    file = getattr(sys.modules.get(one.__module__), "__file__", None)
+def _home(definition: Any) -> Path | None:
+    """The folder of the file of a class or function, or of the outermost package around the file.
+
+    None without a file.
+    """
+    file = getattr(sys.modules.get(definition.__module__), "__file__", None)
     return package_of(Path(file).resolve())[1] if file else None
 
 
-def _text(one: Any) -> str | None:
-    """The source of a class or function; of a class that was typed in a notebook, that of its methods. None without."""
-    file = getattr(sys.modules.get(one.__module__), "__file__", None)
+def _text(definition: Any) -> str | None:
+    """The source of a class or function; for a class from a notebook, the source of its methods.
+
+    None without a source.
+    """
+    file = getattr(sys.modules.get(definition.__module__), "__file__", None)
     if file:
-        return _definitions(_read(Path(file)) or "").get(one.__qualname__)
-    members: Iterable[Any] = vars(one).values() if inspect.isclass(one) else [one]
+        return _definitions(_read(Path(file)) or "").get(definition.__qualname__)
+    members: Iterable[Any] = vars(definition).values() if inspect.isclass(definition) else [definition]
     texts = []
     for member in members:
         function = getattr(member, "__func__", getattr(member, "fget", member))
@@ -241,7 +260,7 @@ def _definitions(text: str) -> dict[str, str]:
                 continue
             inner = prefix
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
                 found[f"{prefix}{child.name}"] = textwrap.dedent("\n".join(lines[first - 1 : child.end_lineno]))
                 inner = f"{prefix}{child.name}." + ("" if isinstance(child, ast.ClassDef) else "<locals>.")
             visit(child, inner)
@@ -254,9 +273,9 @@ def _definitions(text: str) -> dict[str, str]:
 
 
 def _tree(text: str) -> ast.Module | None:
-    """Also of a class or function that was indented; None where it is no Python."""
+    """The syntax tree of a text, which may be an indented class or function. None if the text is not Python."""
     with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
-        warnings.simplefilter("ignore")  # of escapes in its strings: Python has warned when it was imported
+        warnings.simplefilter("ignore")  # about escapes in strings: Python has warned at the import
         with contextlib.suppress(SyntaxError):
             return ast.parse(text)
         (block,) = ast.parse(f"if True:\n{textwrap.indent(text, ' ')}").body
@@ -269,11 +288,11 @@ def _walk(text: str) -> Iterator[ast.AST]:
 
 
 def _strip(tree: ast.AST) -> None:
-    """Take out what does nothing where it is imported: docstrings, other text, `if __name__ == "__main__"`."""
+    """Remove statements that do nothing in an imported module: docstrings, other texts, `if __name__ == "__main__"`."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
-            body[:] = [one for one in body if not _does_nothing(one)] or [ast.Pass()]
+            body[:] = [statement for statement in body if not _does_nothing(statement)] or [ast.Pass()]
 
 
 def _does_nothing(node: ast.AST) -> bool:
@@ -284,7 +303,10 @@ def _does_nothing(node: ast.AST) -> bool:
 
 @functools.lru_cache(maxsize=128)
 def _units(text: str) -> Units:
-    """(code without comments and docstrings, first line) of each function; what is around them by class, or ""."""
+    """The code without comments and docstrings, and the first line, of each function and class.
+
+    Module code has the name "".
+    """
     tree = _tree(text)
     if tree is None:
         return {"": (text, 1)}
@@ -312,16 +334,16 @@ def _units(text: str) -> Units:
 
 
 def _first_difference(kept: Units, new: Units, is_file: bool) -> str | None:
-    """`2 places, first in Mine.loss (from line 14): now "...", before "..."`; None where there is none."""
+    """`2 places, first in Mine.loss (from line 14): now "...", before "..."`. None if there is no difference."""
     none = ("", 0)
     units = [unit for unit in {**new, **kept} if kept.get(unit, none)[0] != new.get(unit, none)[0]]
     if not units:
         return None
     first = min(units, key=lambda unit: new[unit][1] if unit in new else sys.maxsize)
-    (then, _), (here, line) = (one.get(first, none) for one in (kept, new))
+    (then, _), (here, line) = (units_of.get(first, none) for units_of in (kept, new))
     before, after = then.splitlines(), here.splitlines()
     pairs = enumerate(zip(before, after, strict=False))
-    place = next((number for number, (one, other) in pairs if one != other), min(len(before), len(after)))
+    place = next((number for number, (old, current) in pairs if old != current), min(len(before), len(after)))
     shown = [f'"{lines[place].strip():.{_SHOWN}}"' if place < len(lines) else "nothing" for lines in (after, before)]
     where = f"in {first}" if first else "outside of functions"
     if line and first and is_file:

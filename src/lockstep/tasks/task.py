@@ -74,8 +74,8 @@ class Task(abc.ABC):
     def train_data(self) -> Dataset[Any]:
         """The raw training samples: a map-style data set (`len(data)` and `data[index]`).
 
-        The data set may have a method `where(index)`, which names the file of a sample in error messages, and an attribute
-        `lengths`, an array of sample lengths.
+        The data set may have a method `where(index)`, which names the file of a sample in error messages, and an
+        attribute `lengths`, an array of sample lengths.
         """
 
     def eval_data(self) -> Dataset[Any] | None:
@@ -111,7 +111,8 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | Losses | tuple[Tensor | Losses, Any]:
-        """The SUM of the loss over the units that `weight` counts: a scalar tensor, or a dict of scalar tensors by head.
+        """The SUM of the loss over the units that `weight` counts: a scalar tensor, or a dict of scalar tensors by
+        head.
 
         It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
         evaluation with metrics needs no second forward pass. In training the output is not used, so a task may return
@@ -119,7 +120,8 @@ class Task(abc.ABC):
         """
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
-        """The outputs for metrics and users: tensors with the batch as first dimension, or a dict, tuple or list of them."""
+        """The outputs for metrics and users: tensors with the batch as first dimension, or a dict, tuple or list of
+        them."""
         raise UsageError(
             f"{type(self).__name__} has no predict",
             where="Task.predict",
@@ -129,7 +131,8 @@ class Task(abc.ABC):
     def metrics(self) -> MetricCollection | Metric | Mapping[str, Metric | MetricCollection] | Metrics | None:
         """torchmetrics objects for the evaluation, or None.
 
-        By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs, return
+        By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs,
+        return
         `lockstep.Metrics(metrics, update)`.
         """
         return None
@@ -150,7 +153,8 @@ _OLD_NAMES = {
 
 
 def _refuse_old_names(kind: type[Task]) -> None:
-    """Raise UsageError if a task class defines a method that Lockstep no longer calls, or `coefficients` as a method."""
+    """Raise UsageError if a task class defines a method that Lockstep no longer calls, or `coefficients` as a
+    method."""
     for name, remedy in _OLD_NAMES.items():
         if hasattr(kind, name):
             raise UsageError(

@@ -1,4 +1,4 @@
-"""Texts on disk, read and tokenised once per machine: arrays that all ranks and their loader workers map into memory."""
+"""Texts, read and tokenised once per machine into arrays on disk. All ranks and loader workers map them into memory."""
 
 from __future__ import annotations
 
@@ -14,48 +14,54 @@ from torch.utils.data import Dataset
 
 from lockstep.data.cache import cached, digest_of
 from lockstep.errors import DataError
-from lockstep.sources import labels, table
-from lockstep.sources.table import Source
+from lockstep.sources import labels
+from lockstep.sources.table import Source, Table, place
+from lockstep.tasks.text.columns import Columns, choose
 
 Array = npt.NDArray[Any]
 
-_FORMAT = 2  # of the cached files: another number makes them anew
+_FORMAT = 2  # of the cached files; files of another format are not used
 _BLOCK = 4096  # texts that are tokenised at a time
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that is used here."""
 
     def __call__(self, texts: list[str], pairs: list[str] | None = None, **options: Any) -> Any: ...
 
 
 class TextSample(NamedTuple):
-    """A raw sample. ids: token ids. types: segment of each token, where there are pairs. label: class number (-1: unknown), or 0 and 1 by class."""
+    """A raw sample."""
 
     ids: Array
+    """Token ids: (tokens,)."""
     types: Array | None
+    """The segment of each token, 0 or 1. None without pairs."""
     label: int | Array
+    """The class number, or -1 if it is unknown. With several labels per text: 0 and 1 by class."""
     text: str
     pair: str | None
+    """The second text of a pair."""
 
 
 class Texts:
-    """Texts and labels of one source, as they were read; a folder of the cache.
-
-    names: of the labels, in this source, sorted (numbers by value), or as the source has them. codes: label of each text,
-    as its place in `names`, -1 where there is none; with several labels per text, 0 and 1 of shape (texts, names).
-    dropped: how many empty texts were left out. told: what a person should know of the way in which they were read.
-    """
+    """Texts and labels of a source. They are a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         about = json.loads((folder / "about.json").read_text())
         self.names: list[str] = about["names"]
+        """Names of the labels: sorted (numbers by value), or in the order of the source."""
         self.columns: dict[str, Any] = about["columns"]
+        """Names of the columns by role."""
         self.dropped: int = about["dropped"]
+        """Number of empty texts that were left out."""
         self.source: str = about["source"]
-        self.told: list[str] = about["told"]
+        self.notes: list[str] = about["told"]
+        """Remarks for people about the way in which the texts were read."""
         self.codes: Array = _mapped(folder / "codes.npy")
+        """The label of each text as its place in `names`, or -1: (texts,). Several labels per text: 0 and 1, (texts,
+        names)."""
         self._places: Array = _mapped(folder / "places.npy")
 
     def __len__(self) -> int:
@@ -64,10 +70,10 @@ class Texts:
     @cached_property
     def _parts(self) -> list[tuple[Array, Array]]:
         pairs = ["text", "pair"] if self.columns["pair"] is not None else ["text"]
-        return [(_mapped(self.folder / f"{one}.npy"), _mapped(self.folder / f"{one}-ends.npy")) for one in pairs]
+        return [(_mapped(self.folder / f"{part}.npy"), _mapped(self.folder / f"{part}-ends.npy")) for part in pairs]
 
     def text(self, row: int, part: int = 0) -> str:
-        """One text; part 1 is the second of a pair."""
+        """The text of a row. Part 1 is the second text of a pair."""
         letters, ends = self._parts[part]
         return bytes(letters[ends[row - 1] if row else 0 : ends[row]]).decode()
 
@@ -78,7 +84,7 @@ class Texts:
 
     def where(self, row: int) -> str:
         """File and line of a text."""
-        return table.place(self.source, int(self._places[row]), self.columns["by_line"])
+        return place(self.source, int(self._places[row]), is_line=self.columns["by_line"])
 
     def __getstate__(self) -> Path:
         return self.folder
@@ -89,6 +95,7 @@ class Texts:
 
 def read_texts(
     source: Source,
+    *,
     text: str | int | Sequence[str | int] | None = None,
     pair: str | int | None = None,
     label: str | int | None = None,
@@ -96,65 +103,72 @@ def read_texts(
     separator: str = ",",
     empty: str = "raise",
 ) -> Texts:
-    """Read `source` once per machine: what comes next finds it in the cache, by the digest of the source's content.
+    """Read `source` once per machine. Later calls find it in the cache, by the digest of the source's content.
 
     Args:
-        text, pair, label: columns; None: those with a usual name.
-        multi_label: labels are lists, or text with `separator` between labels; none is allowed.
-        empty: `raise`, or `drop` texts without any letter.
+        text, pair, label: columns by name or place. None: the columns with a usual name.
+        multi_label: labels are lists, or text with `separator` between labels. A text may have no label.
+        separator: see `multi_label`.
+        empty: `raise` an error for texts without any letter, or `drop` them.
 
     Raises:
-        DataError: the source cannot be read, has no such columns, empty texts or texts without label; names file and line.
+        DataError: the source cannot be read, has no such columns, or has texts that are empty or have no label. The
+        error
+            names file and line.
     """
 
     def make(folder: Path) -> None:
-        _store(source, (text, pair, label), (multi_label, separator, empty), folder)
+        content = source.read()
+        columns = choose(content, text=text, pair=pair, label=label)
+        _store(content, columns, multi_label=multi_label, separator=separator, empty=empty, folder=folder)
 
     settings = (_FORMAT, source, text, pair, label, multi_label, separator, empty)
     return Texts(cached("texts", digest_of(*settings, files=source.files()), make))
 
 
-def _store(source: Source, columns: tuple[Any, Any, Any], options: tuple[bool, str, str], folder: Path) -> None:
-    multi_label, separator, empty = options
-    rows = source.read()
-    chosen = table.choose(rows, source.name, *columns)
-    assert chosen.label is not None
-    parts = [_joined(rows, chosen.text)] + ([_joined(rows, (chosen.pair,))] if chosen.pair is not None else [])
+def _store(rows: Table, columns: Columns, *, multi_label: bool, separator: str, empty: str, folder: Path) -> None:
+    """Write the files of `Texts` into `folder`."""
+    assert columns.label is not None
+    parts = [_joined(rows, columns.text)] + ([_joined(rows, (columns.pair,))] if columns.pair is not None else [])
     blank = [row for row in range(len(rows)) if not any(part[row].strip() for part in parts)]
     if blank and empty == "raise":
-        what = f"{len(blank)} empty texts in column {' + '.join(chosen.text)}, the first here"
         raise DataError(
-            what,
+            f"{len(blank)} empty texts in column {' + '.join(columns.text)}, the first here",
             where=rows.where(blank[0]),
             remedy="fill or remove these rows, or set task.empty=drop to leave them out",
         )
     gone = set(blank)
     kept = [row for row in range(len(rows)) if row not in gone]
     if not kept:
-        raise DataError("no texts", where=source.name, remedy=f"column {' + '.join(chosen.text)} holds none")
-    values, classes = [rows.columns[chosen.label][row] for row in kept], rows.classes.get(chosen.label)
-    where = lambda number: rows.where(kept[number])  # noqa: E731
-    names, codes = (
-        labels.several_each(values, classes, separator, where)
-        if multi_label
-        else labels.one_each(values, classes, chosen.label, where)
-    )
+        raise DataError("no texts", where=rows.name, remedy=f"column {' + '.join(columns.text)} holds no text")
+    values, classes = [rows.columns[columns.label][row] for row in kept], rows.classes.get(columns.label)
+
+    def where(number: int) -> str:
+        return rows.where(kept[number])
+
+    if multi_label:
+        names, codes = labels.multiple_labels(values, classes, separator=separator, where=where)
+    else:
+        names, codes = labels.single_labels(values, classes, column=columns.label, where=where)
     for name, part in zip(("text", "pair"), parts, strict=False):
         encoded = [_encoded(part[row], rows, row) for row in kept]
         np.save(folder / f"{name}.npy", np.frombuffer(b"".join(encoded), dtype=np.uint8))
-        np.save(folder / f"{name}-ends.npy", np.cumsum([len(one) for one in encoded], dtype=np.int64))
-    np.save(
-        folder / "places.npy",
-        np.array(kept if rows.lines is None else [rows.lines[row] for row in kept], dtype=np.int64),
-    )
+        np.save(folder / f"{name}-ends.npy", np.cumsum([len(text) for text in encoded], dtype=np.int64))
+    places = kept if rows.lines is None else [rows.lines[row] for row in kept]
+    np.save(folder / "places.npy", np.array(places, dtype=np.int64))
     np.save(folder / "codes.npy", codes)
-    about = {"text": list(chosen.text), "pair": chosen.pair, "label": chosen.label, "by_line": rows.lines is not None}
-    read = {"names": names, "columns": about, "dropped": len(blank), "source": rows.name, "told": rows.told}
-    (folder / "about.json").write_text(json.dumps(read))
+    roles = {
+        "text": list(columns.text),
+        "pair": columns.pair,
+        "label": columns.label,
+        "by_line": rows.lines is not None,
+    }
+    about = {"names": names, "columns": roles, "dropped": len(blank), "source": rows.name, "told": rows.notes}
+    (folder / "about.json").write_text(json.dumps(about))
 
 
-def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
-    """Texts of one column, or of several with a space between them."""
+def _joined(rows: Table, names: Sequence[str]) -> list[str]:
+    """The texts of a column, or of several columns with a space between them."""
     columns = [rows.columns[name] for name in names]
     for name, column in zip(names, columns, strict=True):
         bad = next((number for number, value in enumerate(column) if not isinstance(value, str | None)), None)
@@ -166,7 +180,7 @@ def _joined(rows: table.Table, names: Sequence[str]) -> list[str]:
     return [" ".join(value for value in values if value) for values in zip(*columns, strict=True)]
 
 
-def _encoded(text: str, rows: table.Table, row: int) -> bytes:
+def _encoded(text: str, rows: Table, row: int) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError as error:
@@ -179,11 +193,11 @@ def _encoded(text: str, rows: table.Table, row: int) -> bytes:
 # ---- tokens
 
 
-def tokenise(texts: Texts, tokenizer: Tokenizer, digest: str, max_length: int) -> Tokens:
-    """Token ids of all texts, truncated to `max_length`, made once per machine with all its cores.
+def tokenise(texts: Texts, tokenizer: Tokenizer, *, digest: str, max_length: int) -> Tokens:
+    """Token ids of all texts, truncated to `max_length` tokens. They are made once per machine, with all its cores.
 
     Args:
-        digest: of the tokenizer: another one makes other tokens.
+        digest: of the tokenizer. Tokens of another tokenizer are not used.
     """
 
     def make(folder: Path) -> None:
@@ -194,19 +208,19 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, digest: str, max_length: int) -
             rows = range(start, min(start + _BLOCK, len(texts)))
             pairs = [texts.text(row, 1) for row in rows] if texts.has_pairs else None
             first, options = [texts.text(row) for row in rows], {"return_attention_mask": False, "verbose": False}
-            found = tokenizer(first, pairs, truncation=True, max_length=max_length, **options)
-            ids += [np.array(one, dtype=np.int32) for one in found["input_ids"]]
-            if pairs is not None and "token_type_ids" in found:
-                types += [np.array(one, dtype=np.uint8) for one in found["token_type_ids"]]
-            full = [number for number, one in enumerate(found["input_ids"]) if len(one) >= max_length]
+            encoded = tokenizer(first, pairs, truncation=True, max_length=max_length, **options)
+            ids += [np.array(tokens, dtype=np.int32) for tokens in encoded["input_ids"]]
+            if pairs is not None and "token_type_ids" in encoded:
+                types += [np.array(segments, dtype=np.uint8) for segments in encoded["token_type_ids"]]
+            full = [number for number, tokens in enumerate(encoded["input_ids"]) if len(tokens) >= max_length]
             if full:
                 whole = tokenizer(
                     [first[number] for number in full], pairs and [pairs[number] for number in full], **options
                 )["input_ids"]
-                extra = [len(one) - max_length for one in whole]
-                cut, dropped = cut + sum(one > 0 for one in extra), dropped + sum(extra)
+                extra = [len(tokens) - max_length for tokens in whole]
+                cut, dropped = cut + sum(count > 0 for count in extra), dropped + sum(extra)
         np.save(folder / "ids.npy", np.concatenate(ids))
-        np.save(folder / "ends.npy", np.cumsum([len(one) for one in ids], dtype=np.int64))
+        np.save(folder / "ends.npy", np.cumsum([len(tokens) for tokens in ids], dtype=np.int64))
         if types:
             np.save(folder / "types.npy", np.concatenate(types))
         (folder / "about.json").write_text(json.dumps({"truncated": cut, "dropped": dropped}))
@@ -215,19 +229,21 @@ def tokenise(texts: Texts, tokenizer: Tokenizer, digest: str, max_length: int) -
 
 
 class Tokens:
-    """Token ids of `Texts`, in the same order; a folder of the cache. truncated: texts that were too long. dropped: tokens cut off from them."""
+    """Token ids of `Texts`, in the same order. They are a folder of the cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         about = json.loads((folder / "about.json").read_text())
         self.truncated: int = about["truncated"]
+        """Number of texts that were cut."""
         self.dropped: int = about["dropped"]
+        """Number of tokens that were cut off."""
         self.ids, self.ends = _mapped(folder / "ids.npy"), _mapped(folder / "ends.npy")
         self.types = _mapped(folder / "types.npy") if (folder / "types.npy").exists() else None
 
     @cached_property
     def lengths(self) -> Array:
-        """Tokens of each text."""
+        """Number of tokens of each text."""
         return np.diff(self.ends, prepend=0)
 
     def __getstate__(self) -> Path:
@@ -238,14 +254,19 @@ class Tokens:
 
 
 class TextData(Dataset[TextSample]):
-    """Some rows of tokenised texts. labels: of all rows of `texts`, as `match_labels` gives them. lengths: tokens of each sample."""
+    """Some rows of tokenised texts.
 
-    def __init__(self, texts: Texts, tokens: Tokens, labels: Array, rows: Array | None = None) -> None:
+    Args:
+        labels: the labels of all rows of `texts`, as `match_labels` returns them.
+        rows: None means all rows.
+    """
+
+    def __init__(self, texts: Texts, tokens: Tokens, *, labels: Array, rows: Array | None = None) -> None:
         self.texts, self.tokens, self.labels, self.rows = texts, tokens, labels, rows
 
     @cached_property
     def lengths(self) -> Array:
-        """Tokens of each sample: the plan cuts batches by them."""
+        """Number of tokens of each sample. The plan cuts batches by these lengths."""
         return self.tokens.lengths if self.rows is None else self.tokens.lengths[self.rows]
 
     def __len__(self) -> int:
@@ -286,33 +307,35 @@ def read_input_texts(
 ) -> list[InputText]:
     """The texts of a source, which needs no labels. The arguments are those of `read_texts`."""
     rows = source.read()
-    chosen = table.choose(rows, source.name, text, pair, label, needs_label=False)
-    seconds = _joined(rows, (chosen.pair,)) if chosen.pair is not None else [None] * len(rows)
+    columns = choose(rows, text=text, pair=pair, label=label, needs_label=False)
+    seconds = _joined(rows, (columns.pair,)) if columns.pair is not None else [None] * len(rows)
     return [
         InputText(rows.where(row), *texts)
-        for row, texts in enumerate(zip(_joined(rows, chosen.text), seconds, strict=True))
+        for row, texts in enumerate(zip(_joined(rows, columns.text), seconds, strict=True))
     ]
 
 
 class InputTexts(Dataset[TextSample]):
-    """Texts without labels, tokenised in memory. A text in which the tokenizer finds nothing has no token at all, not even
-    a special one."""
+    """Texts without labels, tokenised in memory.
+
+    A text in which the tokenizer finds nothing has no token at all, not even a special token.
+    """
 
     def __init__(self, rows: Sequence[InputText], tokenizer: Tokenizer, max_length: int) -> None:
         self.rows = rows
-        pairs = [one.pair or "" for one in rows] if any(one.pair is not None for one in rows) else None
-        found: Any = {"input_ids": []}
+        pairs = [row.pair or "" for row in rows] if any(row.pair is not None for row in rows) else None
+        encoded: Any = {"input_ids": []}
         nothing: list[int] = []
         if rows:
             cut: Any = {"truncation": True, "max_length": max_length}
-            found = tokenizer([one.text for one in rows], pairs, **cut)
+            encoded = tokenizer([row.text for row in rows], pairs, **cut)
             nothing = tokenizer([""], None if pairs is None else [""], **cut)["input_ids"][0]
-        self.ids = [np.array([] if one == nothing else one, dtype=np.int32) for one in found["input_ids"]]
+        self.ids = [np.array([] if ids == nothing else ids, dtype=np.int32) for ids in encoded["input_ids"]]
         self.types: list[Array] | None = None
-        if pairs is not None and "token_type_ids" in found:
-            types = zip(found["token_type_ids"], self.ids, strict=True)
-            self.types = [np.array(one[: len(mine)], dtype=np.uint8) for one, mine in types]
-        self.lengths = np.array([max(1, len(one)) for one in self.ids], dtype=np.int64)
+        if pairs is not None and "token_type_ids" in encoded:
+            types = zip(encoded["token_type_ids"], self.ids, strict=True)
+            self.types = [np.array(segments[: len(ids)], dtype=np.uint8) for segments, ids in types]
+        self.lengths = np.array([max(1, len(ids)) for ids in self.ids], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -327,7 +350,7 @@ class InputTexts(Dataset[TextSample]):
         )
 
     def where(self, index: int) -> str:
-        """Where a text comes from."""
+        """The source of a text, for messages."""
         return self.rows[index].where
 
 

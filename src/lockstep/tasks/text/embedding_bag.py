@@ -1,8 +1,8 @@
-"""A bag of embeddings as a Hugging Face model: what learns most from few texts where nothing is pretrained.
+"""A bag of embeddings as a Hugging Face model. Without pretrained weights, it learns most from few texts.
 
 The class scores of a text are a linear function of the mean of its tokens' embeddings: fastText without n-grams (Joulin
-et al. 2017, arXiv:1607.01759). An exported model has this file beside it, by which `trust_remote_code=True` loads it
-without Lockstep; so it imports nothing of the package.
+et al. 2017, arXiv:1607.01759). This file is copied into exported models, so that `trust_remote_code=True` loads them
+without Lockstep. Therefore it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -20,17 +20,22 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 class EmbeddingBagConfig(PreTrainedConfig):
-    """vocab_size: of the tokenizer. hidden_size: of an embedding. initializer_range: standard deviation of embeddings."""
+    """The config of an `EmbeddingBagForSequenceClassification`."""
 
     model_type = "embedding_bag"
     vocab_size: int = 8000
+    """Number of tokens of the tokenizer."""
     hidden_size: int = 100
+    """Numbers of an embedding."""
     initializer_range: float = 0.01
+    """Standard deviation of new embeddings."""
 
 
 class EmbeddingBagForSequenceClassification(PreTrainedModel):
-    """Token ids (texts, tokens) to logits (texts, classes). Neither word order nor the text of a pair that a token is in
-    counts."""
+    """Token ids (texts, tokens) to logits (texts, classes).
+
+    The order of words does not count, and neither does the text of a pair to which a word belongs.
+    """
 
     config_class = EmbeddingBagConfig
     base_model_prefix = "embeddings"
@@ -58,7 +63,8 @@ class EmbeddingBagForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(logits=self.classifier(mean))
 
 
-# In a config.json, where transformers looks for a class that it lacks: `register` has this file copied there.
+# These names go into config.json, where transformers looks for classes that it lacks. `register` lets it copy this
+# file.
 AUTO_MAP = {
     "AutoConfig": "embedding_bag.EmbeddingBagConfig",
     "AutoModelForSequenceClassification": "embedding_bag.EmbeddingBagForSequenceClassification",
@@ -66,7 +72,7 @@ AUTO_MAP = {
 
 
 def register() -> None:
-    """Let transformers' Auto classes know it, as they know their own."""
+    """Make the model known to the Auto classes of transformers."""
     AutoConfig.register(EmbeddingBagConfig.model_type, EmbeddingBagConfig, exist_ok=True)
     auto = AutoModelForSequenceClassification
     auto.register(EmbeddingBagConfig, EmbeddingBagForSequenceClassification, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers: by hub name, from a local folder, or new ones by architecture and sizes."""
+"""Hugging Face models and tokenizers: from the hub, from a local folder, or new by architecture and sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.data.cache import cached, digest_of
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks.text.options import EMBEDDING_BAG
 
-# Roles of the special tokens of a tokenizer that is trained here, as BERT's are called.
+# The special tokens of a tokenizer that is trained here, by role. They have the names of BERT's tokens.
 _SPECIAL = {
     "pad_token": "[PAD]",
     "unk_token": "[UNK]",
@@ -32,7 +32,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """A fast tokenizer, with a padding token.
 
     Raises:
-        UsageError: it cannot be loaded; says what was looked for, and where.
+        UsageError: it cannot be loaded. The error says what was looked for, and where.
     """
     transformers = _transformers()
     tokenizer = _load(transformers.AutoTokenizer.from_pretrained, "tokenizer", name)
@@ -51,11 +51,12 @@ def load_tokenizer(name: str | Path) -> Any:
     return tokenizer
 
 
-def train_tokenizer(texts: Iterable[str], digest: str, vocab_size: int, lowercase: bool) -> Any:
+def train_tokenizer(texts: Iterable[str], *, digest: str, vocab_size: int, lowercase: bool) -> Any:
     """A WordPiece tokenizer of at most `vocab_size` tokens, trained once per machine.
 
     Args:
-        digest: of the texts. lowercase: `Word` and `word` are one, and accents are dropped.
+        digest: of the texts.
+        lowercase: turn letters into lower case and drop accents.
     """
     transformers = _transformers()
 
@@ -75,7 +76,7 @@ def train_tokenizer(texts: Iterable[str], digest: str, vocab_size: int, lowercas
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{cls} $A {sep}",
             pair=f"{cls} $A {sep} $B:1 {sep}:1",
-            special_tokens=[(one, tokenizer.token_to_id(one)) for one in (cls, sep)],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in (cls, sep)],
         )
         names = ["input_ids", "token_type_ids", "attention_mask"]
         transformers.PreTrainedTokenizerFast(
@@ -86,33 +87,34 @@ def train_tokenizer(texts: Iterable[str], digest: str, vocab_size: int, lowercas
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """The same for tokenizers that make the same tokens."""
+    """A digest that is equal for tokenizers that make the same tokens."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    made = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # of the last call
-    return digest_of(json.dumps(made, sort_keys=True), tokenizer.truncation_side, _version("tokenizers"))
+    state = {name: value for name, value in state.items() if name not in ("truncation", "padding")}  # of the last call
+    return digest_of(json.dumps(state, sort_keys=True), tokenizer.truncation_side, _version("tokenizers"))
 
 
 def load_config(name: str | Path) -> Any:
     """A model's config.
 
     Raises:
-        UsageError: it cannot be loaded; says what was looked for, and where.
+        UsageError: it cannot be loaded. The error says what was looked for, and where.
     """
     return _load(_transformers().AutoConfig.from_pretrained, "config", name)
 
 
-def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tokenizer: Any) -> Any:
-    """The config of a model from scratch.
+def new_config(architecture: str, *, sizes: Mapping[str, Any], max_length: int, tokenizer: Any) -> Any:
+    """The config of a new model.
 
     Args:
-        architecture: `embedding_bag`, or a model type of transformers, such as `bert`. sizes: keys of its config, such as
-            `hidden_size`.
+        architecture: `embedding_bag`, or a model type of transformers, such as `bert`.
+        sizes: keys of the architecture's config, such as `hidden_size`.
+        max_length: the longest text in tokens.
 
     Raises:
-        UsageError: unknown architecture or key; names what there is.
+        UsageError: the architecture or a key is unknown. The error lists all that are known.
     """
     transformers = _transformers()
-    # By names: a walk over the mapping of classes would import every architecture.
+    # A dict of names: a loop over the mapping of classes would import every architecture.
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     classifiers = [EMBEDDING_BAG, *sorted(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES)]
@@ -146,12 +148,14 @@ def new_config(architecture: str, sizes: Mapping[str, Any], max_length: int, tok
         return kind(**{**defaults, **sizes})
     except Exception as error:
         raise UsageError(
-            f"{type(error).__name__}: {error}", where="task.scratch.sizes", remedy=f"they must suit {kind.__name__}"
+            f"{type(error).__name__}: {error}",
+            where="task.scratch.sizes",
+            remedy=f"give sizes that suit {kind.__name__}",
         ) from error
 
 
-def set_labels(config: Any, labels: Sequence[str], multi_label: bool, pad_token_id: int) -> None:
-    """Write label names, the kind of problem and the padding token into a model's config: pipelines read them there."""
+def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool, pad_token_id: int) -> None:
+    """Write label names, the kind of problem and the padding token into a model's config, where pipelines read them."""
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: number for number, label in enumerate(labels)}
     config.problem_type = "multi_label_classification" if multi_label else "single_label_classification"
@@ -159,45 +163,50 @@ def set_labels(config: Any, labels: Sequence[str], multi_label: bool, pad_token_
         config.pad_token_id = pad_token_id
 
 
-def check_labels(config: Any, labels: Sequence[str], name: str, new_head: bool) -> list[str]:
-    """The order in which a model that already classifies has these labels; `labels` where it has names of its own, or none.
+def check_labels(config: Any, labels: Sequence[str], *, name: str, new_head: bool) -> list[str]:
+    """The labels in the order that the model has. If the model does not classify, or has other names: `labels` as they
+    are.
 
     Raises:
-        UsageError: it classifies into another number of classes, and its head is to be kept.
+        UsageError: the model classifies into another number of classes, and its last layer is not replaced.
     """
-    trained = any("ForSequenceClassification" in one for one in config.architectures or [])
-    if not trained or new_head:
+    classifies = any("ForSequenceClassification" in architecture for architecture in config.architectures or [])
+    if not classifies or new_head:
         return list(labels)
     theirs = [config.id2label[number] for number in range(config.num_labels)]
     if len(theirs) != len(labels):
-        what = f"{name} classifies into {len(theirs)} labels ({_listed(theirs)}), the data has {len(labels)} ({_listed(labels)})"
+        classes = f"{name} classifies into {len(theirs)} labels ({_listed(theirs)})"
         raise UsageError(
-            what,
+            f"{classes}, the data has {len(labels)} ({_listed(labels)})",
             where="task.model",
             remedy="set task.new_head=true to replace its last layer, or use data with its labels",
         )
     return theirs if set(theirs) == set(labels) else list(labels)
 
 
-def make_model(config: Any, name: str | None, new_head: bool) -> tuple[nn.Module, list[str]]:
-    """A classifier with the weights of `name`, and a new last layer where it has none or `new_head`; all new where `name` is None.
+def make_model(config: Any, name: str | None, *, new_head: bool) -> tuple[nn.Module, list[str]]:
+    """A classifier with pretrained weights, or a new classifier.
+
+    Args:
+        name: the pretrained model. None: all weights are new.
+        new_head: replace the last layer of the pretrained model. A missing last layer is always new.
 
     Returns:
-        the model, and names of the weights that `name` lacks.
+        the model, and the names of the weights that the pretrained model lacks.
 
     Raises:
-        UsageError: the weights cannot be loaded, or are of another model.
+        UsageError: the weights cannot be loaded, or belong to another architecture.
     """
     transformers = _transformers()
     auto = transformers.AutoModelForSequenceClassification
-    on_meta = torch.empty(0).device.type == "meta"  # under FSDP only rank 0 needs values
+    on_meta = torch.empty(0).device.type == "meta"  # with FSDP, only rank 0 needs values
     try:
         if name is None or on_meta:
             return auto.from_config(config, dtype=torch.float32), []
         before = transformers.logging.get_verbosity()
-        transformers.logging.set_verbosity_error()  # the new head is what is meant
+        transformers.logging.set_verbosity_error()  # no warning about the new last layer, which is intended
         try:
-            # float32 whatever the file holds: updates of half-precision weights vanish in rounding; see `precision`.
+            # float32, also if the file holds half precision: updates of half-precision weights vanish in rounding.
             options = {
                 "config": config,
                 "dtype": torch.float32,
@@ -212,18 +221,22 @@ def make_model(config: Any, name: str | None, new_head: bool) -> tuple[nn.Module
         raise UsageError(
             f"transformers has no sequence classification for {kind!r}: {_first_line(error)}",
             where="task.model",
-            remedy="use another",
+            remedy="use another model",
         ) from error
-    missing = sorted({*info["missing_keys"], *(one[0] for one in info["mismatched_keys"])})
-    body = [one for one in model.state_dict() if one.startswith(f"{model.base_model_prefix}.")]
+    missing = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
+    body = [weight for weight in model.state_dict() if weight.startswith(f"{model.base_model_prefix}.")]
     if body and set(body) <= set(missing):
-        what = f"none of the weights of {type(model).__name__} is in {name}, which has: {_listed(sorted(info['unexpected_keys'])) or 'none'}"
+        others = _listed(sorted(info["unexpected_keys"])) or "no other weights"
+        what = f"{name} has none of the weights of {type(model).__name__}; it has: {others}"
         raise UsageError(what, where="task.model", remedy="use the folder or name of a model of this architecture")
     return model, missing
 
 
 def save(config: Any, tokenizer: Any, *, max_length: int, folder: Path) -> None:
-    """Write a config and a tokenizer into `folder`. The tokenizer's longest text is the model's limit, else `max_length`."""
+    """Write a config and a tokenizer into `folder`.
+
+    The tokenizer's longest text is the model's limit, else `max_length`.
+    """
     config.save_pretrained(folder)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.model_max_length = min(tokenizer.model_max_length, longest(config, tokenizer) or max_length)
@@ -238,7 +251,7 @@ def save_for_pipeline(model: Any, tokenizer: Any, *, max_length: int, folder: Pa
 
 
 def longest(config: Any, tokenizer: Any) -> int | None:
-    """The most tokens that a model takes, where it has a limit."""
+    """The largest number of tokens that a model takes. None: it has no limit."""
     limits = [
         limit
         for limit in (getattr(config, "max_position_embeddings", None), tokenizer.model_max_length)
@@ -257,9 +270,10 @@ def _load(load: Callable[..., Any], what: str, name: str | Path, **options: Any)
 
         offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
         if Path(name).is_dir():
-            place = f"in the folder {name}, which has: {_listed(sorted(one.name for one in Path(name).iterdir()))}"
+            place = f"in the folder {name}, which has: {_listed(sorted(file.name for file in Path(name).iterdir()))}"
         else:
-            place = f"as a folder {os.path.abspath(name)}, in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"
+            hub = f"in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"
+            place = f"as a folder {os.path.abspath(name)}, {hub}"
         remedy = "check the name; offline, give the folder of a model that `save_pretrained` wrote"
         raise UsageError(
             f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {_first_line(error)}",
@@ -269,7 +283,7 @@ def _load(load: Callable[..., Any], what: str, name: str | Path, **options: Any)
 
 
 def _transformers() -> Any:
-    # Loader workers are forked later and do not tokenise; unless this is set, `tokenizers` warns about every one of them.
+    # Loader workers are forked later and do not tokenise. Without this variable, `tokenizers` warns about each of them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
         import transformers

@@ -1,4 +1,4 @@
-"""What the log's head says of texts."""
+"""Lines about the texts and the model for the head of the log."""
 
 from __future__ import annotations
 
@@ -11,59 +11,65 @@ from lockstep.tasks.text.options import EMBEDDING_BAG
 
 _ROLES = ("text", "pair", "label")
 _SHOWN = 8
-# Measured on 160 to 4,000 texts, where new transformers stayed below a bag of embeddings: docs/text.md.
-_FEW = 10_000
+_FEW = 10_000  # texts. With 160 to 4,000 texts, new transformers learned less than a bag of embeddings: docs/text.md.
 
 
-def of_model(name: str | None, kind: str, parameters: int, new: Sequence[str], texts: int) -> list[str]:
-    """Which weights are new.
+def of_model(name: str | None, *, kind: str, parameters: int, new: Sequence[str], texts: int) -> list[str]:
+    """Lines about the weights that are new.
 
     Args:
-        name: of a pretrained model, and new: names of the weights that it lacks. kind: `model_type` of the model.
+        name: the name of a pretrained model. None: all weights are new.
+        kind: the `model_type` of the model.
+        parameters: the number of parameters, or 0 if it is unknown.
+        new: names of the weights that the pretrained model lacks.
+        texts: the number of training texts.
     """
     if name is not None:
-        return (
-            [f"not in {name}, so new: {', '.join(new[:_SHOWN])}{', ...' if len(new) > _SHOWN else ''}"] if new else []
-        )
+        shown = f"{', '.join(new[:_SHOWN])}{', ...' if len(new) > _SHOWN else ''}"
+        return [f"not in {name}, so new: {shown}"] if new else []
     size = f" of {parameters:,} parameters" if parameters else ""
     what = f"no task.model: a new {kind}{size} learns from these {texts:,} texts alone"
-    found = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
+    lines = [f"{what}; task.model=NAME fine-tunes a pretrained model, which learns more"]
     if kind != EMBEDDING_BAG and texts < _FEW:
         few = f"fewer than {_FEW:,} texts are few for a new transformer"
-        found.append(
+        lines.append(
             f"  {few}: expect less than from words counted (TF-IDF) or from task.scratch.architecture={EMBEDDING_BAG}"
         )
-    return found
+    return lines
 
 
-def of_data(name: str, data: TextData, labels: Sequence[str], max_length: int) -> list[str]:
-    """What was read, by class, what was cut off, and what was left out. name: `training` or `evaluation`."""
+def of_data(name: str, data: TextData, *, labels: Sequence[str], max_length: int) -> list[str]:
+    """Lines about the texts that were read, by class, the texts that were cut, and the texts that were left out.
+
+    Args:
+        name: `training` or `evaluation`.
+    """
     texts, tokens, counts = data.texts, data.tokens, _counts(data, labels)
     named = {role: texts.columns[role] for role in _ROLES if texts.columns[role]}
     columns = ", ".join(
         f"{role} {value if isinstance(value, str) else ' + '.join(value)}" for role, value in named.items()
     )
     lengths = f"{int(data.lengths.mean())} on average, {int(data.lengths.max())} at most" if len(data) else "none"
-    found = [
+    lines = [
         f"{name}: {len(data):,} texts from {texts.source} ({columns}), tokens {lengths}",
         f"  by label: {confusion.listed(counts)}",
     ]
     if tokens.truncated:
         share, lost = tokens.truncated / len(texts), tokens.dropped / (tokens.dropped + int(tokens.ends[-1]))
         cut = f"{tokens.truncated:,} of {len(texts):,} texts ({share:.1%}), {lost:.2%} of their tokens"
-        found.append(f"  cut to {max_length} tokens: {cut}")
+        lines.append(f"  cut to {max_length} tokens: {cut}")
     if texts.dropped:
-        found.append(f"  left out: {texts.dropped:,} empty texts")
-    return found
+        lines.append(f"  left out: {texts.dropped:,} empty texts")
+    return lines
 
 
 def of_reading(data: TextData) -> list[str]:
-    """What a person should know of the way in which the texts were read."""
-    return [f"  {told}" for told in data.texts.told]
+    """Remarks about the way in which the texts were read."""
+    return [f"  {note}" for note in data.texts.notes]
 
 
 def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
-    """Labels that no text of the evaluation has."""
+    """A line about the labels that no text of the evaluation has."""
     absent = [label for label, count in _counts(data, labels).items() if not count]
     if not absent:
         return []

@@ -67,11 +67,15 @@ class TextOptions(TaskOptions):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
     quoting: Literal["minimal", "none"] | None = None
-    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters. None: `none` for
+    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters. None: `none`
+    for
     .tsv, `minimal` for .csv."""
 
     def suggestions(self) -> dict[str, dict[str, Any]]:
-        """Learning rate, length and schedule. They were measured on four data sets of 160 to 4,000 texts: docs/text.md."""
+        """Learning rate, length and schedule.
+
+        They were measured on four data sets of 160 to 4,000 texts: docs/text.md.
+        """
         optim: dict[str, Any] = {"name": "AdamW", "weight_decay": 0.01, "clip_norm": 1.0}
         if self.model:
             optim |= {"lr": 2e-4, "layer_decay": 0.9}

@@ -28,7 +28,8 @@ class TextPresenter(Presenter):
     task: Text
 
     def inputs(self, arguments: Sequence[str]) -> InputTexts:
-        """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument itself."""
+        """The texts of each argument: the rows of a file, the lines of standard input (`-`), or else the argument
+        itself."""
         columns = self.task.options.columns
         texts: list[InputText] = []
         for number, argument in enumerate(arguments, start=1):
@@ -43,7 +44,8 @@ class TextPresenter(Presenter):
         return InputTexts(texts, self.task.tokenizer, self.task.options.max_length)
 
     def describe(self, output: Tensor) -> dict[str, Any]:
-        """The predicted label (with several labels per text: all above 0.5), its probability, and those of all labels."""
+        """The predicted label (with several labels per text: all above 0.5), its probability, and those of all
+        labels."""
         labels = self.task.labels
         if output.isnan().all():
             nothing = {"prediction": None, "probability": None, "probabilities": dict.fromkeys(labels)}
@@ -69,7 +71,8 @@ class TextPresenter(Presenter):
         return {"text": sample.text} | ({} if sample.pair is None else {"text_pair": sample.pair})
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
-        """Precision, recall and F1 by class, the confusion matrix (of many classes: the most frequent confusions), samples."""
+        """Precision, recall and F1 by class, the confusion matrix (of many classes: the most frequent confusions),
+        samples."""
         counts, labels = values["confusion"], self.task.labels
         parts = [confusion.by_class(counts, labels)]
         if not self.task.options.multi_label:

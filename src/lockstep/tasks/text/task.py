@@ -36,7 +36,8 @@ class Text(Task):
     The metrics are accuracy, macro F1 and the confusion matrix.
 
     Args:
-        train, eval: a file, a folder that `datasets` saved, or a name on the hub. A folder and a name may end with `:SPLIT`.
+        train, eval: a file, a folder that `datasets` saved, or a name on the hub. A folder and a name may end with
+        `:SPLIT`.
             Without `eval`, a share of the training texts is held back for evaluation.
     """
 
@@ -63,7 +64,8 @@ class Text(Task):
         self._weights_on_device: Tensor | None = None
 
     def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the tokenizer and the model's config, which holds the label names, in `folder`, as Hugging Face writes them."""
+        """Keep the tokenizer and the model's config, which holds the label names, in `folder`, as Hugging Face writes
+        them."""
         self._trained = trained
         if not (folder / "config.json").exists():
             try:
@@ -104,7 +106,8 @@ class Text(Task):
 
     @cached_property
     def _split(self) -> tuple[Any, Any]:
-        """The rows of the training texts that are for training, and those that are held back. (None, None): no split."""
+        """The rows of the training texts that are for training, and those that are held back. (None, None): no
+        split."""
         if self.eval_source or not self.options.eval_fraction:
             return None, None
         return split(self._train_texts.codes, self.options.eval_fraction, self.options.split_seed)
@@ -217,8 +220,8 @@ class Text(Task):
         """Pad the samples to the longest of them.
 
         Returns:
-            `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens). `labels`: (samples,), or with
-            several labels per text (samples, classes).
+            `input_ids`, `attention_mask` and, for pairs, `token_type_ids`: (samples, tokens). `labels`: (samples,), or
+            with several labels per text (samples, classes).
         """
         ids, types, labels = map(list, zip(*samples, strict=True))
         masks = [torch.ones_like(tokens) if len(tokens) else tokens.new_zeros(1) for tokens in ids]
@@ -296,12 +299,16 @@ class Text(Task):
         return logits.float().sigmoid() if self.options.multi_label else logits.float().softmax(dim=-1)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Probabilities by class: (samples, classes). NaN for a text without tokens, of which the model sees nothing."""
+        """Probabilities by class: (samples, classes).
+
+        NaN for a text without tokens, of which the model sees nothing.
+        """
         probabilities = self._probabilities(self._logits(model, batch))
         return probabilities.masked_fill(~batch["attention_mask"].any(dim=1, keepdim=True), math.nan)
 
     def metrics(self) -> Metrics:
-        """`accuracy` (with several labels per text, all of them must be right), `macro_f1`, and the matrix `confusion`."""
+        """`accuracy` (with several labels per text, all of them must be right), `macro_f1`, and the matrix
+        `confusion`."""
         from torchmetrics import classification
 
         count = len(self.labels)
