@@ -84,6 +84,7 @@ def fit_in_memory(task, settings):
             prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks
         )
         loop.check_any_update(prepared.state)
+        prepared.state.strategy.sync_buffers()
         return whole_weights(prepared.built.model), results
 
 
