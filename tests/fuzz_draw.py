@@ -42,7 +42,8 @@ class Maker:
         return allowed(case)
 
     def noisy(self, world: int = 1) -> Case:
-        """A case with random numbers in batches, which no plain torch draws alike; it is resumed, and logs each step."""
+        """A case with random numbers in batches, which no plain torch draws alike; it is resumed, and logs each
+        step."""
         case = self.case(world)
         places = [
             Noise(self.pick(["loss", "collate", "model"]), self.pick(SOURCES), self.chance())

@@ -1,6 +1,7 @@
 """The training that a `Case` stands for, in plain torch: one process, the whole global batch at once, no engine.
 
-Written from docs/contract.md, docs/step.md and docs/logs.md; of the package it uses the order of samples and their seeds.
+Written from docs/contract.md, docs/step.md and docs/logs.md; of the package it uses the order of samples and their
+seeds.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NORM = "train/grad_norm"
 
 @dataclass
 class Result:
-    """weights: final ones, by name. rows: what the log must say (a name with `?` may be missing). applied: updates that moved
+    """weights: final ones, by name. rows: what the log must say (a name with `?` may be missing). applied: updates
+    that moved
     something. evaluation, predictions: with what was saved last; a sample that cannot be read has None."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -97,7 +99,8 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
         done = step + 1
         if done % case.log_every == 0 or done == case.stop:
             row = entry(case, done, window, optimizer, done - result.applied)
-            # Norms are there in the steps that log, and always where they are clipped; this update was before such a step.
+            # Norms are there in the steps that log, and always where they are clipped; this update was before such
+            # a step.
             result.rows.append(
                 row
                 if loss is not None

@@ -1,4 +1,5 @@
-"""Runs the training of a `Case` through Lockstep, on ranks or in this process, and compares it with plain torch or with itself."""
+"""Runs the training of a `Case` through Lockstep, on ranks or in this process, and compares it with plain torch or
+with itself."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Different(AssertionError):
 
 @dataclass
 class Found:
-    """What a run gave on one rank: final weights and (on rank 0) the log's entries; or the text of the error that it ended with.
+    """What a run gave on one rank: final weights and (on rank 0) the log's entries; or the text of the error that
+    it ended with.
     afterwards: what `Trainer.evaluate` or `Trainer.predict` gave."""
 
     weights: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +48,8 @@ class Found:
 
 
 def fit(case: Case, folder: Path, resumed: bool = False) -> Found:
-    """Train to the end; a run that is resumed begins with what it would have had, had it been killed after it saved at `resume_at`."""
+    """Train to the end; a run that is resumed begins with what it would have had, had it been killed after it saved
+    at `resume_at`."""
     settings = settings_of(case)
     first = os.environ.get("RANK", "0") == "0"
     if resumed:
@@ -96,7 +99,8 @@ def on_ranks(world: int, cases: Sequence[tuple[Case, str]], resumed: bool) -> li
 
 
 def outcomes(cases: Sequence[Case]) -> list[list[list[Found]]]:
-    """For each case: of its run, and of the run that was resumed if it was, the answer of each rank. All have the same world."""
+    """For each case: of its run, and of the run that was resumed if it was, the answer of each rank. All have the
+    same world."""
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
         placed = [(case, f"{folder}/{number}") for number, case in enumerate(cases)]
         found = [[ranks] for ranks in on_ranks(cases[0].world, placed, resumed=False)]

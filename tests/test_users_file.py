@@ -1,4 +1,5 @@
-"""A user's own file on the command line: how it is imported, what it may return, what goes wrong in it, and when it is edited."""
+"""A user's own file on the command line: how it is imported, what it may return, what goes wrong in it, and when it
+is edited."""
 
 import csv
 import json
@@ -128,7 +129,10 @@ def test_data_keys_reach_a_constructor_that_takes_any(call):
     assert "loads a {'eval': 'b'}" in done.stdout
 
 
-RELATIVE = "from .util import width\nfrom mine import Mine\nclass Here(Mine):\n    def __init__(self):\n        super().__init__(width)\n"
+RELATIVE = (
+    "from .util import width\nfrom mine import Mine\nclass Here(Mine):\n"
+    "    def __init__(self):\n        super().__init__(width)\n"
+)
 
 
 def test_file_of_a_package_may_import_from_it(call, tmp_path, monkeypatch):

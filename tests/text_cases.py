@@ -44,7 +44,8 @@ def difference(one, other):
 
 
 def by_hand(options, steps, global_batch, weights=None):
-    """Hugging Face's own tokenizer and model, the global batch at once, in float64, under cross_entropy's own weighted mean.
+    """Hugging Face's own tokenizer and model, the global batch at once, in float64, under cross_entropy's own
+    weighted mean.
 
     Returns weights by name, and the loss of each step.
     """

@@ -219,7 +219,8 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
             raise UsageError(
                 f"the task's code has changed since the run began: {change}",
                 where=str(folder),
-                remedy="undo it, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run",
+                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
+                "or --fresh to delete that run",
             )
         try:
             if kept != found:

@@ -1,6 +1,5 @@
 """What a step does besides arithmetic: how often ranks talk, what they agree on, and how short its way is."""
 
-
 import pytest
 import torch
 

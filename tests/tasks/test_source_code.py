@@ -235,7 +235,8 @@ def test_layout_comments_and_docstrings_are_no_difference(old, new):
         (
             "square()",
             "abs()",
-            '1 place, first in Mine.loss (from line 11): now "return (model(batch[0]) - batch[1]).abs().sum()", before "return (model(batch[0]) - b',
+            '1 place, first in Mine.loss (from line 11): now "return (model(batch[0]) - batch[1]).abs().sum()", '
+            'before "return (model(batch[0]) - b',
         ),
         ("WIDTH = 3", "WIDTH = 4", '1 place, first outside of functions: now "WIDTH = 4", before "WIDTH = 3"'),
         (
