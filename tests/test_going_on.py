@@ -112,7 +112,7 @@ def test_another_task_object_is_refused_by_its_class(tmp_path):
     for steps in (4, 8):
         with pytest.raises(
             LockstepError,
-            match=r"the task's code is not that which the run began with: tests\.test_going_on\..*Other is new",
+            match=r"the task's code has changed since the run began: tests\.test_going_on\..*Other is new",
         ) as caught:
             runs.fit(Other(), runs.config(train={"steps": steps}), tmp_path)
         assert caught.value.exit_code == 2

@@ -118,7 +118,7 @@ class Trainer:
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         asked = build.asked_micro_batch(self.config, world)
-        micro_batch = run_directory.remembered_micro(self.run_dir, world, asked)
+        micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:
             prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
@@ -317,7 +317,7 @@ class Trainer:
     def _remember_micro_batch(self, prepared: PreparedRun, size: int, from_any: bool = False) -> None:
         world = prepared.state.world
         asked = build.asked_micro_batch(self.config, world)
-        run_directory.remember_micro(self.run_dir, world, asked, size, from_any=from_any)
+        run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any)
 
     def _add_metrics(self, prepared: PreparedRun, saver: Saver, evaluated: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
