@@ -62,12 +62,9 @@ class Lazy(Mine):
 
 class Sparse(Mine):
     def model(self):
-        return nn.ModuleDict({
-            "words": nn.Embedding(9, 4, sparse=True),
+        return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "fine": nn.Embedding(9, 4),
             "bags": nn.EmbeddingBag(9, 4, sparse=True),
-            "fine": nn.Embedding(9, 4),
-            "frozen": nn.Embedding(9, 4, sparse=True).requires_grad_(False),
-        })
+            "frozen": nn.Embedding(9, 4, sparse=True).requires_grad_(False)})
 
 class Outputs(Mine):
     def eval_data(self):

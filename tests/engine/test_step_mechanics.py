@@ -25,9 +25,9 @@ def test_replicas_are_bit_identical_after_50_steps(world, kind):
     assert all(digest == digests[0] for digest in digests[1:])
 
 
-def test_buffers_are_those_of_rank_0_at_evaluation():
+def test_buffers_are_those_of_rank_0_at_evaluation(tmp_path):
     settings = runs.config(train={"steps": 6, "eval_every_steps": 3})
-    first, second = run_ranks(2, rank_cases.batchnorm_buffers, settings)
+    first, second = run_ranks(2, rank_cases.batchnorm_buffers, settings, tmp_path)
     assert len(first) == 2
     assert first == second
 
