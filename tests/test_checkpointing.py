@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lockstep.trainer
+import lockstep.training_run
 from lockstep import LockstepError, Trainer
 from lockstep.checkpoint import files, store
 from lockstep.distributed import signals
@@ -204,11 +204,11 @@ class Ticking(signals.StopConsensus):
 
 def fit_ticking(kind, settings, folder):
     """Steps that are kept in the end."""
-    kept, lockstep.trainer.StopConsensus = lockstep.trainer.StopConsensus, Ticking
+    kept, lockstep.training_run.StopConsensus = lockstep.training_run.StopConsensus, Ticking
     try:
         runs.fit_kind(kind, {}, settings, folder)
     finally:
-        lockstep.trainer.StopConsensus = kept
+        lockstep.training_run.StopConsensus = kept
     return [one.step for one in store.listed(folder / "checkpoints")]
 
 

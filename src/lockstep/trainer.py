@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,22 @@ from torch.utils.data import Dataset, Subset
 
 import lockstep
 from lockstep import build, config_file, resume, run_directory
-from lockstep.build import BuiltModel, EvaluationData, PreparedRun
+from lockstep.build import BuiltModel, PreparedRun
 from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
-from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch, is_default
+from lockstep.data.loader import MicroBatch
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.sharded_tensor import gather_on_rank0
-from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.distributed.world import World, join_world
-from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
-from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError, exits_are_failures
-from lockstep.observe import metric_arrays
-from lockstep.observe.metric_arrays import MetricArrays
-from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.engine import task_checks
+from lockstep.errors import CheckpointError, exits_are_failures
+from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task
+from lockstep.training_run import TrainingRun, has_report, report
 
 
 class Trainer:
@@ -107,7 +104,7 @@ class Trainer:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
             try:
-                self.results = self._train(task, prepared, batches, flag, writers)
+                self.results = TrainingRun(task, prepared, config, self.run_dir, flag, writers).train(batches)
             finally:
                 for writer in writers:
                     writer.close()
@@ -140,190 +137,6 @@ class Trainer:
             quiet=self.quiet,
         )
 
-    def _train(
-        self,
-        task: Task,
-        prepared: PreparedRun,
-        batches: Iterator[list[MicroBatch]],
-        flag: StopFlag,
-        writers: Sequence[Writer],
-    ) -> dict[str, float]:
-        """Make all checks that are possible before the first step, then run the loop."""
-        state, world, tell = prepared.state, prepared.state.world, partial(_tell_all, writers)
-        intervals = build.intervals(self.config, prepared.plan)
-        evaluated_data = build.evaluation_data(self.config, task, world) if intervals.evaluate else None
-        notes = loop.set_training_mode(state.strategy)
-        with state.strategy.inference() as forward:
-            batch_norm.check_smallest_micro_batch(
-                forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
-            )
-        for text in [*notes, *self._look_ahead(task, prepared, evaluated_data), *prepared.warnings]:
-            tell(text)
-        consensus = StopConsensus(world, flag)
-        saver = Saver(
-            self._checkpoints,
-            world,
-            run_directory.retention(self.config),
-            tell=tell,
-            in_background=self.config.checkpoint.mode == "async",
-            allowed=prepared.may_be_infinite,
-        )
-        arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
-        hooks = loop.Hooks(
-            evaluate=partial(self._evaluate_in_training, task, prepared, evaluated_data, consensus, tell, arrays),
-            save=resume.save_function(prepared, saver, self.config),
-            add_metrics=partial(self._add_metrics, prepared, saver),
-            describe_checkpoints=saver.kept,
-            elapsed_s=lambda: consensus.elapsed_s,
-            stop_requested=consensus,
-            on_out_of_memory=partial(self._halve_micro_batch, prepared, tell),
-        )
-        flag.saves = True
-        try:
-            if state.step >= prepared.stop:
-                key = "steps" if self.config.train.steps else "epochs"
-                done = f"{self.run_dir} is complete at step {state.step}"
-                tell(f"{done}: raise train.{key} to go on, or start anew with --fresh")
-            latest = loop.fit(
-                state,
-                batches,
-                plan=prepared.plan,
-                stop=prepared.stop,
-                intervals=intervals,
-                hooks=hooks,
-                writers=writers,
-                evaluated=prepared.evaluated,
-            )
-            saver.finish()
-            loop.check_any_update(state)
-        except Preempted:
-            saver.wait()
-            if saver.failures and saver.saved != state.step:
-                saver.finish()
-            text = f"stopped by {flag.name} before the first step"
-            if state.step:
-                text = f"stopped by {flag.name} at step {state.step} of {prepared.stop}, saved"
-            tell(text)
-            raise Preempted(text) from None
-        except MemoryShortage:
-            self._remember_micro_batch(prepared, -(-prepared.plan.micro_batch // 2), from_any=True)
-            raise
-        finally:
-            saver.close()
-            for warning in prepared.warnings:  # again, for a reader who looks at the end
-                tell(warning)
-        return latest
-
-    def _look_ahead(self, task: Task, prepared: PreparedRun, evaluated: EvaluationData | None) -> list[str]:
-        """Before the first step of a new run, try the loss and the evaluation on a few samples.
-
-        Adds to the run's warnings.
-
-        Returns:
-            further messages for the log.
-
-        Raises:
-            UsageError: `checkpoint.keep_best` names no result of an evaluation.
-        """
-        state, best = prepared.state, self._best
-        if best:
-            dry_run.check_is_evaluated(evaluated is not None)
-        if state.step:  # a restart must be quick
-            dry_run.check_best_of_saved(best, self._checkpoints, state.world)
-            return []
-        compiled = self.config.compute.compile is not None
-        with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
-            prepared.warnings += dry_run.look_at_losses(
-                forward,
-                prepared.batches.loader,
-                prepared.plan,
-                precision=state.precision,
-                must_run=evaluated is not None,
-            )
-            if evaluated is None:
-                return []
-            return dry_run.look_at_evaluation(
-                task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                best=best,
-            )
-
-    def _evaluate_in_training(
-        self,
-        task: Task,
-        prepared: PreparedRun,
-        evaluated: EvaluationData | None,
-        consensus: StopConsensus,
-        tell: Callable[[str], None],
-        arrays: WriteGuard,
-    ) -> dict[str, float]:
-        """Evaluate the averaged weights, or the weights where there are no averages.
-
-        Raises:
-            Preempted: a rank was asked to stop.
-        """
-        state = prepared.state
-        assert evaluated is not None
-
-        def tick() -> None:
-            if consensus():
-                raise Preempted
-
-        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            arrays.record({"step": state.step, **values})
-            _report(task, evaluated, values, outputs, tell)
-
-        with contextlib.ExitStack() as stack:
-            consensus.restart()
-            stack.callback(consensus.restart)
-            state.strategy.sync_buffers()
-            forward = stack.enter_context(state.strategy.inference())
-            if state.averages is not None:
-                stack.enter_context(state.averages.applied())
-            return evaluation.evaluate(
-                task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                tick=tick,
-                show=show,
-                show_samples=_reports(task),
-            )
-
-    def _halve_micro_batch(self, prepared: PreparedRun, tell: Callable[[str], None]) -> None:
-        """Go on with micro-batches of half the size, from the step that did not fit into memory.
-
-        Raises:
-            TrainingError: the micro-batch is one sample.
-        """
-        step, before = prepared.state.step, prepared.plan.micro_batch
-        if before == 1:
-            remedy = (
-                "use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16"
-            )
-            what = "a micro-batch of one sample does not fit into memory"
-            raise TrainingError(what, where=f"step {step + 1}", remedy=remedy)
-        prepared.batches.halve(step)
-        after = prepared.plan.micro_batch
-        self._remember_micro_batch(prepared, after)
-        tell(f"out of memory at step {step + 1}: micro-batches of {after} instead of {before} from here on")
-
-    def _remember_micro_batch(self, prepared: PreparedRun, size: int, from_any: bool = False) -> None:
-        world = prepared.state.world
-        asked = build.asked_micro_batch(self.config, world)
-        run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any)
-
-    def _add_metrics(self, prepared: PreparedRun, saver: Saver, evaluated: dict[str, float]) -> None:
-        """Add the results of an evaluation to the checkpoint of its step."""
-        saver.add_metrics(prepared.state.step, evaluated)
-        dry_run.check_best(self._best, list(evaluated))
-
     # ---- a trained model
 
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
@@ -335,9 +148,14 @@ class Trainer:
         with self._join() as world:
             task = task or self.task()
             strategy = self._trained(task, world).strategy
-            tell: Callable[[str], None] = _say_nothing if self.quiet else partial(print, file=sys.stderr)
             evaluated = build.evaluation_data(self.config, task, world)
             precision = Precision(self.config.precision, world.device)
+
+            def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+                text = report(task, evaluated, values, outputs)
+                if text and not self.quiet:
+                    print(text, file=sys.stderr)
+
             with strategy.inference() as forward:
                 return evaluation.evaluate(
                     task,
@@ -346,8 +164,8 @@ class Trainer:
                     plan=evaluated.plan,
                     world=world,
                     precision=precision,
-                    show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
-                    show_samples=_reports(task),
+                    show=show,
+                    show_samples=has_report(task),
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
@@ -457,12 +275,6 @@ class Trainer:
             task.setup(self._kept, trained)
 
     @property
-    def _best(self) -> str | None:
-        """Name of the result by which the best checkpoint is chosen."""
-        best = self.config.checkpoint.keep_best
-        return best.split()[1] if best else None
-
-    @property
     def _checkpoints(self) -> Path:
         return self.run_dir / "checkpoints"
 
@@ -478,29 +290,3 @@ class Recorder(Writer):
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
         raise NotImplementedError
-
-
-def _reports(task: Task) -> bool:
-    """Whether the task has a report of its own, which may show samples."""
-    return not is_default(task.presenter(task).report)
-
-
-def _report(
-    task: Task,
-    evaluated: EvaluationData,
-    values: dict[str, Any],
-    outputs: list[tuple[int, Any]],
-    tell: Callable[[str], None],
-) -> None:
-    """Log the text that the task's report gives for an evaluation."""
-    if text := task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs]):
-        tell(text)
-
-
-def _say_nothing(_: str) -> None:
-    pass
-
-
-def _tell_all(writers: Sequence[Writer], text: str) -> None:
-    for writer in writers:
-        writer.message(text)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import lockstep.trainer
+import lockstep.training_run
 from lockstep import LockstepError, Metrics, Trainer
 from lockstep.distributed.world import World
 from lockstep.engine import dry_run
@@ -352,15 +352,15 @@ def fit_with_and_without(kind, settings, folder):
     """Weights, buffers and optimizer state of a training with the dry run, and of one without it."""
     from lockstep.checkpoint import files, store
 
-    look_ahead, found = lockstep.trainer.Trainer._look_ahead, []
+    look_ahead, found = lockstep.training_run.TrainingRun.look_ahead, []
     for name in ("first", "with", "without"):  # in the first of a process, some import draws random numbers
         if name == "without":
-            lockstep.trainer.Trainer._look_ahead = lambda *_: []
+            lockstep.training_run.TrainingRun.look_ahead = lambda *_: []
         try:
             runs.fit(kind(eval_length=20), settings, folder / name)
             found.append((random.random(), np.random.rand(), torch.rand(1).item()))
         finally:
-            lockstep.trainer.Trainer._look_ahead = look_ahead
+            lockstep.training_run.TrainingRun.look_ahead = look_ahead
         saved = store.listed(folder / name / "checkpoints")[0]
         found.append({name: tensor.numpy().tobytes() for name, tensor in files.read(saved.path, saved.index)})
     return found[2:]
@@ -469,7 +469,7 @@ def test_a_training_is_the_same_with_and_without_evaluations(tmp_path, monkeypat
         settings = runs.config(train={"steps": 12, "eval_every_steps": every})
         weights.append(runs.fit(task(eval_length=20), settings, tmp_path / str(every))[0])
         monkeypatch.setattr(
-            lockstep.trainer.Trainer, "_look_ahead", lambda *_: []
+            lockstep.training_run.TrainingRun, "look_ahead", lambda *_: []
         )  # it may hide what the loop does not do
     assert runs.difference(*weights) == 0
     assert (int(weights[0]["1.num_batches_tracked"]) == 0) == (task is FrozenNorm)

@@ -1,0 +1,270 @@
+"""One training from its first checks to its last checkpoint: the loop, and what the loop calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep import build, resume, run_directory
+from lockstep.build import EvaluationData, PreparedRun
+from lockstep.checkpoint.saver import Saver
+from lockstep.config import RunConfig
+from lockstep.data.loader import MicroBatch, is_default
+from lockstep.distributed.signals import StopConsensus, StopFlag
+from lockstep.engine import batch_norm, dry_run, loop
+from lockstep.engine import evaluate as evaluation
+from lockstep.errors import MemoryShortage, Preempted, TrainingError
+from lockstep.observe import metric_arrays
+from lockstep.observe.metric_arrays import MetricArrays
+from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.tasks.task import Task
+
+
+@dataclass
+class TrainingRun:
+    """A prepared run on this rank, with all that its training needs."""
+
+    task: Task
+    prepared: PreparedRun
+    config: RunConfig
+    run_dir: Path
+    flag: StopFlag
+    """Says whether a signal asked this process to stop."""
+    writers: Sequence[Writer]
+    """Receive the log. Empty but on rank 0."""
+    consensus: StopConsensus = field(init=False)
+    arrays: WriteGuard = field(init=False)
+    """Receives metrics of two and more dimensions."""
+    evaluated: EvaluationData | None = field(init=False, default=None)
+    """What the training evaluates. None: nothing."""
+
+    def __post_init__(self) -> None:
+        self.consensus = StopConsensus(self.prepared.state.world, self.flag)
+        self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, self.tell), self.tell)
+
+    def tell(self, text: str) -> None:
+        """Write lines for people into all logs."""
+        for writer in self.writers:
+            writer.message(text)
+
+    def train(self, batches: Iterator[list[MicroBatch]]) -> dict[str, float]:
+        """Make all checks that are possible before the first step, then run the loop.
+
+        Args:
+            batches: the micro-batches of the prepared run, which somebody may look at on their way.
+
+        Returns:
+            the last value of everything logged.
+
+        Raises:
+            Preempted: a rank was asked to stop. The state is saved.
+            TrainingError: see `loop.fit`.
+        """
+        prepared, state = self.prepared, self.prepared.state
+        intervals = build.intervals(self.config, prepared.plan)
+        if intervals.evaluate:
+            self.evaluated = build.evaluation_data(self.config, self.task, state.world)
+        for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
+            self.tell(text)
+        self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
+        saver = self._saver()
+        hooks = loop.Hooks(
+            evaluate=self.evaluate,
+            save=resume.save_function(prepared, saver, self.config),
+            add_metrics=partial(self.add_metrics, saver),
+            describe_checkpoints=saver.kept,
+            elapsed_s=lambda: self.consensus.elapsed_s,
+            stop_requested=self.consensus,
+            on_out_of_memory=self.halve_micro_batch,
+        )
+        self.flag.saves = True
+        try:
+            if state.step >= prepared.stop:
+                key = "steps" if self.config.train.steps else "epochs"
+                done = f"{self.run_dir} is complete at step {state.step}"
+                self.tell(f"{done}: raise train.{key} to go on, or start anew with --fresh")
+            latest = loop.fit(
+                state,
+                batches,
+                plan=prepared.plan,
+                stop=prepared.stop,
+                intervals=intervals,
+                hooks=hooks,
+                writers=self.writers,
+                evaluated=prepared.evaluated,
+            )
+            saver.finish()
+            loop.check_any_update(state)
+        except Preempted:
+            raise self._preempted(saver) from None
+        except MemoryShortage:
+            self._remember_micro_batch(-(-prepared.plan.micro_batch // 2), from_any_rank=True)
+            raise
+        finally:
+            saver.close()
+            for warning in prepared.warnings:  # again, for a reader who looks at the end
+                self.tell(warning)
+        return latest
+
+    def _check_model(self) -> list[str]:
+        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch."""
+        prepared, state = self.prepared, self.prepared.state
+        notes = loop.set_training_mode(state.strategy)
+        with state.strategy.inference() as forward:
+            batch_norm.check_smallest_micro_batch(
+                forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
+            )
+        return notes
+
+    def _saver(self) -> Saver:
+        return Saver(
+            self.run_dir / "checkpoints",
+            self.prepared.state.world,
+            run_directory.retention(self.config),
+            tell=self.tell,
+            in_background=self.config.checkpoint.mode == "async",
+            allowed=self.prepared.may_be_infinite,
+        )
+
+    def _preempted(self, saver: Saver) -> Preempted:
+        """Wait for the last checkpoint; the text says how far the run is."""
+        state = self.prepared.state
+        saver.wait()
+        if saver.failures and saver.saved != state.step:
+            saver.finish()
+        text = f"stopped by {self.flag.name} before the first step"
+        if state.step:
+            text = f"stopped by {self.flag.name} at step {state.step} of {self.prepared.stop}, saved"
+        self.tell(text)
+        return Preempted(text)
+
+    def look_ahead(self) -> list[str]:
+        """Before the first step of a new run, try the loss and the evaluation on a few samples.
+
+        Adds to the run's warnings.
+
+        Returns:
+            further messages for the log.
+
+        Raises:
+            UsageError: `checkpoint.keep_best` names no result of an evaluation.
+        """
+        prepared, state, evaluated, best = self.prepared, self.prepared.state, self.evaluated, self._best
+        if best:
+            dry_run.check_is_evaluated(evaluated is not None)
+        if state.step:  # a restart must be quick
+            dry_run.check_best_of_saved(best, self.run_dir / "checkpoints", state.world)
+            return []
+        compiled = self.config.compute.compile is not None
+        with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
+            prepared.warnings += dry_run.look_at_losses(
+                forward,
+                prepared.batches.loader,
+                prepared.plan,
+                precision=state.precision,
+                must_run=evaluated is not None,
+            )
+            if evaluated is None:
+                return []
+            return dry_run.look_at_evaluation(
+                self.task,
+                forward,
+                evaluated.loader,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
+                best=best,
+            )
+
+    # ---- what the loop calls
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate the averaged weights, or the weights if there are no averages.
+
+        Raises:
+            Preempted: a rank was asked to stop.
+        """
+        state, evaluated = self.prepared.state, self.evaluated
+        assert evaluated is not None
+
+        def tick() -> None:
+            if self.consensus():
+                raise Preempted
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            self.arrays.record({"step": state.step, **values})
+            if text := report(self.task, evaluated, values, outputs):
+                self.tell(text)
+
+        with contextlib.ExitStack() as stack:
+            self.consensus.restart()
+            stack.callback(self.consensus.restart)
+            state.strategy.sync_buffers()
+            forward = stack.enter_context(state.strategy.inference())
+            if state.averages is not None:
+                stack.enter_context(state.averages.applied())
+            return evaluation.evaluate(
+                self.task,
+                forward,
+                evaluated.loader,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
+                tick=tick,
+                show=show,
+                show_samples=has_report(self.task),
+            )
+
+    def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
+        """Add the results of an evaluation to the checkpoint of its step."""
+        saver.add_metrics(self.prepared.state.step, results)
+        dry_run.check_best(self._best, list(results))
+
+    def halve_micro_batch(self) -> None:
+        """Go on with micro-batches of half the size, from the step that did not fit into memory.
+
+        Raises:
+            TrainingError: the micro-batch is one sample.
+        """
+        prepared = self.prepared
+        step, before = prepared.state.step, prepared.plan.micro_batch
+        if before == 1:
+            remedy = (
+                "use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16"
+            )
+            what = "a micro-batch of one sample does not fit into memory"
+            raise TrainingError(what, where=f"step {step + 1}", remedy=remedy)
+        prepared.batches.halve(step)
+        after = prepared.plan.micro_batch
+        self._remember_micro_batch(after)
+        self.tell(f"out of memory at step {step + 1}: micro-batches of {after} instead of {before} from here on")
+
+    def _remember_micro_batch(self, size: int, from_any_rank: bool = False) -> None:
+        world = self.prepared.state.world
+        asked = build.asked_micro_batch(self.config, world)
+        run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
+
+    @property
+    def _best(self) -> str | None:
+        """Name of the result by which the best checkpoint is chosen."""
+        best = self.config.checkpoint.keep_best
+        return best.split()[1] if best else None
+
+
+def has_report(task: Task) -> bool:
+    """Whether the task's presenter has a report of its own, which may show samples."""
+    return not is_default(task.presenter(task).report)
+
+
+def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:
+    """The text that the task's presenter gives for an evaluation.
+
+    Args:
+        values: what the metrics computed.
+        outputs: (index, output) of some samples.
+    """
+    return task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs])
