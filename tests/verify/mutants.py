@@ -282,7 +282,11 @@ _engine(
 _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
-    (STEP, "state.schedule(result.step - state.skipped)", "world.size * state.schedule(result.step - state.skipped)"),
+    (
+        STEP,
+        "state.schedule(result.step - state.skipped)",
+        "state.world.size * state.schedule(result.step - state.skipped)",
+    ),
 )
 _engine(
     "schedule for half the steps",
@@ -550,7 +554,7 @@ _engine(
 _engine(
     "averages on rank 0 only",
     "replicas",
-    (STEP, "state.averages is not None and result.applied", "state.averages is not None and world.rank == 0"),
+    (STEP, "state.averages is not None and result.applied", "state.averages is not None and state.world.rank == 0"),
     base="ema",
 )
 _engine(
@@ -584,7 +588,7 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        "state.skipped += not result.applied; [p.data.mul_(0.9999) for p in state.parameters if world.rank == 0]",
+        "state.skipped += not result.applied; [p.data.mul_(0.9999) for p in state.parameters if state.world.rank == 0]",
     ),
 )
 
@@ -1224,7 +1228,7 @@ _engine(
     (
         STEP,
         "scaler.unscale_(optimizer)",
-        "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
+        "scaler.unscale_(optimizer); [state.world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
     ),
 )
 _engine(
@@ -1250,12 +1254,16 @@ _engine(
 _engine(
     "a barrier in every step",
     "collectives",
-    (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); world.size > 1 and torch.distributed.barrier()"),
+    (
+        STEP,
+        "scaler.unscale_(optimizer)",
+        "scaler.unscale_(optimizer); state.world.size > 1 and torch.distributed.barrier()",
+    ),
 )
 _engine(
     "losses gathered as objects in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, state", "world.gather(result.indices); set_lr(optimizer, state"),
+    (STEP, "set_lr(optimizer, state", "state.world.gather(result.indices); set_lr(optimizer, state"),
 )
 _engine(
     "weights broadcast in every step",
@@ -1263,7 +1271,7 @@ _engine(
     (
         STEP,
         "set_lr(optimizer, state",
-        "world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
+        "state.world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
     ),
 )
 
@@ -1290,7 +1298,7 @@ _engine(
         STEP,
         "state.skipped += not result.applied",
         "state.skipped += not result.applied; "
-        "[p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
+        "[p.data.mul_(state.world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
         "for p in state.parameters]",
     ),
 )
