@@ -55,7 +55,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
         self.inputs = torch.randn(BATCH, width)
         self.world, self.folder, self.step = world, folder, 0
-        self.saver = Saver(folder / "ours", world, Retention(last=1), print)
+        self.saver = Saver(folder / "ours", world, Retention(last=1), tell=print)
         self.written_at, self.watched = 0.0, threading.Event()
         self.watched.set()
 
@@ -184,7 +184,7 @@ def report(found, size, busy):
     middle = {name: statistics.median(row[name] for row in found) for name in found[0]}
     print(
         f"{size:.2f} GB, 2 ranks, step {middle['step']:.2f} s; "
-        f"written and checked in after {middle['written']:.2f} s of {middle['window']:.2f} s"
+        f"written and committed after {middle['written']:.2f} s of {middle['window']:.2f} s"
     )
     for what in ("blocked", "total"):
         ratios = [row[f"ours {what}"] / row[f"plain {what}"] for row in found]

@@ -1,4 +1,5 @@
-"""Make the pictures of the README and docs from what commands print: `.venv/bin/python docs/picture.py [demo] [verify]`."""
+"""Make the pictures of the README and docs from what commands print: `.venv/bin/python docs/picture.py [demo]
+[verify]`."""
 
 import io
 import subprocess

@@ -5,43 +5,44 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all tests are imported: collecting garbage takes a fifth of that time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-cache-")
-os.environ["LOCKSTEP_CACHE"] = _cache.name  # of all ranks and commands that tests start, too
+os.environ["LOCKSTEP_CACHE"] = _cache.name  # ranks and commands that tests start inherit it
 
 import torch  # noqa: E402
 
 from tests import ranks  # noqa: E402
-from tests.processes import beside  # noqa: E402
+from tests.processes import background  # noqa: E402
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _processes():
-    beside.start()
+    background.start()
     yield
     ranks.close()
-    beside.close()
+    background.close()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: item.get_closest_marker("launched") is not None
-    )  # the last to need what runs beside them
+    # Tests that wait for commands come last: the commands run meanwhile.
+    items.sort(key=lambda item: item.get_closest_marker("launched") is not None)
 
 
 def pytest_collection_finish(session):
-    beside.plan(session.items)
+    background.plan(session.items)
     gc.collect()
-    gc.freeze()  # torch and the tests stay: collecting garbage need not look through them
+    gc.freeze()  # torch and the tests stay, so collecting garbage need not look through them
+    gc.enable()
 
 
 @pytest.fixture
 def launch(request):
-    """What `@launched` asked for, when it has ended."""
-    return beside.wait(request.node)
+    """The results of the commands of `@launched`, when they have ended."""
+    return background.wait(request.node)
 
 
 @pytest.fixture

@@ -22,9 +22,11 @@ class Shown:
 
 @dataclass(frozen=True, repr=False)
 class Head(Shown):
-    """One loss. units: samples, labels (valid ones) or fractions (sum of weights); density: share of labels that are valid.
+    """One loss.
 
-    constant: without units it is a tensor 0 that depends on nothing. watched: it is there to be logged, detached from the model.
+    units: samples, labels (those that are valid) or fractions (the sum of weights). density: share of valid labels.
+    constant: a loss without units is a tensor 0 that depends on nothing. watched: the loss is only logged; it is
+    detached from the model.
     """
 
     name: str = "a"
@@ -69,8 +71,9 @@ class Case(Shown):
     does) or opposite (weight reverses it). own_heads: each head has parameters of its own.
     shape: of a batch. data: the kind of data set. prepare, collate: default, class, instance (set on the object),
     wrapped (on the object, by functools.wraps of what was there). broken: samples that cannot be read.
-    in_place: `prepare` writes into the sample that it is given. norm: none, frozen (a BatchNorm that stays in evaluation
-    mode) or live. modal: the model computes otherwise in evaluation. returned: in which mode `Task.model` returns it.
+    in_place: `prepare` writes into the sample that it is given.
+    norm: none, frozen (a BatchNorm that stays in evaluation mode) or live. modal: the model computes otherwise in
+    evaluation. returned: the mode in which `Task.model` returns the model.
     tied: the first block has the weight of the first layer.
     resume_at: the run is stopped after so many steps, and goes on: on resume_world ranks (0: as many as before), with
     resume_strategy and resume_micro (None: as before). afterwards: evaluate or predict, with what was saved last.
@@ -172,7 +175,7 @@ def allowed(case: Case) -> Case:
     )
     if case.unfreeze not in there:  # patterns must match
         case = dataclasses.replace(case, unfreeze="inner.*")
-    # fsdp cannot do without parameters that a constant does not reach; and what depends on nothing at all has no gradient
+    # FSDP needs the parameters that a constant does not reach. A loss that depends on nothing has no gradient.
     if "fsdp" in (case.strategy, case.resume_strategy) or case.unfreeze == "out.1.*":
         heads, label = (
             tuple(dataclasses.replace(head, constant=False) for head in some) for some in (case.heads, (case.label,))

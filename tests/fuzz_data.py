@@ -90,7 +90,10 @@ def unpack(packed: Any) -> tuple[Any, Any, Any]:
 
 
 def tensors_of(case: Case, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs, targets and weights of targets (0: not valid), one column per head. The first samples of a longer set are those of a shorter."""
+    """Inputs, targets, and weights of targets (0: the target is not valid). Each has one column for each head.
+
+    A longer set begins with the samples of a shorter set.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(MOST_SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randn(MOST_SAMPLES, 4, generator=generator, dtype=torch.float64)

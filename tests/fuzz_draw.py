@@ -42,7 +42,7 @@ class Maker:
         return allowed(case)
 
     def noisy(self, world: int = 1) -> Case:
-        """A case with random numbers in batches, which no plain torch draws alike; it is resumed, and logs each step."""
+        """A case with random numbers in its batches, which plain torch would draw otherwise. It is resumed."""
         case = self.case(world)
         places = [
             Noise(self.pick(["loss", "collate", "model"]), self.pick(SOURCES), self.chance())

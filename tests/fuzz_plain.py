@@ -1,6 +1,7 @@
 """The training that a `Case` stands for, in plain torch: one process, the whole global batch at once, no engine.
 
-Written from docs/contract.md, docs/step.md and docs/logs.md; of the package it uses the order of samples and their seeds.
+It is written from docs/contract.md, docs/step.md and docs/logs.md. From the package it takes only the order of the
+samples and their seeds.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ NORM = "train/grad_norm"
 
 @dataclass
 class Result:
-    """weights: final ones, by name. rows: what the log must say (a name with `?` may be missing). applied: updates that moved
-    something. evaluation, predictions: with what was saved last; a sample that cannot be read has None."""
+    """What a training must give.
+
+    weights: final weights by name. rows: entries of the log; a name with `?` may be missing.
+    applied: number of updates that changed weights. evaluation, predictions: with the weights that were saved last; the
+    prediction of a sample that cannot be read is None.
+    """
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -97,7 +102,7 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
         done = step + 1
         if done % case.log_every == 0 or done == case.stop:
             row = entry(case, done, window, optimizer, done - result.applied)
-            # Norms are there in the steps that log, and always where they are clipped; this update was before such a step.
+            # Steps that log have a norm, and so do all steps that clip. This update was before such a step.
             result.rows.append(
                 row
                 if loss is not None

@@ -1,4 +1,4 @@
-"""Runs the training of a `Case` through Lockstep, on ranks or in this process, and compares it with plain torch or with itself."""
+"""Train a `Case` with Lockstep, on ranks or in this process, and compare it with plain torch or with itself."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ class Different(AssertionError):
 
 @dataclass
 class Found:
-    """What a run gave on one rank: final weights and (on rank 0) the log's entries; or the text of the error that it ended with.
-    afterwards: what `Trainer.evaluate` or `Trainer.predict` gave."""
+    """What a run gave on one rank.
+
+    weights: final weights by name. rows: on rank 0 the entries of the log. afterwards: what `Trainer.evaluate` or
+    `Trainer.predict` gave. error: the text of the error that the run ended with.
+    """
 
     weights: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
@@ -46,7 +49,10 @@ class Found:
 
 
 def fit(case: Case, folder: Path, resumed: bool = False) -> Found:
-    """Train to the end; a run that is resumed begins with what it would have had, had it been killed after it saved at `resume_at`."""
+    """Train to the end.
+
+    resumed: begin with the checkpoints up to `resume_at`, as a run does that was killed after it had saved there.
+    """
     settings = settings_of(case)
     first = os.environ.get("RANK", "0") == "0"
     if resumed:
@@ -96,7 +102,10 @@ def on_ranks(world: int, cases: Sequence[tuple[Case, str]], resumed: bool) -> li
 
 
 def outcomes(cases: Sequence[Case]) -> list[list[list[Found]]]:
-    """For each case: of its run, and of the run that was resumed if it was, the answer of each rank. All have the same world."""
+    """For each case, for its run and, where the case has one, for its resumed run: the answer of each rank.
+
+    All cases have the same number of ranks.
+    """
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as folder:
         placed = [(case, f"{folder}/{number}") for number, case in enumerate(cases)]
         found = [[ranks] for ranks in on_ranks(cases[0].world, placed, resumed=False)]

@@ -1,8 +1,9 @@
 """The `lockstep` command in processes of its own, as a user runs it.
 
-Starting such processes takes most of their time, and most tests leave a core idle. So what a test only looks at when it has
-ended is run beside the tests before it: `@launched(command, ...)` says what, and the fixture `launch` waits for the end. What
-signals or kills such a process while it runs is a function, which `@launched` takes in a command's place.
+Most of the time of such a test is spent in starting the processes, and most other tests leave one core idle. So the
+commands run in the background while other tests run: `@launched(command, ...)` states the commands of a test, and the
+fixture `launch` waits until they have ended. A test that sends signals to a command, or kills it, gives `@launched` a
+function instead of the command.
 """
 
 import contextlib
@@ -23,12 +24,13 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-_begun = []  # by `start` in this process
+_started = []
+"""The processes that `start` has started in this process."""
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_STORE")
 
 
 def environment(**extra):
-    """Without the variables of ranks, which the pool of warm ranks may have left here."""
+    """The variables of this process, without those of ranks: a test may have set them here."""
     clean = {name: value for name, value in os.environ.items() if name not in _RANKS}
     return clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | extra
 
@@ -49,7 +51,7 @@ def command(*arguments, torchrun=None):
 
 
 def lockstep(*arguments, torchrun=None, timeout=120, **extra):
-    """Run to the end; `extra` are environment variables."""
+    """Run the command to its end. `extra` are environment variables."""
     return subprocess.run(
         command(*arguments, torchrun=torchrun),
         capture_output=True,
@@ -60,12 +62,12 @@ def lockstep(*arguments, torchrun=None, timeout=120, **extra):
 
 
 def start(*arguments, torchrun=None, **extra):
-    """Run beside the test, in a session of its own."""
+    """Start the command in a session of its own, and return its process."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(
         command(*arguments, torchrun=torchrun), env=environment(**extra), start_new_session=True, **pipes
     )
-    _begun.append(process)
+    _started.append(process)
     return process
 
 
@@ -77,7 +79,7 @@ def wait_for(condition, timeout=120):
 
 
 def has_logged(run):
-    """Whether a run has written its first entry."""
+    """Whether a run has written the first entry of its log."""
     path = run / "metrics.jsonl"
     return path.exists() and bool(path.read_text())
 
@@ -87,63 +89,71 @@ def children(pid):
 
 
 def handles(pid, number):
-    """Whether a process has said what it does at a signal."""
+    """Whether a process has installed a handler for a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
     return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 def is_running(pid):
-    """Alive, and not a zombie that waits for its parent."""
+    """Whether a process is alive, and not a zombie that waits for its parent."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-# ---- beside other tests
+# ---- in the background of other tests
 
 
 def launched(*commands, torchrun=None, **extra):
-    """Commands that run one after another, whatever tests do; "{folder}" is theirs, with the module's TASKS in tasks.py. Tests may share a mark.
+    """Mark a test with the commands that it needs. They run one after another, in the background of other tests.
 
-    A function in a command's place is called with that folder: in a process forked before the first test, so without torch, and without ranks.
+    In an argument, "{folder}" stands for a folder of the commands, in which tasks.py holds the module's TASKS. Several
+    tests may have the same mark; its commands then run once. A function among `commands` is called with the folder, in
+    a process that is forked before the first test: it can use neither torch nor ranks.
+
+    Args:
+        torchrun: start the commands under torchrun with this many ranks.
+        extra: environment variables.
     """
     return pytest.mark.launched(*commands, torchrun=torchrun, **extra)
 
 
 class Launch:
-    """The commands of one mark. `done`: how each ended, as subprocess.run tells it, or what the function returned."""
+    """The commands of one mark."""
 
     def __init__(self, mark, module):
-        self.mark, self.tasks, self.folder, self.done = mark, getattr(module, "TASKS", ""), None, []
+        self.mark, self.tasks, self.folder = mark, getattr(module, "TASKS", ""), None
+        self.done = []
+        """For each command its return code and output; for each function what it returned."""
 
     def prepare(self):
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-launch-"))
         (self.folder / "tasks.py").write_text(self.tasks)
 
     def run(self):
-        """Everything, and leave what is found in the folder: in the process beside, or where a test waits and nobody else has begun it."""
+        """Run all commands, and write the results into the folder. Nothing, where another process has begun them."""
         try:
             (self.folder / "begun").mkdir()
         except FileExistsError:
             return
         try:
-            found = [self._function(one) if callable(one) else self._command(one) for one in self.mark.args]
+            results = [self._call(command) if callable(command) else self._run(command) for command in self.mark.args]
         except BaseException as error:
-            found = traceback.format_exc()
+            results = traceback.format_exc()
             if not isinstance(error, Exception):
                 raise
         finally:
-            for process in _begun:
+            for process in _started:
                 _kill(process)
-            _begun.clear()
-        (self.folder / "done.new").write_bytes(pickle.dumps(found))
+            _started.clear()
+        (self.folder / "done.new").write_bytes(pickle.dumps(results))
         (self.folder / "done.new").rename(self.folder / "done")
 
-    def _function(self, function):
+    def _call(self, function):
         return function(self.folder)
 
-    def _command(self, arguments):
+    def _run(self, arguments):
         options = dict(self.mark.kwargs)
         torchrun = options.pop("torchrun")
         filled = [str(argument).replace("{folder}", str(self.folder)) for argument in arguments]
@@ -158,7 +168,7 @@ class Launch:
 
 
 def _kill(process):
-    """With all in its session; nothing where it has ended already."""
+    """Kill a process and all others of its session, unless it has ended already."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -167,8 +177,11 @@ def _kill(process):
         stream.close()
 
 
-class Beside:
-    """All launches that the chosen tests ask for, one at a time and in the order of the tests, by a process of their own; by two where a test waits."""
+class Background:
+    """All launches that the chosen tests ask for.
+
+    A process of its own runs them one at a time, in the order of the tests. While a test waits, it runs launches too.
+    """
 
     def __init__(self):
         self.launches, self.process = {}, None
@@ -180,14 +193,13 @@ class Beside:
                 self.launches.setdefault(id(mark), Launch(mark, item.module))
 
     def start(self):
-        """A fork: marks hold functions, and importing all anew would take as long as a test."""
+        """Fork the process. A new process would have to import all modules again, because marks hold functions."""
         for launch in self.launches.values():
             launch.prepare()
         if self.launches:
             with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", DeprecationWarning
-                )  # newer Pythons warn where there are threads; none of this takes a lock
+                # Newer Pythons warn about a fork where there are threads. The process takes no lock of a thread.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 self.process = multiprocessing.get_context("fork").Process(target=self._run, daemon=True)
                 self.process.start()
 
@@ -199,6 +211,7 @@ class Beside:
                 launch.run()
 
     def wait(self, item, timeout=200):
+        """The launch of a test, when its commands have ended."""
         launch = self.launches[id(item.get_closest_marker("launched"))]
         deadline = time.monotonic() + timeout
         while not (launch.folder / "done").exists():
@@ -207,9 +220,8 @@ class Beside:
                 if not (other.folder / "begun").exists():
                     other.run()
                     break
-            assert self.process.is_alive() or (launch.folder / "done").exists(), (
-                "the process beside the tests has ended"
-            )
+            alive = self.process.is_alive() or (launch.folder / "done").exists()
+            assert alive, "the process that runs the commands has ended"
             time.sleep(0.05)
         launch.done = pickle.loads((launch.folder / "done").read_bytes())
         assert not isinstance(launch.done, str), launch.done
@@ -224,4 +236,4 @@ class Beside:
             launch.end()
 
 
-beside = Beside()
+background = Background()

@@ -98,18 +98,17 @@ def evaluate_and_predict(lengths, micro):
             task = own_tasks.Classes(eval_length=length)
             torch.manual_seed(0)
             model = task.model()
-            loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
+            loader = Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device)
             arguments = (task, Forward(model, task.loss), loader)
-            others = (world, Precision("fp32", world.device))
-            outputs = predict(
-                *arguments, EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy()), *others
-            )
+            options = {"world": world, "precision": Precision("fp32", world.device)}
+            by_length = EvaluationPlan(length, micro, torch.arange(length).remainder(7).numpy())
+            outputs = predict(*arguments, plan=by_length, **options)
             shown = []
 
             def show(values, samples, shown=shown):
                 shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
 
-            results = evaluate(*arguments, EvaluationPlan(length, micro), *others, show=show, show_samples=True)
+            results = evaluate(*arguments, plan=EvaluationPlan(length, micro), show=show, show_samples=True, **options)
             answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 
@@ -120,7 +119,7 @@ def evaluate_run(run_dir, kind, options, strategy="ddp"):
     )
 
 
-def batchnorm_buffers(settings):
+def batchnorm_buffers(settings, run_dir):
     """Buffers on this rank at evaluation: BatchNorm saw other samples on each rank."""
     seen = []
 
@@ -136,7 +135,7 @@ def batchnorm_buffers(settings):
                 seen.append([buffer.tolist() for buffer in model.buffers()])
             return super().loss(model, batch)
 
-    runs.fit(Normed(eval_length=4), settings)
+    runs.fit(Normed(eval_length=4), settings, run_dir)
     return seen
 
 
@@ -198,13 +197,13 @@ def export_and_evaluate(run_dir, settings, options, out):
     return trainer.evaluate(own_tasks.Deep(**options))
 
 
-def fit_quietly(kind, options, settings):
+def fit_quietly(kind, options, settings, run_dir):
     """Without what torch.compile warns of while it looks at tensors."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return runs.fit_kind(kind, options, settings)
+        return runs.fit_kind(kind, options, settings, run_dir)
 
 
 def fit_from_file(settings):
@@ -339,6 +338,7 @@ def fit_with_equal_neighbours(settings, neighbours):
 
     lockstep.trainer.join_world = joined_in_groups
     try:
-        return runs.fit_kind("Classes", {"eval_length": 21}, settings)
+        with runs.shared_folder() as run_dir:
+            return runs.fit_kind("Classes", {"eval_length": 21}, settings, run_dir)
     finally:
         lockstep.trainer.join_world = joined

@@ -1,8 +1,10 @@
-"""Warm ranks for the whole suite: fresh processes (not forks) that have torch imported and wait for work.
+"""Warm ranks for the whole suite: processes that have torch imported and wait for work.
 
-`run_ranks(world, function, *arguments)` calls `function(*arguments)` in `world` processes whose environment describes
-a world as torchrun would, and returns the results in rank order. `function` must be importable (top level of a module).
-A failure on any rank is raised here, with that rank's traceback; ranks that still run after `timeout_s` are killed.
+`run_ranks(world, function, *arguments)` calls `function(*arguments)` in `world` processes, whose environment describes
+a world as torchrun would, and returns the results in rank order. `function` must be importable: it stands at the top
+level of a module. If a rank fails, `run_ranks` raises an error with the traceback of that rank.
+
+The processes are started once and stay. A call costs about 20 ms, so a test may make as many calls as it has cases.
 """
 
 from __future__ import annotations
@@ -22,15 +24,20 @@ _ranks = Workers(Path(_folder.name, "ranks.log"))
 
 
 class RankFailed(AssertionError):
-    pass
+    """Names the ranks that failed, each with its traceback."""
 
 
 def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+    """What `function(*arguments)` returned on each rank.
+
+    Raises:
+        RankFailed: a rank raised, its process ended, or it gave no answer within `timeout_s`.
+    """
     answers = _ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s)
     failed = {
-        rank: str(one) if isinstance(one, WorkerEnded) else one.error
-        for rank, one in enumerate(answers)
-        if isinstance(one, WorkerEnded) or one.error
+        rank: str(answer) if isinstance(answer, WorkerEnded) else answer.error
+        for rank, answer in enumerate(answers)
+        if isinstance(answer, WorkerEnded) or answer.error
     }
     if failed:
         raise RankFailed("\n".join(f"rank {rank}: {text}" for rank, text in failed.items()))
@@ -39,10 +46,12 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
 
 @dataclass
 class Answer:
-    """What a function returned on a rank, or the text and the traceback of its error."""
+    """The answer of a rank."""
 
     value: Any = None
+    """What the function returned."""
     error: str = ""
+    """The text and the traceback of the error that it raised."""
 
 
 def _answer(function: Callable[..., Any], *arguments: Any) -> Answer:

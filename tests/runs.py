@@ -1,4 +1,4 @@
-"""Training in memory or through `Trainer`, in this process or on ranks, and the same training by hand in plain torch."""
+"""Training in memory or with a run directory, in this process or on ranks; and the same training in plain torch."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ from lockstep.trainer import Recorder
 
 
 def config(**sections):
-    """A config for tests: 20 steps of 24 samples, no TensorBoard; sections are merged into it."""
+    """A config for tests: 20 steps of 24 samples, without TensorBoard. `sections` are merged into it."""
     base = {
         "batch": {"global": 24},
         "train": {"steps": 20},
@@ -36,16 +36,17 @@ def config(**sections):
     return base
 
 
-_fits: collections.Counter = collections.Counter()  # by call of `run_ranks`, which each have a store of their own
+_folders: collections.Counter = collections.Counter()
+"""How many folders were asked for, by the store of the ranks: each call of `run_ranks` has a store of its own."""
 
 
 @contextlib.contextmanager
 def shared_folder():
-    """A folder that is the same on all ranks of a `run_ranks`, and gone afterwards."""
+    """A folder that is the same on all ranks of a `run_ranks`. It is deleted afterwards."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     store = Path(os.environ.get("LOCKSTEP_STORE", "none"))
-    _fits[store] += 1
-    name = f"{store.parent.name}-{store.name}-{_fits[store]}" if world > 1 else f"lockstep-test-{os.getpid()}"
+    _folders[store] += 1
+    name = f"{store.parent.name}-{store.name}-{_folders[store]}" if world > 1 else f"lockstep-test-{os.getpid()}"
     folder = Path(tempfile.gettempdir(), name)
     try:
         yield folder
@@ -83,6 +84,7 @@ def fit_in_memory(task, settings):
             prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks
         )
         loop.check_any_update(prepared.state)
+        prepared.state.strategy.sync_buffers()
         return whole_weights(prepared.built.model), results
 
 
@@ -91,7 +93,9 @@ def evaluate(task, state, data):
     averages = contextlib.nullcontext() if state.averages is None else state.averages.applied()
     state.strategy.sync_buffers()
     with state.strategy.inference() as forward, averages:
-        return evaluation.evaluate(task, forward, data.loader, data.plan, state.world, state.precision)
+        return evaluation.evaluate(
+            task, forward, data.loader, plan=data.plan, world=state.world, precision=state.precision
+        )
 
 
 def whole_weights(model):
@@ -115,14 +119,21 @@ class FinalWeights(Recorder):
 
 
 def fit_kind(kind, options, settings, run_dir=None):
-    """`fit` for a task class of `own_tasks` by name: for ranks, which get everything by pickle."""
+    """`fit` with a class of `own_tasks` by name. Ranks get their arguments by pickle, which takes no local class."""
     from tests import own_tasks
 
     return fit(getattr(own_tasks, kind)(**options), settings, run_dir)
 
 
 def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None, before_step=None):
-    """Plain torch: one process, the whole global batch at once, mean over its units. Weights and gradient norms."""
+    """Train in plain torch: in one process, the whole global batch at once, by the mean over its units.
+
+    Args:
+        before_step: called with the model and the step's number, from 0.
+
+    Returns:
+        final weights by name, and the gradient norm of each update before clipping.
+    """
     torch.manual_seed(seed)
     model = task.model()
     optimizer = optimizer(model) if optimizer else torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
@@ -146,7 +157,7 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
             factors = task.coefficients
             loss = sum(factors.get(head, 1.0) * losses[head] / weights[head] for head in losses if weights[head] > 0)
         elif weights == 0:
-            continue  # plain torch would divide by zero; no unit means no update
+            continue  # plain torch would divide by zero: without a unit there is no update
         else:
             loss = losses / weights
         if not loss.requires_grad:
@@ -159,6 +170,6 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
 
 
 def difference(one, other):
-    """Largest relative difference of any tensor, in the 2-norm."""
+    """The largest relative difference of any tensor, in the 2-norm."""
     assert one.keys() == other.keys()
     return max(float((one[name].double() - other[name].double()).norm() / other[name].double().norm()) for name in one)

@@ -352,8 +352,8 @@ def test_a_name_that_is_one_folder_is_taken(name):
 def test_what_keep_best_wants_is_said_in_words(text):
     found = refusal(TOY | {"checkpoint": {"keep_best": text}})
     assert (
-        f"file.yaml: checkpoint.keep_best: {text!r} does not say which result is best; write `max eval/NAME` or `min eval/NAME`"
-        in found
+        f"file.yaml: checkpoint.keep_best: {text!r} does not say which result is best; "
+        "write `max eval/NAME` or `min eval/NAME`" in found
     )
 
 
@@ -763,7 +763,10 @@ def test_a_resolved_batch_can_be_recorded_and_read_again(section):
 
 
 def test_reading_a_config_imports_no_torch():
-    code = "import sys; from lockstep.config_file import load; load('toy'); print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
+    code = (
+        "import sys; from lockstep.config_file import load; load('toy'); "
+        "print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
 
@@ -838,7 +841,10 @@ def test_values_are_accepted_or_refused_as_wrong_usage(values, task):
         assert isinstance(found, RunConfig)
 
 
-PATHS = "seed optim.lr optim.groups optim.groups.0.lr optim.args.x task task.kind task.hidden batch train.steps a.b . data..x"
+PATHS = (
+    "seed optim.lr optim.groups optim.groups.0.lr optim.args.x task task.kind task.hidden batch train.steps "
+    "a.b . data..x"
+)
 OVERRIDES = st.one_of(
     st.text(max_size=12),
     st.tuples(st.sampled_from(PATHS.split()), st.one_of(st.text(max_size=8), SIMPLE.map(str), ANYTHING.map(repr))).map(

@@ -1,4 +1,5 @@
-"""A wrong key and a wrong value are refused by their path wherever they stand: found from the sections' own annotations."""
+"""A wrong key and a wrong value are refused by their path wherever they stand: found from the sections' own
+annotations."""
 
 from typing import get_args, get_origin
 
@@ -18,7 +19,8 @@ def is_section(annotation):
 
 
 def places(annotation):
-    """(keys, section): each place where a value may stand; the section is None where none does. A list counts by its first item."""
+    """(keys, section): each place where a value may stand; the section is None where none does. A list counts by
+    its first item."""
     if is_section(annotation):
         yield (), annotation
         for name, field in annotation.model_fields.items():

@@ -1,7 +1,7 @@
-"""Task shapes and runs that are made up, against plain torch.
+"""Random tasks and runs against plain torch.
 
-LOCKSTEP_FUZZ=5000 tries so many cases on one rank, and a fifth of that on ranks, instead of the few that the suite has time for,
-and other ones each time. A failure prints a small case that fails alike.
+The suite has time for a few cases, which are always the same. LOCKSTEP_FUZZ=5000 tries 5000 cases on one rank, and
+1000 cases on ranks; each time these are other cases. A failure prints a small case that fails in the same way.
 """
 
 import os
@@ -16,8 +16,8 @@ from tests.fuzz_draw import Maker
 LONG = int(os.environ.get("LOCKSTEP_FUZZ", "0"))
 ON_RANKS = 8  # cases that share the start of a world
 
-# hypothesis draws a seed and no more: it makes examples from those before, which would be the same case with one field changed,
-# and it shrinks by thousands of trainings; see `fuzz_shrink`.
+# hypothesis only draws a seed. It makes examples out of earlier examples, which would be the same case with another
+# field, and it would shrink a case by thousands of trainings; see `fuzz_shrink`.
 seeds = given(seed=st.integers(0, 2**63 - 1))
 
 

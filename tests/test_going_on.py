@@ -1,4 +1,4 @@
-"""When a run goes on: the schedule's curve and the task's source are those that it began with, and damaged logs are repaired."""
+"""When a run goes on: it keeps the schedule's curve and the task's source, and damaged logs are repaired."""
 
 import io
 import json
@@ -34,8 +34,8 @@ def test_longer_or_shorter_training_on_another_curve_is_refused_with_the_jump(tm
         assert caught.value.exit_code == 2
         assert caught.value.where == f"train.steps={steps}"
         assert (
-            f"the cosine schedule had 10 steps and has {steps} now: after 10 updates the learning rate goes from {first[10]:.4g} to "
-            in str(caught.value)
+            f"the cosine schedule had 10 steps and has {steps} now: "
+            f"after 10 updates the learning rate goes from {first[10]:.4g} to " in str(caught.value)
         )
         for remedy in ("schedule.total_steps=10 ", "--allow-change train.steps ", "--fresh "):
             assert remedy in caught.value.remedy
@@ -91,7 +91,8 @@ def test_length_of_a_curve_is_free_until_it_matters(tmp_path):
 def test_warm_up_that_never_ends_is_told(tmp_path, capsys, warmup, told):
     settings = runs.config(task={"kind": "toy"}, schedule={"warmup_steps": warmup})
     Trainer(settings, run_dir=tmp_path).fit()
-    text = f"warning: schedule.warmup_steps={warmup} lasts for all 20 steps: the learning rate only rises, to {min(1, 20 / max(1, warmup)):.3g} of optim.lr"
+    text = f"warning: schedule.warmup_steps={warmup} lasts for all 20 steps: "
+    text += f"the learning rate only rises, to {min(1, 20 / max(1, warmup)):.3g} of optim.lr"
     assert (text in (tmp_path / "train.log").read_text()) == told
     assert (text in capsys.readouterr().out) == told
 
@@ -111,7 +112,7 @@ def test_another_task_object_is_refused_by_its_class(tmp_path):
     for steps in (4, 8):
         with pytest.raises(
             LockstepError,
-            match=r"the task's code is not that which the run began with: tests\.test_going_on\..*Other is new",
+            match=r"the task's code has changed since the run began: tests\.test_going_on\..*Other is new",
         ) as caught:
             runs.fit(Other(), runs.config(train={"steps": steps}), tmp_path)
         assert caught.value.exit_code == 2

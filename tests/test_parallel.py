@@ -63,12 +63,12 @@ OTHERS_COVER = (
 @pytest.mark.parametrize(
     "switch", [pytest.param(name, marks=pytest.mark.exhaustive if name in OTHERS_COVER else ()) for name in SWITCHES]
 )
-def test_switch_gives_the_training_of_plain_torch(switch, by_hand):
+def test_switch_gives_the_training_of_plain_torch(switch, by_hand, tmp_path):
     name, sections = SWITCHES[switch]
     world, parallel = STRATEGIES.get(name) or (3, {"strategy": "ddp"})
     others = {key: value for key, value in sections.items() if key != "parallel"}
     settings = settings_for(world, parallel | sections.get("parallel", {}), 2, train={"steps": STEPS}, **others)
-    for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, timeout_s=280):
+    for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, tmp_path, timeout_s=280):
         assert runs.difference(without_calls(weights), by_hand) < 1e-10
 
 

@@ -1,4 +1,4 @@
-"""Runs that are killed, crash, hang or are asked to stop: in processes of their own, beside other tests."""
+"""Runs that are killed, crash, hang or are asked to stop: in processes of their own."""
 
 import functools
 import os

@@ -94,7 +94,8 @@ def test_a_claim_waits_for_a_rank_that_is_dying(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_holds_nothing(tmp_path):
-    code = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    code = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
+    code += "sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

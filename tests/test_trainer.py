@@ -305,3 +305,23 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(LockstepError, match="no CUDA device"):
         pick_device("cuda", 0, 1)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_training_in_memory_is_that_of_the_trainer_bit_for_bit(tmp_path, world, strategy):
+    """Most tests of the step train in memory, so that they need no run directory."""
+    settings = runs.config(
+        batch={"micro": 5},
+        parallel={"strategy": strategy},
+        train={"steps": 12, "eval_every_steps": 5, "ema_decay": 0.9},
+        optim={"clip_norm": 0.5},
+    )
+    options = {"eval_length": 19, "dropout": 0.2}
+    in_memory = run_ranks(world, runs.fit_kind, "Deep", options, settings)
+    with_files = run_ranks(world, runs.fit_kind, "Deep", options, settings, tmp_path)
+    for (weights, results), (expected, logged) in zip(in_memory, with_files, strict=True):
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+        measured = {"train/samples_per_s", "train/wait_share"}
+        compared = {name for name in results if name.startswith(("train/", "eval/"))} - measured
+        assert {"train/loss", "train/grad_norm", "eval/loss"} <= compared
+        assert {name: results[name] for name in compared} == {name: logged[name] for name in compared}

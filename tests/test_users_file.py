@@ -1,4 +1,5 @@
-"""A user's own file on the command line: how it is imported, what it may return, what goes wrong in it, and when it is edited."""
+"""A user's own file on the command line: how it is imported, what it may return, what goes wrong in it, and when it
+is edited."""
 
 import csv
 import json
@@ -128,7 +129,10 @@ def test_data_keys_reach_a_constructor_that_takes_any(call):
     assert "loads a {'eval': 'b'}" in done.stdout
 
 
-RELATIVE = "from .util import width\nfrom mine import Mine\nclass Here(Mine):\n    def __init__(self):\n        super().__init__(width)\n"
+RELATIVE = (
+    "from .util import width\nfrom mine import Mine\nclass Here(Mine):\n"
+    "    def __init__(self):\n        super().__init__(width)\n"
+)
 
 
 def test_file_of_a_package_may_import_from_it(call, tmp_path, monkeypatch):
@@ -207,7 +211,7 @@ def test_edited_task_is_refused_with_the_difference_also_where_the_run_is_comple
     edited("square()", "abs()")
     done = call("train", "mine.py:Mine", *SHORT, f"train.steps={steps}")
     assert done.exit_code == 2
-    assert f"runs/mine: the task's code is not that which the run began with: {CHANGED}" in done.stderr
+    assert f"runs/mine: the task's code has changed since the run began: {CHANGED}" in done.stderr
     assert '"return (one - other).abs().sum()", before "return (one - other).square().sum()"' in done.stderr
     assert "--allow-change task" in done.stderr
     assert "resuming" not in done.stdout
@@ -218,7 +222,7 @@ def test_edited_task_may_be_allowed_is_told_and_is_the_runs_from_then_on(call, t
     edited("square()", "abs()")
     evaluated = call("export", "runs/mine", "out")
     assert evaluated.exit_code == 0
-    assert f"warning: the task's code is not that which the run was trained with: {CHANGED}" in evaluated.stderr
+    assert f"warning: the task's code has changed since the run was trained: {CHANGED}" in evaluated.stderr
     allowed = call("train", "mine.py:Mine", *SHORT, "train.steps=6", "--allow-change", "task")
     assert allowed.exit_code == 0, allowed.stderr
     assert f"warning: the task's code has changed: {CHANGED}" in allowed.stdout

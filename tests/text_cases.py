@@ -44,9 +44,10 @@ def difference(one, other):
 
 
 def by_hand(options, steps, global_batch, weights=None):
-    """Hugging Face's own tokenizer and model, the global batch at once, in float64, under cross_entropy's own weighted mean.
+    """Train with Hugging Face's tokenizer and model in float64: the global batch at once, by torch's weighted mean.
 
-    Returns weights by name, and the loss of each step.
+    Returns:
+        weights by name, and the loss of each step.
     """
     from transformers import AutoModelForSequenceClassification
 

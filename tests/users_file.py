@@ -62,7 +62,8 @@ class Lazy(Mine):
 
 class Sparse(Mine):
     def model(self):
-        return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "bags": nn.EmbeddingBag(9, 4, sparse=True), "fine": nn.Embedding(9, 4),
+        return nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "fine": nn.Embedding(9, 4),
+            "bags": nn.EmbeddingBag(9, 4, sparse=True),
             "frozen": nn.Embedding(9, 4, sparse=True).requires_grad_(False)})
 
 class Outputs(Mine):

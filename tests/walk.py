@@ -1,6 +1,10 @@
-"""The walk of one batch: every function of the package that one training step of `digits` calls, on two ranks with clipping."""
+"""The walk of one batch: every function of the package that a training step of `digits` calls, with clipping.
+
+`python -m tests.walk` prints the walk of rank 0 of two ranks.
+"""
 
 import sys
+import tempfile
 from pathlib import Path
 
 import lockstep
@@ -18,7 +22,7 @@ def walk(run_dir):
     from lockstep import Trainer
     from lockstep.engine import loop
 
-    calls, steps = [], [0]
+    calls, steps, started = [], [0], []
     original = loop.train_step
 
     def profile(frame, event, _):
@@ -28,7 +32,9 @@ def walk(run_dir):
         while outer is not None and outer.f_code is not loop.fit.__code__:
             depth += Path(outer.f_code.co_filename).is_relative_to(PACKAGE)
             outer = outer.f_back
-        if outer is not None:
+        if frame.f_code.co_qualname == "StepIterator.__next__":
+            started.append(True)
+        if started and outer is not None:
             path = Path(frame.f_code.co_filename).relative_to(PACKAGE)
             calls.append((depth, str(path), frame.f_code.co_qualname))
 
@@ -58,4 +64,15 @@ def walk(run_dir):
     finally:
         sys.setprofile(None)
         loop.train_step = original
-    return calls
+    return [(0, "engine/loop.py", "fit"), *calls]
+
+
+if __name__ == "__main__":
+    from tests import ranks
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = ranks.run_ranks(2, walk, folder)[0]
+    ranks.close()
+    for number, (depth, file, function) in enumerate(found):
+        if found[number] not in found[:number]:  # each function once at each depth
+            print(f"{'  ' * depth}{function}  {file}")

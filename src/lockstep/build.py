@@ -147,7 +147,7 @@ def prepare_run(
         built.model, state.optimizer
     )  # where the state cannot be saved, this raises now, and not at the end
     loader = make_loader(config, data, task, world, training=True)
-    batches = StepIterator(loader, plan, world.data_rank, step, stop)
+    batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
     return PreparedRun(
         built=built,
         state=state,
@@ -342,8 +342,8 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
 
 def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
     """The loader of this rank's micro-batches of `data`."""
-    micro_batches = MicroBatches(data, task, config.seed, training, config.data.on_error)
-    return Loader(micro_batches, config.data.workers, world.device, config.compute.channels_last)
+    micro_batches = MicroBatches(data, task, config.seed, training=training, on_error=config.data.on_error)
+    return Loader(micro_batches, config.data.workers, world.device, channels_last=config.compute.channels_last)
 
 
 def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:

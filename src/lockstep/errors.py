@@ -101,15 +101,20 @@ def exits_are_failures() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not any(library in frame.filename for library in libraries)]
-        last = (own or frames)[-1]
-        raise TrainingError(
-            f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
-            where=f"{last.filename}:{last.lineno}, in {last.name}",
-            remedy="raise an exception if something is wrong, else return",
-        ) from error
+        raise exit_of_task(error) from error
+
+
+def exit_of_task(error: SystemExit) -> TrainingError:
+    """The error that says where a task called `sys.exit`."""
+    libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not any(library in frame.filename for library in libraries)]
+    last = (own or frames)[-1]
+    return TrainingError(
+        f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
+        where=f"{last.filename}:{last.lineno}, in {last.name}",
+        remedy="raise an exception if something is wrong, else return",
+    )
 
 
 def short_traceback(error: BaseException) -> str:

@@ -28,33 +28,30 @@ from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
 from lockstep.tasks.task import Task
 
-_OURS = ("checkpoints", "config.yaml", "environment.json", "micro.json", "task", "source", metric_arrays.FILE)
-_MICRO = "micro.json"
-SCHEDULE_LENGTH_KEYS = (
-    "train.steps",
-    "train.epochs",
-    "train.min_steps",
-    "schedule.total_steps",
-)  # what may make the schedule's curve another
+_MICRO_BATCH = "micro.json"
+_OURS = ("checkpoints", "config.yaml", "environment.json", _MICRO_BATCH, "task", "source", metric_arrays.FILE)
+# Keys that change the length of the schedule's curve.
+SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
-_DYING_S = 20.0  # how long a rank of the launch before may take to end
+_DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
 
 
 @contextlib.contextmanager
 def claim(
     folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str] = ()
 ) -> Iterator[RunConfig]:
-    """Make `folder` the run directory of `config`, or find that it is, and keep others out; rank 0 decides for all.
+    """Make `folder` the run directory of `config`, or check that it is, and keep other processes out. Rank 0 decides.
 
     Args:
-        allow_change: keys (or their beginnings, such as `optim`) that may differ from the run's.
+        fresh: delete what an earlier run left in the folder.
+        allow_change: keys (or beginnings of keys, such as `optim`) that may differ from the run's.
 
     Yields:
-        the config with its global batch as a number: as recorded at the first launch.
+        the config with its global batch as a number: the number that the first launch recorded.
 
     Raises:
-        UsageError: the directory is of a run whose weights another config determined (names the keys), is not
-            writable, or another process trains in it.
+        UsageError: the folder belongs to a run with other training keys (names the keys), cannot be written, or
+            another process trains in it.
     """
     with contextlib.ExitStack() as held:
         resolved = world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
@@ -63,7 +60,7 @@ def claim(
 
 
 def _check_shared(folder: Path, world: World) -> None:
-    """All ranks must see what rank 0 writes: the others put their shares of checkpoints beside its own."""
+    """Check that all ranks see what rank 0 writes. Every rank writes its share of a checkpoint into the same folder."""
     if world.size == 1:
         return
     path = folder / "environment.json"
@@ -124,13 +121,13 @@ def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
 
 
 def _was_restarted(folder: Path) -> bool:
-    """Whether this launch has begun the run already, and was restarted: then --fresh has been done."""
+    """Whether this is a restart within one launch. The first start has then followed --fresh already."""
     begun = _recorded(folder).get("launch")
     return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """What environment.json says; nothing where it is damaged."""
+    """The content of environment.json; empty if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / "environment.json").read_text())
         return about if isinstance(about, dict) else {}
@@ -142,51 +139,70 @@ def _restarts() -> int:
 
 
 def _same_training(folder: Path, config: RunConfig, resolved: RunConfig, allow_change: Sequence[str]) -> RunConfig:
+    """`resolved`, if its training keys are those that the folder records, but for the keys in `allow_change`."""
     if not (folder / "config.yaml").exists():
-        remedy = "bring it back, or give --fresh to delete the checkpoints"
         raise UsageError(
-            "there are checkpoints, but no config.yaml that says of what", where=str(folder), remedy=remedy
+            "the folder has checkpoints, but no config.yaml that says what they belong to",
+            where=str(folder),
+            remedy="bring the file back, or give --fresh to delete the checkpoints",
         )
     recorded = config_file.read_run(folder)
-    if config.batch.per_rank:  # the global batch that the first launch implied is kept on another world size
-        resolved = resolved.model_copy(
-            update={"batch": recorded.batch.model_copy(update={"micro": config.batch.per_rank})}
-        )
-    old, new = (
-        json.loads(json.dumps(training_keys(one))) for one in (recorded, resolved)
-    )  # a tuple is the list it was written as
+    if config.batch.per_rank:  # another number of ranks keeps the global batch of the first launch
+        batch = recorded.batch.model_copy(update={"micro": config.batch.per_rank})
+        resolved = resolved.model_copy(update={"batch": batch})
+    old, new = _as_json(training_keys(recorded)), _as_json(training_keys(resolved))
     keys = old.keys() | new.keys()
     changed = {key for key in keys if old.get(key) != new.get(key)}
-    known = {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"}
-    for allowed in allow_change:
-        if not any(f"{key}.".startswith(f"{allowed}.") for key in known):
-            hint = did_you_mean(allowed, known)
-            remedy = f"{hint}There are: {', '.join(sorted(known))}"
-            raise UsageError(
-                f"no key that determines the training is called {allowed!r}", where="--allow-change", remedy=remedy
-            )
-        changed -= {key for key in changed if f"{key}.".startswith(f"{allowed}.")}
+    changed -= _allowed(allow_change, {*keys, *SCHEDULE_LENGTH_KEYS, "data", "task"})
     if changed:
+        differences = [f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)]
         raise UsageError(
-            "the run directory belongs to a run with another config:\n    "
-            + "\n    ".join(f"{key}: {old.get(key)!r} there, {new.get(key)!r} here" for key in sorted(changed)),
+            "\n    ".join(["the run directory belongs to a run with another config:", *differences]),
             where=str(folder),
-            remedy="give the same values, --allow-change KEY to go on with another, another --run-dir, or --fresh to delete that run and start anew",
+            remedy="give the same values, --allow-change KEY to go on with another value, another --run-dir, "
+            "or --fresh to delete that run and start anew",
         )
     return resolved
 
 
+def _as_json(keys: dict[str, Any]) -> dict[str, Any]:
+    """With lists in the place of tuples, as config.yaml has them."""
+    same: dict[str, Any] = json.loads(json.dumps(keys))
+    return same
+
+
+def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
+    """The keys that `allow_change` names, or of which it names the beginning.
+
+    Raises:
+        UsageError: no key has this name or beginning.
+    """
+    found: set[str] = set()
+    for allowed in allow_change:
+        keys = {key for key in known if f"{key}.".startswith(f"{allowed}.")}
+        if not keys:
+            raise UsageError(
+                f"no key that determines the training is called {allowed!r}",
+                where="--allow-change",
+                remedy=f"{did_you_mean(allowed, known)}There are: {', '.join(sorted(known))}",
+            )
+        found |= keys
+    return found
+
+
 def _home(config: RunConfig) -> Path:
-    """The folder of the task's file; where there is none, that of this process."""
+    """The folder of the task's file; for a task without a file, the working directory."""
     path, is_file, _ = str(config.task.get("kind", "")).rpartition(".py:")
     return Path(path).parent if is_file else Path()
 
 
 def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
-    """Keep the task's source with the run, or compare it with that which the run began with; rank 0 for all.
+    """Keep the task's source with a new run. For a run that goes on, compare the source with the kept source.
+
+    Rank 0 does this for all ranks.
 
     Returns:
-        what is to be told of a change that is allowed.
+        messages for the log.
 
     Raises:
         UsageError: the task's code has changed, and `allow_change` does not have `task`.
@@ -197,13 +213,14 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
         kept = source_code.read(folder / "source") if begun else {}
         found = source_code.of_task(task, config.task.get("kind"), kept)
         if kept and not found:
-            return ["the source of the task cannot be read: nobody knows whether it is that which the run began with"]
+            return ["the source of the task cannot be read, so it cannot be compared with the source of the run"]
         change = source_code.difference(kept, found) if kept else None
         if change and "task" not in allow_change:
             raise UsageError(
-                f"the task's code is not that which the run began with: {change}",
+                f"the task's code has changed since the run began: {change}",
                 where=str(folder),
-                remedy="undo it, --allow-change task to go on with it, another --run-dir, or --fresh to delete that run",
+                remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
+                "or --fresh to delete that run",
             )
         try:
             if kept != found:
@@ -218,34 +235,38 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
 
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
-    """A warning, where the task's code is not that which the run was trained with."""
+    """A warning if the task's code has changed since the run was trained."""
     kept = source_code.read(folder / "source")
     found = source_code.of_task(task, config.task.get("kind"), kept)
     change = source_code.difference(kept, found) if kept and found else None
-    return [f"warning: the task's code is not that which the run was trained with: {change}"] if change else []
+    return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
 
 
-def remember_micro(folder: Path, world: World, asked: int, micro: int, from_any: bool = False) -> None:
-    """Note that micro-batches of more than `micro` samples do not fit on this number of ranks.
+def remember_micro_batch(folder: Path, world: World, *, asked: int, size: int, from_any_rank: bool = False) -> None:
+    """Note that micro-batches of more than `size` samples do not fit into memory on this number of ranks.
 
     Args:
-        asked: what the config asks for; where it asks for another size, or on another number of ranks, the note does not count.
-        from_any: whichever rank this is; else rank 0 writes.
+        asked: the size that the config asks for. For another size, or another number of ranks, the note is ignored.
+        from_any_rank: this rank writes, whichever it is. Otherwise rank 0 writes.
     """
-    if world.rank == 0 or from_any:
+    if world.rank == 0 or from_any_rank:
         with contextlib.suppress(OSError):  # a full disk is no reason to end a training
-            atomic.write_text(folder / _MICRO, json.dumps({"asked": asked, "world": world.size, "micro": micro}))
+            note = {"asked": asked, "world": world.size, "micro": size}
+            atomic.write_text(folder / _MICRO_BATCH, json.dumps(note))
 
 
-def remembered_micro(folder: Path, world: World, asked: int) -> int:
-    """The micro-batch to begin with: `asked`, or what an earlier start found to fit; the same on all ranks."""
+def remembered_micro_batch(folder: Path, world: World, *, asked: int) -> int:
+    """The size of micro-batches to begin with, in samples: `asked`, or a smaller size that an earlier start noted.
+
+    It is the same on all ranks.
+    """
     note = None
     if world.rank == 0:
         with contextlib.suppress(OSError, ValueError):
-            note = json.loads((folder / _MICRO).read_text())
+            note = json.loads((folder / _MICRO_BATCH).read_text())
     note = world.broadcast(note)
-    fits = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
-    return min(asked, max(1, int(note["micro"]))) if fits else asked
+    counts = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
+    return min(asked, max(1, int(note["micro"]))) if counts else asked
 
 
 def retention(config: RunConfig) -> Retention:
@@ -256,11 +277,9 @@ def retention(config: RunConfig) -> Retention:
 
 
 def _environment(world: World) -> dict[str, Any]:
-    device = (
-        torch.cuda.get_device_name(world.device)
-        if world.device.type == "cuda"
-        else platform.processor() or platform.machine()
-    )
+    device = platform.processor() or platform.machine()
+    if world.device.type == "cuda":
+        device = torch.cuda.get_device_name(world.device)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}

@@ -118,7 +118,7 @@ class Trainer:
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
         asked = build.asked_micro_batch(self.config, world)
-        micro_batch = run_directory.remembered_micro(self.run_dir, world, asked)
+        micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:
             prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
@@ -164,9 +164,9 @@ class Trainer:
             self._checkpoints,
             world,
             run_directory.retention(self.config),
-            tell,
-            self.config.checkpoint.mode == "async",
-            prepared.may_be_infinite,
+            tell=tell,
+            in_background=self.config.checkpoint.mode == "async",
+            allowed=prepared.may_be_infinite,
         )
         arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
         hooks = loop.Hooks(
@@ -237,13 +237,19 @@ class Trainer:
                 forward,
                 prepared.batches.loader,
                 prepared.plan,
-                state.precision,
+                precision=state.precision,
                 must_run=evaluated is not None,
             )
             if evaluated is None:
                 return []
             return dry_run.look_at_evaluation(
-                task, forward, evaluated.loader, evaluated.plan, state.world, state.precision, best
+                task,
+                forward,
+                evaluated.loader,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
+                best=best,
             )
 
     def _evaluate_in_training(
@@ -282,9 +288,9 @@ class Trainer:
                 task,
                 forward,
                 evaluated.loader,
-                evaluated.plan,
-                state.world,
-                state.precision,
+                plan=evaluated.plan,
+                world=state.world,
+                precision=state.precision,
                 tick=tick,
                 show=show,
                 show_samples=_reports(task),
@@ -311,7 +317,7 @@ class Trainer:
     def _remember_micro_batch(self, prepared: PreparedRun, size: int, from_any: bool = False) -> None:
         world = prepared.state.world
         asked = build.asked_micro_batch(self.config, world)
-        run_directory.remember_micro(self.run_dir, world, asked, size, from_any=from_any)
+        run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any)
 
     def _add_metrics(self, prepared: PreparedRun, saver: Saver, evaluated: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
@@ -337,9 +343,9 @@ class Trainer:
                     task,
                     forward,
                     evaluated.loader,
-                    evaluated.plan,
-                    world,
-                    precision,
+                    plan=evaluated.plan,
+                    world=world,
+                    precision=precision,
                     show=lambda values, outputs: _report(task, evaluated, values, outputs, tell),
                     show_samples=_reports(task),
                 )
@@ -356,7 +362,9 @@ class Trainer:
             evaluated = build.evaluation_data(self.config, task, world, data)
             precision = Precision(self.config.precision, world.device)
             with strategy.inference() as forward:
-                return evaluation.predict(task, forward, evaluated.loader, evaluated.plan, world, precision)
+                return evaluation.predict(
+                    task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
+                )
 
     @exits_are_failures()
     def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:

@@ -27,7 +27,8 @@ def commit(folder, step, shares=None, values=None, **more):
     """A checkpoint of `shares`, the tensors of each rank."""
     staged = store.staging(folder, step)
     staged.mkdir(parents=True, exist_ok=True)
-    return store.commit(folder, step, *stage(staged, step, shares, **more), values or {})
+    manifest, index = stage(staged, step, shares, **more)
+    return store.commit(folder, step, manifest, index=index, values=values or {})
 
 
 def stage(staged, step, shares=None, **more):
@@ -76,7 +77,7 @@ def save_on_ranks(folder, tensors):
     """Saves step 1, then step 2 while rank 1's disk is full, then step 3; what this rank saw."""
     folder, told, seen = Path(folder), [], {}
     with join_world("cpu") as world:
-        saver = Saver(folder, world, Retention(), told.append)
+        saver = Saver(folder, world, Retention(), tell=told.append)
         for step in (1, 2, 3):
             faults._WANTED = ["1:2:before-share:full"]
             try:

@@ -71,7 +71,14 @@ def test_a_tensor_may_hold_what_it_held_before_training_and_nothing_worse():
 @pytest.mark.parametrize("name", ["model.weight", "optimizer.weight.exp_avg", "ema.weight", "model.count"])
 def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_background, name):
     told = []
-    saver = Saver(tmp_path, ALONE, Retention(last=1), told.append, in_background, {"model.mask": finite.INFINITE})
+    saver = Saver(
+        tmp_path,
+        ALONE,
+        Retention(last=1),
+        tell=told.append,
+        in_background=in_background,
+        allowed={"model.mask": finite.INFINITE},
+    )
     good = {key: torch.ones(5) for key in ("model.weight", "optimizer.weight.exp_avg", "ema.weight", "model.count")}
     good["model.mask"] = torch.tensor([-INF])
     saver.save(3, good, {}, about(3))
@@ -93,7 +100,7 @@ def test_state_that_is_not_finite_is_refused_and_nothing_is_pruned(tmp_path, in_
 
 
 def test_the_first_checkpoint_is_refused_too(tmp_path):
-    saver = Saver(tmp_path, ALONE, Retention(), cases.ignore)
+    saver = Saver(tmp_path, ALONE, Retention(), tell=cases.ignore)
     saver.save(2, {"model.a": torch.tensor([INF]), "model.b": torch.tensor([NAN])}, {}, about(2))
     with pytest.raises(
         TrainingError, match=r"model\.a holds infinite numbers, and 1 more .* no checkpoint was saved before"

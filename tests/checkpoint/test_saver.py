@@ -36,7 +36,7 @@ def told():
 
 @pytest.fixture
 def make(tmp_path, told):
-    return lambda **options: Saver(tmp_path, ALONE, options.pop("retention", Retention()), told.append, **options)
+    return lambda **options: Saver(tmp_path, ALONE, options.pop("retention", Retention()), tell=told.append, **options)
 
 
 @pytest.fixture
@@ -139,7 +139,9 @@ def test_next_save_waits_for_the_last(saver, tmp_path, gate, monkeypatch):
     stage, commit = saver._stage, store.commit
     monkeypatch.setattr(saver, "_stage", lambda tensors: (order.append("copied"), stage(tensors))[1])
     monkeypatch.setattr(
-        store, "commit", lambda folder, step, *rest: (order.append(f"written {step}"), commit(folder, step, *rest))[1]
+        store,
+        "commit",
+        lambda folder, step, *rest, **more: (order.append(f"written {step}"), commit(folder, step, *rest, **more))[1],
     )
     saver.save(1, state(1), {}, about(1))
     threading.Timer(0.1, gate.set).start()
@@ -376,7 +378,7 @@ def test_missing_permission_is_told_like_a_full_disk(saver, tmp_path, told, monk
 
 def test_folder_that_cannot_be_made_is_told(tmp_path, told):
     (tmp_path / "file").write_text("in the way")
-    saver = Saver(tmp_path / "file" / "checkpoints", ALONE, Retention(), told.append)
+    saver = Saver(tmp_path / "file" / "checkpoints", ALONE, Retention(), tell=told.append)
     saver.save(1, state(), {}, about(1))
     with pytest.raises(CheckpointError, match="this process wrote none"):
         saver.finish()
@@ -432,7 +434,7 @@ def test_unexpected_failure_reaches_whoever_waits(saver, monkeypatch, told):
 
 
 def test_close_after_a_failure_raises_nothing(saver, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise KeyError("a fault of this code")
 
     monkeypatch.setattr(store, "commit", broken)

@@ -284,7 +284,7 @@ def test_share_that_rank_0_cannot_see_is_an_error_when_it_is_saved(folder, how):
     else:
         (staged / "__1_0.distcp").write_bytes(b"of an older run")
     with pytest.raises(OSError, match=r"__1_0\.distcp"):
-        store.commit(folder, 2, manifest, index, {})
+        store.commit(folder, 2, manifest, index=index, values={})
     assert steps(folder) == [1]
 
 

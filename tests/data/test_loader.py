@@ -28,8 +28,8 @@ def prepared(workers, micro, start, world=1):
     plan = StepPlan(24, 8, micro, world, seed=3)
     found = {}
     for rank in range(world):
-        loader = Loader(MicroBatches(task.train_data(), task, 3, True), workers, CPU)
-        for step, micros in enumerate(StepIterator(loader, plan, rank, start, 6), start):
+        loader = Loader(MicroBatches(task.train_data(), task, 3, training=True), workers, CPU)
+        for step, micros in enumerate(StepIterator(loader, plan, rank=rank, start=start, stop=6), start):
             for item in micros:
                 _, torch_draw, numpy_draw, python_draw = item.batch
                 for place, index in enumerate(item.indices):
@@ -57,20 +57,20 @@ def test_tensors_read_at_once_are_those_read_one_by_one():
         def collate(self, samples):
             return super().collate(samples)
 
-    quick, slow = (MicroBatches(task.train_data(), task, 0, True) for task in (own_tasks.Plain(), OneByOne()))
+    quick, slow = (MicroBatches(task.train_data(), task, 0, training=True) for task in (own_tasks.Plain(), OneByOne()))
     assert quick.at_once
     assert not slow.at_once
-    chunk = MicroBatchPlan((7, 3, 200), 0, False)
-    for one, other in zip(quick[chunk].batch, slow[chunk].batch, strict=True):
+    micro_batch = MicroBatchPlan((7, 3, 200), 0, False)
+    for one, other in zip(quick[micro_batch].batch, slow[micro_batch].batch, strict=True):
         assert torch.equal(one, other)
         assert one.dtype == other.dtype
-    assert type(quick[chunk].batch) is type(slow[chunk].batch)
+    assert type(quick[micro_batch].batch) is type(slow[micro_batch].batch)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_unreadable_sample_names_its_file(workers):
     task = own_tasks.FromFiles(8, broken=[5])
-    loader = Loader(MicroBatches(task.train_data(), task, 0, True), workers, CPU)
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), workers, CPU)
     with pytest.raises(
         LockstepError, match=r"folder/005\.png: sample 5 cannot be read: OSError: truncated file"
     ) as caught:
@@ -111,8 +111,8 @@ def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
 
 def test_micro_batch_of_nothing_but_bad_samples_becomes_a_filler():
     task = own_tasks.FromFiles(8, broken=[2, 3])
-    chunks = MicroBatches(task.train_data(), task, 0, True, on_error="skip")
-    micro = chunks[MicroBatchPlan((2, 3), 0, False)]
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")
+    micro = micro_batches[MicroBatchPlan((2, 3), 0, False)]
     assert micro.filler
     assert micro.samples == 0
     assert [index for index, _ in micro.bad] == [2, 3]
@@ -121,4 +121,4 @@ def test_micro_batch_of_nothing_but_bad_samples_becomes_a_filler():
 def test_data_without_any_readable_sample_is_an_error():
     task = own_tasks.FromFiles(5, broken=range(5))
     with pytest.raises(LockstepError, match="none of"):
-        MicroBatches(task.train_data(), task, 0, True, on_error="skip")[MicroBatchPlan((2,), 0, False)]
+        MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")[MicroBatchPlan((2,), 0, False)]

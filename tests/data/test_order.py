@@ -35,13 +35,13 @@ def chi_square(counts):
     return (((counts - expected) ** 2 / expected).sum() - free) / math.sqrt(2 * free)
 
 
-def flatten(chunks):
-    return [chunk for rank in chunks for chunk in rank]
+def flatten(micro_batches):
+    return [micro_batch for rank in micro_batches for micro_batch in rank]
 
 
-def real(chunks):
+def real(micro_batches):
     """Samples that count, over all ranks and micro-batches."""
-    return [index for chunk in flatten(chunks) if not chunk.filler for index in chunk.indices]
+    return [index for micro_batch in flatten(micro_batches) if not micro_batch.filler for index in micro_batch.indices]
 
 
 # ---- permute
@@ -183,20 +183,23 @@ def test_lengths_without_permutation_are_refused_with_their_value(length):
 
 def test_every_rank_gets_equally_many_micro_batches_and_as_few_as_possible():
     for count, world, micro in GRID:
-        chunks = cut(np.arange(count), 0, world, micro)
+        micro_batches = cut(np.arange(count), 0, world, micro)
         fewest = math.ceil(count / (world * micro))
-        assert [len(rank) for rank in chunks] == [fewest] * world, (count, world, micro)
+        assert [len(rank) for rank in micro_batches] == [fewest] * world, (count, world, micro)
 
 
 def test_no_micro_batch_is_empty_or_above_the_micro_batch():
     for count, world, micro in GRID:
-        for chunk in flatten(cut(np.arange(count), 0, world, micro)):
-            assert 1 <= len(chunk.indices) <= micro, (count, world, micro)
+        for micro_batch in flatten(cut(np.arange(count), 0, world, micro)):
+            assert 1 <= len(micro_batch.indices) <= micro, (count, world, micro)
 
 
 def test_sizes_differ_by_at_most_one():
     for count, world, micro in GRID:
-        sizes = [0 if chunk.filler else len(chunk.indices) for chunk in flatten(cut(np.arange(count), 0, world, micro))]
+        sizes = [
+            0 if micro_batch.filler else len(micro_batch.indices)
+            for micro_batch in flatten(cut(np.arange(count), 0, world, micro))
+        ]
         assert max(sizes) - min(sizes) <= 1, (count, world, micro)
 
 
@@ -209,16 +212,16 @@ def test_every_sample_is_cut_out_exactly_once():
 def test_a_filler_repeats_one_sample_and_stands_only_where_none_is_left():
     for count, world, micro in GRID:
         indices = np.arange(100, 100 + count)
-        chunks = flatten(cut(indices, 0, world, micro))
-        fillers = [chunk for chunk in chunks if chunk.filler]
-        assert len(fillers) == max(0, len(chunks) - count), (count, world, micro)
+        micro_batches = flatten(cut(indices, 0, world, micro))
+        fillers = [micro_batch for micro_batch in micro_batches if micro_batch.filler]
+        assert len(fillers) == max(0, len(micro_batches) - count), (count, world, micro)
         assert all(len(filler.indices) == 1 and filler.indices[0] in indices for filler in fillers)
 
 
 def test_chunks_carry_their_epoch_and_plain_integers():
-    chunks = flatten(cut(np.arange(3), 17, 2, 1))
-    assert {chunk.epoch for chunk in chunks} == {17}
-    assert {type(index) for chunk in chunks for index in chunk.indices} == {int}
+    micro_batches = flatten(cut(np.arange(3), 17, 2, 1))
+    assert {micro_batch.epoch for micro_batch in micro_batches} == {17}
+    assert {type(index) for micro_batch in micro_batches for index in micro_batch.indices} == {int}
 
 
 def random_lengths(count, world, micro):
@@ -228,10 +231,10 @@ def random_lengths(count, world, micro):
 def test_lengths_change_neither_the_samples_nor_the_shape_of_the_cut():
     for count, world, micro in GRID:
         indices = np.arange(count) + 7
-        chunks = cut(indices, 0, world, micro, random_lengths(count, world, micro))
-        assert sorted(real(chunks)) == indices.tolist(), (count, world, micro)
-        assert [len(rank) for rank in chunks] == [math.ceil(count / (world * micro))] * world
-        sizes = [0 if chunk.filler else len(chunk.indices) for chunk in flatten(chunks)]
+        micro_batches = cut(indices, 0, world, micro, random_lengths(count, world, micro))
+        assert sorted(real(micro_batches)) == indices.tolist(), (count, world, micro)
+        assert [len(rank) for rank in micro_batches] == [math.ceil(count / (world * micro))] * world
+        sizes = [0 if micro_batch.filler else len(micro_batch.indices) for micro_batch in flatten(micro_batches)]
         assert max(sizes) - min(sizes) <= 1
         assert max(sizes) <= micro
         assert sizes.count(0) == max(0, len(sizes) - count)
@@ -240,8 +243,14 @@ def test_lengths_change_neither_the_samples_nor_the_shape_of_the_cut():
 def test_similar_lengths_share_a_micro_batch():
     for count, world, micro in GRID:
         lengths = random_lengths(count, world, micro)
-        chunks = [chunk for chunk in flatten(cut(np.arange(count), 0, world, micro, lengths)) if not chunk.filler]
-        spans = sorted((min(found), max(found)) for found in (lengths[list(chunk.indices)] for chunk in chunks))
+        micro_batches = [
+            micro_batch
+            for micro_batch in flatten(cut(np.arange(count), 0, world, micro, lengths))
+            if not micro_batch.filler
+        ]
+        spans = sorted(
+            (min(found), max(found)) for found in (lengths[list(micro_batch.indices)] for micro_batch in micro_batches)
+        )
         assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(spans)), (
             count,
             world,
@@ -252,7 +261,7 @@ def test_similar_lengths_share_a_micro_batch():
 def test_lengths_are_those_of_the_samples_and_not_of_their_places():
     indices = np.array([40, 10, 30, 20])
     lengths = np.array([1, 100, 2, 99])
-    pairs = {frozenset(chunk.indices) for chunk in flatten(cut(indices, 0, 1, 2, lengths))}
+    pairs = {frozenset(micro_batch.indices) for micro_batch in flatten(cut(indices, 0, 1, 2, lengths))}
     assert pairs == {frozenset({10, 20}), frozenset({30, 40})}
 
 
@@ -261,7 +270,7 @@ def test_ranks_get_the_same_work_where_lengths_allow_it():
     for world, turns in ((2, 2), (2, 4), (3, 2), (4, 6), (5, 4)):
         lengths = np.arange(1, world * turns + 1)
         work = [
-            sum(int(lengths[list(chunk.indices)].sum()) for chunk in rank)
+            sum(int(lengths[list(micro_batch.indices)].sum()) for micro_batch in rank)
             for rank in cut(np.arange(len(lengths)), 0, world, 1, lengths)
         ]
         assert len(set(work)) == 1, (world, turns, work)
@@ -272,7 +281,7 @@ def test_work_of_ranks_differs_by_less_than_the_heaviest_and_the_lightest_micro_
     for count, world, micro in GRID:
         lengths = random_lengths(count, world, micro)
         work = [
-            [0 if chunk.filler else int(lengths[list(chunk.indices)].sum()) for chunk in rank]
+            [0 if micro_batch.filler else int(lengths[list(micro_batch.indices)].sum()) for micro_batch in rank]
             for rank in cut(np.arange(count), 0, world, micro, lengths)
         ]
         each = [amount for rank in work for amount in rank]
@@ -323,7 +332,7 @@ def test_the_samples_of_a_step_do_not_depend_on_world_or_micro_batch():
 def test_every_chunk_of_a_step_is_of_that_steps_epoch():
     plan = StepPlan(25, 10, 2, 3)
     for step in range(12):
-        assert {chunk.epoch for chunk in flatten(plan.by_rank(step))} == {step // 3}
+        assert {micro_batch.epoch for micro_batch in flatten(plan.by_rank(step))} == {step // 3}
 
 
 def test_epochs_differ_in_order_and_in_the_samples_of_their_steps():
@@ -415,23 +424,25 @@ def test_steps_asked_for_in_any_order_are_the_same():
 )
 def test_any_step_of_any_data_set_costs_little_memory(length, step):
     plan = StepPlan(length, 64, 8, 4, seed=1)
-    chunks, peak = peak_memory(lambda: plan.by_rank(step))
-    samples = real(chunks)
+    micro_batches, peak = peak_memory(lambda: plan.by_rank(step))
+    samples = real(micro_batches)
     assert peak < 2_000_000
     assert len(samples) == plan.samples(step) == len(set(samples))
     assert all(0 <= index < length for index in samples)
     epoch, within = divmod(step, -(-length // 64))
     positions = np.arange(within * 64, min((within + 1) * 64, length))
     assert sorted(samples) == sorted(permute(positions, length, 1, epoch).tolist())
-    assert {chunk.epoch for chunk in flatten(chunks)} == {epoch}
+    assert {micro_batch.epoch for micro_batch in flatten(micro_batches)} == {epoch}
 
 
 def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
     lengths = np.random.default_rng(0).integers(1, 300, 200)
     plain, grouped = StepPlan(200, 32, 4, 2, seed=3), StepPlan(200, 32, 4, 2, seed=3, lengths=lengths)
 
-    def padding(chunks):
-        return sum(int((lengths[list(c.indices)].max() - lengths[list(c.indices)]).sum()) for c in flatten(chunks))
+    def padding(micro_batches):
+        return sum(
+            int((lengths[list(c.indices)].max() - lengths[list(c.indices)]).sum()) for c in flatten(micro_batches)
+        )
 
     for step in range(14):
         assert sorted(real(grouped.by_rank(step))) == sorted(real(plain.by_rank(step)))
@@ -452,30 +463,37 @@ def test_evaluation_takes_every_sample_once_and_in_order_over_ranks():
 
 def test_evaluation_gives_every_rank_equally_many_chunks_and_as_few_as_possible():
     for length, micro, world in EVALUATIONS:
-        chunks = EvaluationPlan(length, micro).by_rank(world)
+        micro_batches = EvaluationPlan(length, micro).by_rank(world)
         fewest = math.ceil(math.ceil(length / micro) / world)
-        assert [len(rank) for rank in chunks] == [fewest] * world, (length, micro, world)
+        assert [len(rank) for rank in micro_batches] == [fewest] * world, (length, micro, world)
 
 
 def test_evaluation_forward_passes_are_those_of_one_process():
     for length, micro, world in EVALUATIONS:
-        ours = [chunk.indices for chunk in flatten(EvaluationPlan(length, micro).by_rank(world)) if not chunk.filler]
+        ours = [
+            micro_batch.indices
+            for micro_batch in flatten(EvaluationPlan(length, micro).by_rank(world))
+            if not micro_batch.filler
+        ]
         alone = [tuple(range(length))[start : start + micro] for start in range(0, length, micro)]
         assert ours == alone, (length, micro, world)
 
 
 def test_evaluation_fillers_are_single_existing_samples():
     for length, micro, world in EVALUATIONS:
-        chunks = flatten(EvaluationPlan(length, micro).by_rank(world))
-        fillers = [chunk for chunk in chunks if chunk.filler]
-        assert len(fillers) == len(chunks) - math.ceil(length / micro), (length, micro, world)
-        assert all(len(chunk.indices) == 1 and 0 <= chunk.indices[0] < length for chunk in fillers)
+        micro_batches = flatten(EvaluationPlan(length, micro).by_rank(world))
+        fillers = [micro_batch for micro_batch in micro_batches if micro_batch.filler]
+        assert len(fillers) == len(micro_batches) - math.ceil(length / micro), (length, micro, world)
+        assert all(len(micro_batch.indices) == 1 and 0 <= micro_batch.indices[0] < length for micro_batch in fillers)
 
 
 @given(lengths=st.lists(st.integers(1, 50), max_size=60), micro=st.integers(1, 7), world=st.integers(1, 5))
 def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_one_process(lengths, micro, world):
     plan = EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64))
-    one, many = ([chunk.indices for chunk in flatten(plan.by_rank(count)) if not chunk.filler] for count in (1, world))
+    one, many = (
+        [micro_batch.indices for micro_batch in flatten(plan.by_rank(count)) if not micro_batch.filler]
+        for count in (1, world)
+    )
     assert one == many
     assert sorted(index for indices in one for index in indices) == list(range(len(lengths)))
     assert len({len(rank) for rank in plan.by_rank(world)}) == 1
@@ -484,8 +502,10 @@ def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_o
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), micro=st.integers(1, 7))
 def test_evaluation_by_length_pads_least(lengths, micro):
     """Whoever cuts n samples into batches of at most m pads no less than who cuts the sorted ones."""
-    chunks = flatten(EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64)).by_rank(1))
-    longest = sorted((max(lengths[index] for index in chunk.indices) for chunk in chunks), reverse=True)
+    micro_batches = flatten(EvaluationPlan(len(lengths), micro, np.array(lengths, dtype=np.int64)).by_rank(1))
+    longest = sorted(
+        (max(lengths[index] for index in micro_batch.indices) for micro_batch in micro_batches), reverse=True
+    )
     assert longest == sorted(lengths, reverse=True)[::micro]
 
 

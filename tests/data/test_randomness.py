@@ -89,7 +89,7 @@ class FromNumbers(own_tasks.Plain):
         return self.numbers
 
 
-def chunks_of(size):
+def plans_of(size):
     order = [(7 * place) % LENGTH for place in range(LENGTH)]
     return [
         MicroBatchPlan(tuple(order[start : start + size]), epoch, False)
@@ -108,23 +108,26 @@ WITHOUT_TRACE = ("forked", "derived", "rarely forked", "rarely derived")  # not 
 def test_samples_are_those_that_are_seeded_one_by_one(kind, draw):
     for size in (1, 7, 60):
         task = FromNumbers(kind(DRAWS[draw]))
-        chunks = MicroBatches(task.numbers, task, 3, True)
+        micro_batches = MicroBatches(task.numbers, task, 3, training=True)
         seed_all(size)
         np.random.standard_normal(), random.gauss(0, 1)  # half of a pair is kept
-        for chunk in chunks_of(size):
-            expected = torch.stack([chunks.sample(index, chunk.epoch) for index in chunk.indices])
+        for micro_batch in plans_of(size):
+            expected = torch.stack([micro_batches.sample(index, micro_batch.epoch) for index in micro_batch.indices])
             seed_all(99)
-            assert torch.equal(chunks[chunk].batch, expected), (draw, size, chunk)
+            assert torch.equal(micro_batches[micro_batch].batch, expected), (draw, size, micro_batch)
 
 
 @pytest.mark.parametrize(("draw", "again"), [("never", 0), ("torch", 0), ("numpy", 20), ("all", 20), ("late", 20)])
 @pytest.mark.parametrize("kind", [Numbers, Many])
 def test_a_micro_batch_is_read_again_at_most_once_for_each_generator(kind, draw, again):
     task = FromNumbers(kind(DRAWS[draw]))
-    chunks = MicroBatches(task.numbers, task, 3, True)
-    for chunk in chunks_of(20):
-        chunks[chunk]
-    assert len(chunks.seeding.drawn) == {"never": kind is Numbers, "torch": 1, "numpy": 2, "late": 2, "all": 3}[draw]
+    micro_batches = MicroBatches(task.numbers, task, 3, training=True)
+    for micro_batch in plans_of(20):
+        micro_batches[micro_batch]
+    assert (
+        len(micro_batches.seeding.drawn)
+        == {"never": kind is Numbers, "torch": 1, "numpy": 2, "late": 2, "all": 3}[draw]
+    )
     if kind is Many and draw == "torch":
         again = 20  # where many samples are read at once, torch is looked at too
     assert len(task.numbers.read) == 2 * LENGTH + again
@@ -161,11 +164,11 @@ def test_random_numbers_of_a_loss_do_not_depend_on_workers_or_restarts(tmp_path)
 
 def test_random_numbers_of_a_loss_are_others_in_every_step_and_on_every_rank():
     task = own_tasks.Drawing(length=24)
-    chunks = MicroBatches(task.train_data(), task, 0, True)
-    drawn = [chunks[MicroBatchPlan((3, 4), epoch, False)].batch[0] for epoch in range(3)]
-    drawn += [chunks[MicroBatchPlan((4, 3), 0, False)].batch[0].flip(0)]
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True)
+    drawn = [micro_batches[MicroBatchPlan((3, 4), epoch, False)].batch[0] for epoch in range(3)]
+    drawn += [micro_batches[MicroBatchPlan((4, 3), 0, False)].batch[0].flip(0)]
     assert all(not torch.equal(drawn[0], other) for other in drawn[1:])
-    assert torch.equal(chunks[MicroBatchPlan((3, 4), 0, False)].batch[0], drawn[0])
+    assert torch.equal(micro_batches[MicroBatchPlan((3, 4), 0, False)].batch[0], drawn[0])
     settings = runs.config(train={"steps": 6})
     first, second = (runs.fit_kind("Drawing", {}, settings)[0] for _ in range(2))
     assert runs.difference(first, second) == 0
@@ -194,5 +197,5 @@ def test_methods_on_the_object_and_decorated_ones_are_not_taken_for_the_default(
     )
     expected = own_tasks.Plain().train_data()[3][0] / 2
     for task in (Decorated(), on_object, wrapped, collating):
-        batch = MicroBatches(task.train_data(), task, 0, True)[MicroBatchPlan((3,), 0, False)].batch
+        batch = MicroBatches(task.train_data(), task, 0, training=True)[MicroBatchPlan((3,), 0, False)].batch
         assert torch.equal(batch[0][0], expected)

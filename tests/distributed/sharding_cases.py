@@ -274,7 +274,7 @@ def save_sharded(folder, options):
         strategy, whole = sharded(deep, world, options)
         strategy_few, whole_few = sharded(Few, world, options, seed=1)
         model, few = strategy.model, strategy_few.model
-        saver = Saver(Path(folder), world, Retention(), print, in_background=False)
+        saver = Saver(Path(folder), world, Retention(), tell=print, in_background=False)
         saver.save(1, model.state_dict() | few.state_dict(), {}, cases.about(1))
         saver.finish()
         return {name: cases.bits(tensor) for name, tensor in (whole.state_dict() | whole_few.state_dict()).items()}

@@ -44,7 +44,7 @@ def test_fillers_move_no_statistics(tmp_path, world, length, micro, strategy, le
             assert torch.allclose(weights[name], expected[name], rtol=1e-12, atol=0), name
 
 
-def test_a_filler_does_not_raise_for_its_single_sample():
+def test_a_filler_does_not_raise_for_its_single_sample(tmp_path):
     """Where all samples of a micro-batch are unreadable, any other stands in for them."""
 
     class Unreadable(own_tasks.Normed):
@@ -52,7 +52,7 @@ def test_a_filler_does_not_raise_for_its_single_sample():
             return own_tasks.Files(24, broken=StepPlan(24, 24, 4).rank_micro_batches(0, 0)[2].indices)
 
     settings = runs.config(batch={"micro": 4}, train={"steps": 1}, data={"on_error": "skip"})
-    weights, results = runs.fit(Unreadable(24), settings)
+    weights, results = runs.fit(Unreadable(24), settings, tmp_path)
     assert results["data/bad"] == 4
     assert weights["1.running_mean"].isfinite().all()
 
@@ -84,8 +84,8 @@ def test_models_that_take_single_samples_are_left_alone(tmp_path):
             model[1].train = lambda mode=True: model[1]
             return model
 
-    runs.fit(Frozen(), runs.config(batch={"micro": 1}, train={"steps": 2}))
-    runs.fit(own_tasks.Plain(25), runs.config(batch={"micro": 1}, train={"steps": 2}))
+    runs.fit(Frozen(), runs.config(batch={"micro": 1}, train={"steps": 2}), tmp_path / "frozen")
+    runs.fit(own_tasks.Plain(25), runs.config(batch={"micro": 1}, train={"steps": 2}), tmp_path / "plain")
     Trainer(runs.config(batch={"micro": 1}, train={"steps": 2}), run_dir=tmp_path, quiet=True).fit(own_tasks.Masked())
 
 

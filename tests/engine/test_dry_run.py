@@ -112,7 +112,7 @@ class Contrastive(own_tasks.Plain):
 
 
 class Penalty(own_tasks.Plain):
-    """A head that counts once per micro-batch: the sum of its losses by their number is right however the batch is cut."""
+    """A head that counts once per micro-batch. The sum of losses by their number is right for any cut of the batch."""
 
     def weight(self, batch):
         return {"main": float(len(batch[0])), "penalty": 1.0}
@@ -473,5 +473,6 @@ def test_a_training_is_the_same_with_and_without_evaluations(tmp_path, monkeypat
         )  # it may hide what the loop does not do
     assert runs.difference(*weights) == 0
     assert (int(weights[0]["1.num_batches_tracked"]) == 0) == (task is FrozenNorm)
-    note = "note: Task.model left 1 and 1 more modules in evaluation mode; training puts the whole model into training mode"
+    note = "note: Task.model left 1 and 1 more modules in evaluation mode; "
+    note += "training puts the whole model into training mode"
     assert (note in (tmp_path / "0" / "train.log").read_text()) == (task is LeftInEvaluation)

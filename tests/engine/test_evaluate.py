@@ -115,8 +115,15 @@ def test_predictions_travel_as_their_values_and_not_with_all_that_they_are_views
     world = gathering(monkeypatch, sizes)
     task = Shapes(eval_length=512)
     plan = EvaluationPlan(512, 64, None if lengths is None else np.arange(512) % lengths)
-    loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
-    outputs = predict(task, Forward(task.model(), task.loss), loader, plan, world, Precision("fp32", world.device))
+    loader = Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device)
+    outputs = predict(
+        task,
+        Forward(task.model(), task.loss),
+        loader,
+        plan=plan,
+        world=world,
+        precision=Precision("fp32", world.device),
+    )
     values = 512 * (1 + 10 + 10 + 5 + 1) * 8
     assert sum(sizes) < 1.2 * values + 512 * 600  # each tensor of the list has pickle's words around it
     first = task.eval_data().tensors[0][:, 0]
@@ -135,15 +142,15 @@ def test_a_wrong_output_is_an_error_before_the_other_batches_are_computed():
             return torch.ones(3)
 
     world, task = World(0, 1, 0, torch.device("cpu")), Wrong(eval_length=40)
-    loader = Loader(MicroBatches(task.eval_data(), task, 0, False), 0, world.device)
+    loader = Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device)
     with pytest.raises(LockstepError, match=r"shape \(3,\) for 8 samples"):
         predict(
             task,
             Forward(task.model(), task.loss),
             loader,
-            EvaluationPlan(40, 8),
-            world,
-            Precision("fp32", world.device),
+            plan=EvaluationPlan(40, 8),
+            world=world,
+            precision=Precision("fp32", world.device),
         )
     assert len(calls) == 1
 

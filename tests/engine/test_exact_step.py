@@ -94,19 +94,19 @@ def test_step_without_any_valid_unit_is_skipped_and_counted(tmp_path, world):
         runs.fit(own_tasks.Masked(mask_all=True), settings, tmp_path)
 
 
-def test_heads_that_differ_between_loss_and_weight_are_an_error():
+def test_heads_that_differ_between_loss_and_weight_are_an_error(tmp_path):
     class Wrong(own_tasks.Masked):
         def weight(self, batch):
             return {"other": batch[2].sum()}
 
     with pytest.raises(LockstepError, match=r"heads \['loss'\].*\['other'\]"):
-        runs.fit(Wrong(), runs.config())
+        runs.fit(Wrong(), runs.config(), tmp_path)
 
 
-def test_loss_that_is_not_a_sum_is_an_error():
+def test_loss_that_is_not_a_sum_is_an_error(tmp_path):
     class PerSample(own_tasks.Plain):
         def loss(self, model, batch):
             return (model(batch[0]) - batch[1]).square().mean(dim=1)
 
     with pytest.raises(LockstepError, match=r"shape \(24,\)"):
-        runs.fit(PerSample(), runs.config())
+        runs.fit(PerSample(), runs.config(), tmp_path)

@@ -80,7 +80,7 @@ def test_ranks_that_see_the_same_samples_count_as_one(ranks, strategy):
         assert {name for name in results if name.startswith("eval/")} <= found.keys()
         for name, value in results.items():
             if name.startswith(("eval/", "train/loss")):
-                assert found[name] == pytest.approx(value, rel=1e-10), name
+                assert found[name] == pytest.approx(value, rel=1e-6), name  # torchmetrics adds in float32
 
 
 def test_a_world_knows_which_samples_its_rank_sees():

@@ -98,11 +98,11 @@ def test_constants_that_a_strategy_cannot_do_without_are_named(key, value, froze
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 6), (1, 2), (2, 3), (3, 2)])
-def test_a_head_without_units_may_be_a_constant(world, micro):
+def test_a_head_without_units_may_be_a_constant(world, micro, tmp_path):
     task = own_tasks.ConstantHeads(constants=False)
     expected, _ = runs.by_hand(task, steps=12, global_batch=6, optimizer=sgd)
     settings = runs.config(batch={"global": 6, "micro": micro}, train={"steps": 12}, **SGD)
-    for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", {}, settings):
+    for weights, _ in run_ranks(world, runs.fit_kind, "ConstantHeads", {}, settings, tmp_path):
         assert runs.difference(weights, expected) < 1e-10
 
 
@@ -117,17 +117,17 @@ def test_constants_update_as_sums_over_nothing_do(world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_head_with_the_coefficient_0_may_be_a_constant(world):
+def test_a_head_with_the_coefficient_0_may_be_a_constant(world, tmp_path):
     expected, _ = runs.by_hand(own_tasks.Watched())
     for strategy in ("ddp", "fsdp")[:world]:
         settings = runs.config(batch={"micro": 5}, parallel={"strategy": strategy})
-        for weights, results in run_ranks(world, runs.fit_kind, "Watched", {}, settings):
+        for weights, results in run_ranks(world, runs.fit_kind, "Watched", {}, settings, tmp_path / strategy):
             assert runs.difference(weights, expected) < 1e-10
             assert results["train/loss/b"] > 0
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_head_over_frozen_parameters_may_be_a_constant(world):
+def test_a_head_over_frozen_parameters_may_be_a_constant(world, tmp_path):
     def freeze(model, step):
         model.second.requires_grad_(step >= 4)
 
@@ -135,7 +135,7 @@ def test_a_head_over_frozen_parameters_may_be_a_constant(world):
     settings = runs.config(
         batch={"global": 6, "micro": 3}, train={"steps": 12, "unfreeze": [{"match": ["second.*"], "step": 4}]}, **SGD
     )
-    for weights, _ in run_ranks(world, runs.fit_kind, "FrozenHead", {}, settings):
+    for weights, _ in run_ranks(world, runs.fit_kind, "FrozenHead", {}, settings, tmp_path):
         assert runs.difference(weights, expected) < 1e-10
 
 
@@ -160,8 +160,8 @@ def test_a_head_over_frozen_parameters_may_be_a_constant(world):
         ("weight", "empty", "empty dict"),
     ],
 )
-def test_what_a_task_returns_is_checked(method, what, words):
-    message = rank_cases.error_of("Returns", {"method": method, "what": what}, runs.config())
+def test_what_a_task_returns_is_checked(method, what, words, tmp_path):
+    message = rank_cases.error_of("Returns", {"method": method, "what": what}, runs.config(), tmp_path)
     assert words in message
     assert f"Task.{method}" in message
     assert "remedy" in message

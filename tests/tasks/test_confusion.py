@@ -24,7 +24,7 @@ def close(found, wanted):
 
 
 def drawn(classes, seed):
-    """Truth and prediction of samples, among them of a class that is never true, one that is never said, and one that is neither."""
+    """Truth and prediction of samples. A class is never true, another is never predicted, and a third is neither."""
     generator = torch.Generator().manual_seed(seed)
     truth = torch.randint(0, classes, (300,), generator=generator)
     said = torch.where(

@@ -159,7 +159,8 @@ def typed(code, number):
 
 def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n    @staticmethod\n    def help(): return 1\n"
+    code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n"
+    code += "    @staticmethod\n    def help(): return 1\n"
     one, same, other = (
         source_code.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2))
     )
@@ -234,7 +235,8 @@ def test_layout_comments_and_docstrings_are_no_difference(old, new):
         (
             "square()",
             "abs()",
-            '1 place, first in Mine.loss (from line 11): now "return (model(batch[0]) - batch[1]).abs().sum()", before "return (model(batch[0]) - b',
+            '1 place, first in Mine.loss (from line 11): now "return (model(batch[0]) - batch[1]).abs().sum()", '
+            'before "return (model(batch[0]) - b',
         ),
         ("WIDTH = 3", "WIDTH = 4", '1 place, first outside of functions: now "WIDTH = 4", before "WIDTH = 3"'),
         (

@@ -360,10 +360,8 @@ def test_without_a_model_a_small_new_one_learns_by_default_and_the_log_says_so(b
     assert results["eval/accuracy"] == 1
     log = (folder / "train.log").read_text()
     rows = hugging_face.load_config(folder / "task").vocab_size
-    assert (
-        f"no task.model: a new embedding_bag of {rows * 100 + 100 * 3 + 3:,} parameters learns from these 18 texts alone"
-        in log
-    )
+    size = f"{rows * 100 + 100 * 3 + 3:,}"
+    assert f"no task.model: a new embedding_bag of {size} parameters learns from these 18 texts alone" in log
 
 
 def test_a_new_transformer_on_few_texts_is_told_to_learn_little(few):
@@ -463,7 +461,7 @@ def test_pairs_have_token_types(tmp_path):
 
 def test_labels_keep_the_order_of_a_model_that_has_them(pretrained, tmp_path):
     config = hugging_face.load_config(pretrained)
-    hugging_face.set_labels(config, ["pos", "mixed", "neg"], False, 0)
+    hugging_face.set_labels(config, ["pos", "mixed", "neg"], multi_label=False, pad_token_id=0)
     config.save_pretrained(tmp_path / "turned")
     for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
         (tmp_path / "turned" / name).write_bytes((pretrained / name).read_bytes())

@@ -822,20 +822,20 @@ _engine(
 _engine(
     "a step skipped",
     "resume",
-    ("build:prepare_run", "world.data_rank, step, stop)", "world.data_rank, step + (checkpoint is not None), stop)"),
+    ("build:prepare_run", "start=step, stop=stop)", "start=step + (checkpoint is not None), stop=stop)"),
 )
 _engine(
     "a step repeated",
     "resume",
-    ("build:prepare_run", "world.data_rank, step, stop)", "world.data_rank, step - (checkpoint is not None), stop)"),
+    ("build:prepare_run", "start=step, stop=stop)", "start=step - (checkpoint is not None), stop=stop)"),
 )
 _engine(
     "epoch begun anew",
     "resume",
     (
         "build:prepare_run",
-        "world.data_rank, step, stop)",
-        "world.data_rank, step // plan.steps_per_epoch * plan.steps_per_epoch, stop)",
+        "start=step, stop=stop)",
+        "start=step // plan.steps_per_epoch * plan.steps_per_epoch, stop=stop)",
     ),
 )
 _engine(
@@ -977,8 +977,8 @@ _engine(
     "elastic",
     (
         "build:prepare_run",
-        "world.data_rank, step, stop)",
-        "world.data_rank, step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else step, stop)",
+        "start=step, stop=stop)",
+        "start=step * checkpoint.manifest['versions']['world'] // world.size if checkpoint else step, stop=stop)",
     ),
 )
 _engine(

@@ -313,7 +313,7 @@ def test_what_is_not_changed_is_the_tasks_own_method():
 @pytest.mark.parametrize("kind", [clean_tasks.Base, clean_tasks.Augmented, clean_tasks.Tokens])
 def test_a_check_reads_data_in_the_way_that_training_does(kind, how):
     training, verifying = (
-        MicroBatches(task.train_data(), task, 0, True) for task in (kind(), ComparableTask(kind(), how))
+        MicroBatches(task.train_data(), task, 0, training=True) for task in (kind(), ComparableTask(kind(), how))
     )
     assert (verifying.at_once, verifying.collates) == (training.at_once, training.collates)
     assert verifying.prepares == training.prepares
@@ -327,7 +327,7 @@ def test_methods_on_the_object_are_used_with_a_data_set_of_tensors(how):
     task.prepare = lambda sample, epoch, training: (sample[0] + 1, sample[1])
     task.collate = lambda samples: default_collate(samples)[::-1]
     made = ComparableTask(task, how)
-    labels, inputs = MicroBatches(made.train_data(), made, 0, True)[MicroBatchPlan((3, 1), 0, False)].batch
+    labels, inputs = MicroBatches(made.train_data(), made, 0, training=True)[MicroBatchPlan((3, 1), 0, False)].batch
     rows = [1, 3] if how.reverse else [3, 1]
     expected = task.train_data().tensors
     assert torch.equal(inputs, expected[0][rows] + 1)
@@ -509,7 +509,7 @@ def test_reverse_keeps_the_sum_and_turns_the_order():
     model = forth.model()
     one, other = batch_of(forth), batch_of(back)
     assert torch.equal(one[0], other[0].flip(0))
-    assert [MicroBatches(task.train_data(), task, 0, True).at_once for task in (forth, back)] == [True, False]
+    assert [MicroBatches(task.train_data(), task, 0, training=True).at_once for task in (forth, back)] == [True, False]
     assert not torch.equal(one[0], other[0])
     torch.testing.assert_close(forth.loss(model, one), back.loss(model, other), rtol=1e-12, atol=0)
 

@@ -41,6 +41,7 @@ class Saver:
         folder: Path,
         world: World,
         retention: Retention,
+        *,
         tell: Callable[[str], None],
         in_background: bool = True,
         allowed: Mapping[str, int] | None = None,
@@ -239,7 +240,7 @@ class Saver:
             if fault is None:
                 manifest["files"] = {name: about for share in shares for name, about in share["files"].items()}
                 index = files.merge(share["index"] for share in shares)
-                store.commit(self.folder, step, manifest, index, values)
+                store.commit(self.folder, step, manifest, index=index, values=values)
         except (OSError, RuntimeError) as error:
             fault = f"rank 0: {error}"
         if fault is None:

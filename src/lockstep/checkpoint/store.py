@@ -109,7 +109,7 @@ def staging(folder: Path, step: int) -> Path:
 
 
 def commit(
-    folder: Path, step: int, manifest: Mapping[str, Any], index: files.Index, values: Mapping[str, Any]
+    folder: Path, step: int, manifest: Mapping[str, Any], *, index: files.Index, values: Mapping[str, Any]
 ) -> Checkpoint:
     """Turn the staging folder, into which all ranks have written, into the checkpoint `folder/step-XXXXXXXX`.
 

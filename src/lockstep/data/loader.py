@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import numbers
 import os
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.order import MicroBatchPlan, StepPlan, count_micro_batches, derive_seed
 from lockstep.data.randomness import SampleSeeding, seed_all
-from lockstep.errors import DataError, LockstepError, TrainingError, exits_are_failures
+from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -91,7 +92,7 @@ class MicroBatches(Dataset[MicroBatch]):
     """
 
     def __init__(
-        self, data: Dataset[Any], task: SampleTask, seed: int, training: bool, on_error: OnError = "raise"
+        self, data: Dataset[Any], task: SampleTask, seed: int, *, training: bool, on_error: OnError = "raise"
     ) -> None:
         self.data, self.task, self.seed, self.training, self.on_error = data, task, seed, training, on_error
         # Bound methods are compared: methods may be set on the object, and a wrapper may pass on those of another task.
@@ -134,18 +135,16 @@ class MicroBatches(Dataset[MicroBatch]):
         Raises:
             DataError: a sample cannot be read, and `on_error` is `raise`.
         """
+        indices, epoch = plan.indices, plan.epoch
         try:
-            return self._read_all(plan.indices, plan.epoch), plan.indices, _NONE_BAD
+            if self.read_many is not None and not self.seeding.drawn:
+                samples = list(self.read_many(list(indices)))
+                if len(samples) == len(indices):
+                    return samples, indices, _NONE_BAD
+            epoch_seed = derive_seed(self.seed, epoch)
+            return [self._read_sample(index, epoch, epoch_seed) for index in indices], indices, _NONE_BAD
         except Exception:
             return self._read_each(plan)
-
-    def _read_all(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
-        if self.read_many is not None and not self.seeding.drawn:
-            samples = list(self.read_many(list(indices)))
-            if len(samples) == len(indices):
-                return samples
-        epoch_seed = derive_seed(self.seed, epoch)
-        return [self._read_sample(index, epoch, epoch_seed) for index in indices]
 
     def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
@@ -221,7 +220,7 @@ class Loader:
     """
 
     def __init__(
-        self, micro_batches: MicroBatches, workers: int, device: torch.device, channels_last: bool = False
+        self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
         self.micro_batches, self.device, self.channels_last = micro_batches, device, channels_last
         self.order = _Order()
@@ -273,7 +272,7 @@ class Loader:
 class StepIterator:
     """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
 
-    def __init__(self, loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> None:
+    def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
         self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
         self._steps = _steps(loader, plan, rank, start, stop)
 
@@ -299,7 +298,7 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
             count = count_micro_batches(plan.samples(step), plan.world, plan.micro_batch)
-            yield [next(micro_batches) for _ in range(count)]
+            yield list(itertools.islice(micro_batches, count))
 
 
 class _Order(torch.utils.data.Sampler[MicroBatchPlan]):
@@ -322,10 +321,11 @@ class _CatchErrors(Dataset[Any]):
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
         try:
-            with exits_are_failures():
-                return self.micro_batches[plan]
+            return self.micro_batches[plan]
         except LockstepError as error:
             return Failure(error)
+        except SystemExit as error:
+            return Failure(exit_of_task(error))
 
 
 def _leave_signals_to_the_rank(_: int) -> None:

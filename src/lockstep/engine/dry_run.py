@@ -1,6 +1,6 @@
-"""Before the first step of a new run: on a few samples, what training and evaluation need later. It leaves no trace.
+"""Before the first step of a new run: try the loss and the evaluation on a few samples. This leaves no trace.
 
-A fault of the evaluation would otherwise show after an epoch, and a loss that is a mean never would.
+Without it, a fault in the evaluation would show only after an epoch, and a loss that is a mean would never show.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
     from lockstep.tasks.task import Task
 
 _SAMPLES = 8
-_APART = 0.1  # of the losses: less than this is no mean instead of a sum
-_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # of the losses: what rounding explains
+_APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
+_NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
 
 
 @contextlib.contextmanager
 def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator[None, None, None]:
-    """Evaluation mode without gradients; afterwards training mode, and buffers and random numbers as they were.
+    """Inside: evaluation mode, without gradients. Afterwards: training mode, and buffers and random states as before.
 
     Args:
-        compiled: `torch.compile` was applied to `forward`. It is run as it was written: shapes seen here would count.
+        compiled: whether `torch.compile` was applied to `forward`. Inside, the compiler is off, because it would
+            otherwise specialise on the shapes of these few samples.
     """
     python, numpy = random.getstate(), np.random.get_state()
     devices = [world.device] if world.device.type == "cuda" else []
@@ -60,52 +61,55 @@ def look_at_losses(
     forward: nn.Module,
     loader: Loader,
     plan: StepPlan,
+    *,
     precision: Precision,
     must_run: bool,
 ) -> list[str]:
-    """Whether the loss is a mean where a sum is asked for: some samples of the first step against their halves.
+    """Check that the loss is a sum over its units, and not a mean.
+
+    The loss of some samples of the first step is compared with the losses of their two halves.
 
     Args:
-        forward: a `Forward`; all ranks call this with the same samples, so that shards are gathered alike.
-        must_run: raise what the loss raises in evaluation mode, because evaluations call it too; else leave it to the
-            first step, which calls it in training mode.
+        forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
+        must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
+            Otherwise they are left to the first step, which calls the loss in training mode.
 
     Returns:
-        a warning, or nothing.
+        a warning, where the loss is a mean; else nothing.
     """
     indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch))].tolist()
     if len(indices) < 2:
         return []
     half = len(indices) // 2
-    micros = _read(loader, [indices, indices[:half], indices[half:]])
-    if any(micro.filler for micro in micros):  # none of a half can be read
+    parts = _read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
+    if any(part.filler for part in parts):  # no sample of a part can be read
         return []
-    found: list[dict[str, Any]] = []
+    tensors: list[dict[str, Any]] = []
     try:
-        for micro in micros:
+        for part in parts:
             seed_forward(0, precision.device)  # the same noise for the whole and for its halves, and on every rank
             with precision.autocast():
-                found.append(forward(micro.batch))
+                tensors.append(forward(part.batch))
     except Exception:
         if must_run:
             raise
         return []
-    values = [loss for losses in found for loss in losses.values()]
+    values = [loss for by_head in tensors for loss in by_head.values()]
     if not values or not all(map(_is_number, values)):
-        return []  # the first step says what is wrong with them
+        return []  # the first step reports the fault
     near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
-    losses = [{head: float(loss) for head, loss in of_part.items()} for of_part in found]
-    heads = [head for head in losses[0] if _is_mean(head, losses, micros, near)]
+    losses = [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors]
+    heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)]
     if not heads:
         return []
     samples = plan.samples(0) / (plan.world * count_micro_batches(plan.samples(0), plan.world, plan.micro_batch))
-    share = samples * _units(micros[0], heads[0]) / micros[0].samples
-    if share < 1.5:  # of one sample, the mean is the sum
+    share = samples * _units(parts[0], heads[0]) / parts[0].samples
+    if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
         return []
-    whole, first, second = (of_part[heads[0]] for of_part in losses)
+    whole, first, second = (by_head[heads[0]] for by_head in losses)
     named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
     return [
-        f"WARNING: Task.loss{named} returns a mean, not the SUM over its units: {micros[0].samples} samples give "
+        f"WARNING: Task.loss{named} returns a mean, not the SUM over its units: {parts[0].samples} samples give "
         f"{whole:.4g}, and their two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the "
         f"global batch, so this run trains with about 1/{share:.0f} of the gradient.\n"
         "  remedy: return the sum (reduction='sum'), or the mean times its number of units"
@@ -116,45 +120,46 @@ def look_at_evaluation(
     task: Task,
     forward: nn.Module,
     loader: Loader,
+    *,
     plan: EvaluationPlan,
     world: World,
     precision: Precision,
     best: str | None,
 ) -> list[str]:
-    """Evaluate some samples, spread over the data set, on every rank by itself.
+    """Evaluate some samples, spread over the data set. Each rank evaluates them by itself.
 
     Args:
-        forward: a `Forward`; all ranks call this with the same samples, so that shards are gathered alike.
-        best: the name, as it is logged, of what the best checkpoint is chosen by.
+        forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
+        best: the logged name of the result by which the best checkpoint is chosen.
 
     Returns:
-        what should be told.
+        warnings for the log.
 
     Raises:
         UsageError: no result has the name `best`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
-    (micro,) = _read(loader, [[number * plan.length // count for number in range(count)]])
+    (micro_batch,) = _read(loader, [[number * plan.length // count for number in range(count)]])
     metrics, update = task_checks.metrics(task)
-    by_head, output = measure(task, forward, micro, precision, metrics is not None)
+    by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
-    told = []
+    messages = []
     if metrics is not None:
-        told += _shape_of(output, len(micro.indices))
+        messages += _check_shape(output, len(micro_batch.indices))
         metrics.to(world.device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of classes that a few samples lack
-            update(metrics, output, micro.batch)
+            warnings.simplefilter("ignore")  # metrics warn of classes that these few samples lack
+            update(metrics, output, micro_batch.batch)
             try:
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
-            except Exception as error:  # some need more samples
+            except Exception as error:  # some metrics need more samples
                 cause = f"{type(error).__name__}: {error}"
-                return [*told, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
+                return [*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
             finally:
                 metrics.reset()
         names += values
     check_best(best, [f"eval/{name}" for name in names])
-    return told
+    return messages
 
 
 def check_best(best: str | None, names: Sequence[str]) -> None:
@@ -165,7 +170,7 @@ def check_best(best: str | None, names: Sequence[str]) -> None:
 
 
 def check_is_evaluated(evaluates: bool) -> None:
-    """Raises UsageError where the best checkpoint is to be kept, and nothing is evaluated."""
+    """Raises UsageError where the best checkpoint must be kept, but the run evaluates nothing."""
     if not evaluates:
         remedy = "set train.eval_every_epochs or train.eval_every_steps, or checkpoint.keep_best=null"
         what = "nothing is evaluated that the best could be chosen by"
@@ -180,30 +185,35 @@ def check_best_of_saved(best: str | None, checkpoints: Path, world: World) -> No
 
 
 def _read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
-    """A micro-batch of each of these samples, prepared for epoch 0."""
-    chunks = [MicroBatchPlan(tuple(part), 0, False) for part in parts]
-    with contextlib.closing(loader.run(lambda: chunks)) as micros:
-        return list(micros)
+    """A micro-batch for each list of sample indices in `parts`, prepared for epoch 0."""
+    plans = [MicroBatchPlan(tuple(part), 0, False) for part in parts]
+    with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
+        return list(micro_batches)
 
 
-def _units(micro: MicroBatch, head: str) -> float:
-    return micro.weights.get(head, 0.0) if micro.weights is not None else float(micro.samples)
+def _units(part: MicroBatch, head: str) -> float:
+    return part.weights.get(head, 0.0) if part.weights is not None else float(part.samples)
 
 
-def _is_mean(head: str, losses: Sequence[Mapping[str, float]], micros: Sequence[MicroBatch], near: float) -> bool:
-    """Whether the loss of the first is the mean of those of the two others, and not their sum."""
-    whole, *halves = (of_part.get(head, math.nan) for of_part in losses)
-    units, *parts = (_units(micro, head) for micro in micros)
+def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[MicroBatch], *, near: float) -> bool:
+    """Whether the loss of the whole is the mean of the losses of its halves, and not their sum.
+
+    Args:
+        losses, parts: of the whole, the first half and the second half.
+        near: difference that rounding explains, as a share of the losses.
+    """
+    whole, *halves = (by_head.get(head, math.nan) for by_head in losses)
+    units, *units_of_halves = (_units(part, head) for part in parts)
     scale = sum(map(abs, halves))
-    if not (math.isfinite(whole) and 0 < scale < math.inf) or not units or not sum(parts):
+    if not (math.isfinite(whole) and 0 < scale < math.inf) or not units or not sum(units_of_halves):
         return False
-    # Where weights do not add up either (one per micro-batch), what counts is the loss per unit.
-    expected = sum(halves) * units / sum(parts)
+    # A weight may itself be 1 for each micro-batch, and not add up. So the losses per unit are compared.
+    expected = sum(halves) * units / sum(units_of_halves)
     if not abs(whole - expected) > _APART * scale:
         return False
-    sizes = [micro.samples for micro in micros[1:]]
-    for one, two in (parts, sizes, (1, 1)):
-        mean = (one * halves[0] + two * halves[1]) / (one + two)
+    samples_of_halves = [part.samples for part in parts[1:]]
+    for first, second in (units_of_halves, samples_of_halves, (1, 1)):
+        mean = (first * halves[0] + second * halves[1]) / (first + second)
         if abs(whole - mean) <= near * scale:
             return True
     return False
@@ -213,8 +223,8 @@ def _is_number(loss: Any) -> bool:
     return isinstance(loss, Tensor) and loss.is_floating_point() and not loss.ndim
 
 
-def _shape_of(output: Any, count: int) -> list[str]:
-    """A warning where outputs are not one per sample: an evaluation can do with that, predictions cannot."""
+def _check_shape(output: Any, count: int) -> list[str]:
+    """A warning, where the output has no part for each sample: predictions need the parts, evaluations do not."""
     try:
         split(output, count)
     except DataError as error:

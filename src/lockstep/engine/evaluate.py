@@ -1,4 +1,4 @@
-"""Evaluation and prediction on all ranks: every sample once, the numbers of one process."""
+"""Evaluation and prediction on all ranks. Every sample counts once, and the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
-_SHOWN = 4  # samples
-_EVALUATION = 0xE7A1  # a word of the seeds of evaluation, which tells them from those of training
+"""Gets the values of the metrics, and pairs (index, output) of some samples."""
+_SHOWN = 4  # samples that `Show` gets
+_EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the seeds of training
 
 
 def _nothing(*_: Any) -> None:
@@ -38,6 +39,7 @@ def evaluate(
     task: Task,
     forward: nn.Module,
     loader: Loader,
+    *,
     plan: EvaluationPlan,
     world: World,
     precision: Precision,
@@ -45,19 +47,20 @@ def evaluate(
     show: Show = _nothing,
     show_samples: bool = False,
 ) -> dict[str, float]:
-    """Loss (sum over units, divided by their number) and the task's metrics over the samples of `plan`.
+    """The loss and the task's metrics over the samples of `plan`. All ranks call it.
 
-    Micro-batches are the same for every world size, and their sums are added in their order, in float64, on rank 0.
+    The loss is a sum over units, divided by the number of units. The micro-batches are the same for every number of
+    ranks. Rank 0 adds their sums in the order of the micro-batches, in float64.
 
     Args:
         forward: a `Forward`, see `Strategy.inference`.
-        tick: called after each of this rank's micro-batches, which are equally many on all ranks.
-        show: called on rank 0 with the results of the metrics, and with pairs (index, output) of some samples.
-        show_samples: whether `show` gets samples. They are the same for every world size.
+        tick: called after each of this rank's micro-batches, of which all ranks have equally many.
+        show: called on rank 0.
+        show_samples: whether `show` gets samples. They are the same for every number of ranks.
 
     Returns:
-        `loss`, `loss/<head>` where there are several, one entry per metric, `samples` (evaluated) and `bad`
-        (unreadable, left out). An empty data set has no loss and no metric: only `samples` and `bad`.
+        `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
+        (unreadable and left out). An empty data set has only `samples` and `bad`.
     """
     metrics, update = task_checks.metrics(task)
     if metrics is not None:
@@ -65,18 +68,19 @@ def evaluate(
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
     shown: list[tuple[int, Any]] = []
-    for micro in _forwards(forward, loader, plan, world, tick):
-        by_head, output = measure(task, forward, micro, precision, metrics is not None)
-        bad += len(micro.bad)
-        if micro.filler:
+    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, tick=tick):
+        by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
+        bad += len(micro_batch.bad)
+        if micro_batch.filler:
             continue
-        sums.append((by_head, micro.weights or dict.fromkeys(by_head, float(micro.samples))))
-        samples += micro.samples
+        sums.append((by_head, micro_batch.weights or dict.fromkeys(by_head, float(micro_batch.samples))))
+        samples += micro_batch.samples
         if metrics is not None:
-            update(metrics, output, micro.batch)
+            update(metrics, output, micro_batch.batch)
             if world.rank == 0 and not shown and show_samples:
-                with contextlib.suppress(DataError):  # metrics may look at outputs that are not one per sample
-                    shown = list(zip(micro.indices, split(output, len(micro.indices)), strict=True))[:_SHOWN]
+                with contextlib.suppress(DataError):  # metrics may use an output that has no part for each sample
+                    outputs = split(output, len(micro_batch.indices))
+                    shown = list(zip(micro_batch.indices, outputs, strict=True))[:_SHOWN]
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
     results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients))
     if metrics is not None:
@@ -89,40 +93,41 @@ def evaluate(
 
 
 def predict(
-    task: Task, forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, precision: Precision
+    task: Task, forward: nn.Module, loader: Loader, *, plan: EvaluationPlan, world: World, precision: Precision
 ) -> list[Any] | None:
-    """The task's output for each sample of `plan`, in their order, on the CPU: on rank 0; None elsewhere.
+    """The task's output for each sample of `plan`. All ranks call it.
 
-    A sample that could not be read (with `on_error="skip"`) has the output None.
+    Returns:
+        on rank 0: the outputs on the CPU, in the order of the samples. The output of a sample that could not be read
+        (with `on_error="skip"`) is None. On other ranks: None.
+
+    Raises:
+        DataError: an output cannot be split into samples.
     """
     outputs: list[tuple[tuple[int, ...], Any]] = []
-    for micro in _forwards(forward, loader, plan, world):
+    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world):
         with precision.autocast():
-            output = forward(micro.batch, task.predict)
-        if not micro.filler:
-            split(output, len(micro.indices))  # a wrong shape is an error before the other batches are computed
-            outputs.append((micro.indices, map_tensors(output, metric_sync.compact)))
-    gathered = world.data_gather(outputs)  # batches: of a tensor for each sample, most would be pickle's own bytes
+            output = forward(micro_batch.batch, task.predict)
+        if not micro_batch.filler:
+            split(output, len(micro_batch.indices))  # raises before the other micro-batches are computed
+            outputs.append((micro_batch.indices, map_tensors(output, metric_sync.compact)))
+    gathered = world.data_gather(outputs)  # whole batches, because pickle adds many bytes to each small tensor
     if gathered is None:
         return None
     merged: dict[int, Any] = {}
     for indices, output in (batch for rank in gathered for batch in rank):
-        parts = map_tensors(split(output, len(indices)), Tensor.clone)  # a view would keep its whole batch alive
+        parts = map_tensors(split(output, len(indices)), Tensor.clone)  # a view would keep the memory of its batch
         merged |= zip(indices, parts, strict=True)
     return [merged.get(index) for index in range(plan.length)]
 
 
 def measure(
-    task: Task,
-    forward: nn.Module,
-    micro: MicroBatch,
-    precision: Precision,
-    wants_output: bool,
+    task: Task, forward: nn.Module, micro_batch: MicroBatch, *, precision: Precision, wants_output: bool
 ) -> tuple[dict[str, Tensor], Any]:
-    """Loss sums of a micro-batch by head (a single one is the head `loss`), and the output, where it is wanted.
+    """The loss sums of a micro-batch by head, and the output, where it is wanted. A single loss is the head `loss`.
 
     Raises:
-        TrainingError: the losses are no scalar tensors, or have other heads than the units.
+        TrainingError: the losses are no scalar tensors, or have other heads than the units; or the output is None.
     """
 
     def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
@@ -130,14 +135,16 @@ def measure(
         return losses, task.predict(model, batch) if output is None and wants_output else output
 
     with precision.autocast():
-        losses, output = forward(micro.batch, call)
+        losses, output = forward(micro_batch.batch, call)
     if wants_output and output is None:
-        raise TrainingError("the output is None", where="Task.predict", remedy="return what the metrics and users need")
+        raise TrainingError(
+            "the output is None", where="Task.predict", remedy="return the output that metrics and users need"
+        )
     where = "Task.loss, in evaluation"
     by_head = strategy.by_head(losses, where)
-    if micro.weights is not None and by_head.keys() != micro.weights.keys():
+    if micro_batch.weights is not None and by_head.keys() != micro_batch.weights.keys():
         raise TrainingError(
-            f"the loss has the heads {sorted(by_head)}, Task.weight has {sorted(micro.weights)}",
+            f"the loss has the heads {sorted(by_head)}, Task.weight has {sorted(micro_batch.weights)}",
             where=where,
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
@@ -145,16 +152,16 @@ def measure(
 
 
 def split(output: Any, count: int, name: str = "") -> list[Any]:
-    """A batch's output as `count` outputs of one sample each, on the CPU: along tensors' and arrays' first dimension.
+    """Split the output of a batch into the outputs of its `count` samples, on the CPU.
 
-    Mappings, tuples and dataclasses are split into as many of them (a dataclass into mappings); a list holds one item
-    per sample; None stays None.
+    Tensors and arrays are split along their first dimension. Mappings and tuples give a mapping or a tuple for each
+    sample; a dataclass gives mappings. A list must hold an item for each sample. None gives None for each sample.
 
     Args:
-        name: of `output` in what it is a part of, for errors.
+        name: name of `output` inside the output of which it is a part; for errors.
 
     Raises:
-        DataError: what has no part per sample; names it.
+        DataError: a part of the output has no part for each sample; names it.
     """
     what = f"output {name!r}" if name else "an output"
     if output is None:
@@ -182,18 +189,19 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
     raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)
 
 
-def _forwards(
-    forward: nn.Module, loader: Loader, plan: EvaluationPlan, world: World, tick: Tick = _nothing
+def _micro_batches(
+    forward: nn.Module, loader: Loader, *, plan: EvaluationPlan, world: World, tick: Tick = _nothing
 ) -> Generator[MicroBatch, None, None]:
-    """This rank's micro-batches, with the model in evaluation mode and no gradients while they last."""
-    chunks = plan.by_rank(world.data_size)[world.data_rank]
+    """This rank's micro-batches. Until the last of them, the model is in evaluation mode, and gradients are off."""
+    plans = plan.by_rank(world.data_size)[world.data_rank]
     was_training = forward.training
     forward.eval()
     try:
-        with torch.no_grad(), contextlib.closing(loader.run(lambda: chunks)) as micros:
-            for micro in micros:
-                seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)
-                yield micro
+        with torch.no_grad(), contextlib.closing(loader.run(lambda: plans)) as micro_batches:
+            for micro_batch in micro_batches:
+                seed = derive_seed(loader.micro_batches.seed, _EVALUATION, micro_batch.indices[0])
+                seed_forward(seed, world.device)
+                yield micro_batch
                 world.heartbeat.beats += 1
                 tick()
     finally:
@@ -203,7 +211,11 @@ def _forwards(
 def _means(
     ranks: list[list[tuple[dict[str, float], dict[str, float]]]] | None, coefficients: Mapping[str, float]
 ) -> dict[str, float]:
-    """Loss over all ranks' micro-batches, in their order."""
+    """The loss over the micro-batches of all ranks, which are added in their order.
+
+    Args:
+        ranks: of each rank and each of its micro-batches, the loss sums and the units by head. None: not on rank 0.
+    """
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     for losses, weights in (part for rank in ranks or [] for part in rank):
@@ -216,7 +228,7 @@ def _means(
 def combine(
     sums: Mapping[str, float], units: Mapping[str, float], coefficients: Mapping[str, float]
 ) -> dict[str, float]:
-    """`loss` = sum_k c[k] * sums[k] / units[k], and its parts where there are several; empty without any unit."""
+    """`loss` = sum_k c[k] * sums[k] / units[k]; with several heads also `loss/<head>`. Empty without units."""
     means = {head: sums[head] / units[head] for head in sums if units[head]}
     if not means:
         return {}

@@ -1,4 +1,4 @@
-"""What a task's methods return. Where the type is wrong, an error says which method, what came and what is wanted."""
+"""Check the types that a task's methods return. Errors name the method, the returned type and the expected type."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ _MAP_STYLE = "return a map-style data set: an object with len() and [index]"
 
 
 def model(task: Task) -> nn.Module:
-    """`task.model()`.
+    """The model that the task makes.
 
     Raises:
-        UsageError: it is no module.
+        UsageError: the task returned no module.
     """
-    found: Any = task.model()
-    if not isinstance(found, nn.Module):
-        raise UsageError(_came(found), where="Task.model", remedy="return a torch.nn.Module, such as nn.Linear(10, 5)")
-    return found
+    returned: Any = task.model()
+    if not isinstance(returned, nn.Module):
+        remedy = "return a torch.nn.Module, such as nn.Linear(10, 5)"
+        raise UsageError(_describe(returned), where="Task.model", remedy=remedy)
+    return returned
 
 
 def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
-    """The metrics of a task as a collection, reset, or None if it has none; and the function that feeds a batch to them.
+    """The metrics of a task, and the function that updates them with a batch.
 
-    A single metric and a dict of metrics become a collection.
+    A single metric and a dict of metrics become a collection. The collection is reset. It is None where the task has no
+    metrics.
 
     Raises:
         UsageError: the task returned something else than metrics.
@@ -50,14 +52,13 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     from torchmetrics import Metric, MetricCollection
 
     if isinstance(found, Mapping) and not isinstance(found, MetricCollection):
-        strange = {name: one for name, one in found.items() if not isinstance(one, Metric | MetricCollection)}
-        if not strange:
+        if all(isinstance(metric, Metric | MetricCollection) for metric in found.values()):
             found = MetricCollection(dict(found))
     elif isinstance(found, Metric):
         found = MetricCollection(found)
     if not isinstance(found, MetricCollection):
         remedy = "return a torchmetrics.MetricCollection, a dict such as {'accuracy': MulticlassAccuracy(10)}, or None"
-        raise UsageError(_came(found), where="Task.metrics", remedy=remedy)
+        raise UsageError(_describe(found), where="Task.metrics", remedy=remedy)
     found.reset()  # a task may return the same objects each time
     return found if len(found) else None, update
 
@@ -80,38 +81,43 @@ def coefficients(task: Task) -> dict[str, float]:
 
 
 def data(found: Any, where: str) -> Dataset[Any]:
-    """`found`, which `where` gave, if samples can be read from it in any order.
+    """Check that samples can be read from `found` in any order. Returns `found`.
+
+    Args:
+        where: method that returned `found`; for errors.
 
     Raises:
-        UsageError: it is a loader, a stream, a class, or anything else without length or index.
+        UsageError: `found` is a loader, a stream, a class, or another object without length or index.
     """
     if isinstance(found, DataLoader):
         remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches"
-        raise UsageError(_came(found), where=where, remedy=remedy)
+        raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
         remedy = f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}"
-        raise UsageError(f"{_came(found)}, which is an IterableDataset", where=where, remedy=remedy)
+        raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
     if isinstance(found, Mapping):
         names = ", ".join(repr(name) for name in list(found)[:5])
         remedy = f"return one of its data sets; or else {_MAP_STYLE.removeprefix('return ')}"
-        raise UsageError(f"{_came(found)} with the keys {names}", where=where, remedy=remedy)
+        raise UsageError(f"{_describe(found)} with the keys {names}", where=where, remedy=remedy)
     if found is None or inspect.isclass(found) or not hasattr(found, "__getitem__"):
-        raise UsageError(_came(found), where=where, remedy=_MAP_STYLE)
+        raise UsageError(_describe(found), where=where, remedy=_MAP_STYLE)
     try:
         len(found)
     except TypeError as error:
-        raise UsageError(f"{_came(found)}, which has no length", where=where, remedy=_MAP_STYLE) from error
+        raise UsageError(f"{_describe(found)}, which has no length", where=where, remedy=_MAP_STYLE) from error
     dataset: Dataset[Any] = found
     return dataset
 
 
-def _came(found: Any) -> str:
-    """What was returned, in words."""
+def _describe(found: Any) -> str:
+    """Describe a returned value in words."""
     if found is None:
         return "returned None"
     if inspect.isclass(found):
         return f"returned the class {found.__name__}, not an object of it"
     if isinstance(found, tuple | list):
-        return f"returned a {type(found).__name__} of {', '.join(type(one).__name__ for one in found[:3]) or 'nothing'}"
+        return (
+            f"returned a {type(found).__name__} of {', '.join(type(item).__name__ for item in found[:3]) or 'nothing'}"
+        )
     name = type(found).__name__
     return f"returned {'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -60,7 +60,7 @@ def read(folder: Path) -> Parts:
 
 
 def write(folder: Path, parts: Mapping[str, str]) -> None:
-    """Make `folder` hold these parts, and no others."""
+    """Write these parts into `folder`, in the place of all that it holds."""
     if not parts:
         shutil.rmtree(folder, ignore_errors=True)
         return

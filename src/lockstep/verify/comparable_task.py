@@ -82,7 +82,7 @@ class ComparableTask(Task):
     def _estimate_statistics(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
         """Give BatchNorm the statistics of up to eight samples. With those of a new model, activations may explode."""
         data = self.train_data()
-        samples = MicroBatches(data, self, 0, True, "skip")
+        samples = MicroBatches(data, self, 0, training=True, on_error="skip")
         batch = self.collate(readable_samples(samples, range(min(8, len(data))), 0))  # type: ignore[arg-type]
         momenta = [norm.momentum for norm in norms]
         for norm in norms:

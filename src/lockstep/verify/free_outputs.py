@@ -112,7 +112,7 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
     """The training data in batches, each with its number of samples."""
     data = task.train_data()
-    samples = readable_samples(MicroBatches(data, task, 0, False, "skip"), range(len(data)), 0)  # type: ignore[arg-type]
+    samples = readable_samples(MicroBatches(data, task, 0, training=False, on_error="skip"), range(len(data)), 0)  # type: ignore[arg-type]
     parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
     return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
 

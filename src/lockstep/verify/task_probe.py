@@ -160,7 +160,7 @@ def _samples(task: Task, train_samples: int, *, seed: int, on_error: OnError) ->
     """Up to eight prepared training samples."""
     data = task.train_data()
     count = min(8, train_samples, len(data))  # type: ignore[arg-type]
-    return readable_samples(MicroBatches(data, task, seed, True, on_error), range(count), 0)
+    return readable_samples(MicroBatches(data, task, seed, training=True, on_error=on_error), range(count), 0)
 
 
 def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:

@@ -33,7 +33,7 @@ def evaluate_model(
     data = task.eval_data()
     assert data is not None
     length, bad = len(data), 0  # type: ignore[arg-type]
-    micro_batches = MicroBatches(data, task, 0, False, on_error)
+    micro_batches = MicroBatches(data, task, 0, training=False, on_error=on_error)
     metrics, update = task_checks.metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}

@@ -1,0 +1,65 @@
+"""How far a reader has to go: the walk of one batch, in `tests/walk.py`, is what docs/architecture.md says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import walk
+from tests.ranks import run_ranks
+
+ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+ENGINE = {
+    "data/loader.py",
+    "data/order.py",
+    "data/randomness.py",
+    "distributed/ddp.py",
+    "distributed/gradients.py",
+    "distributed/precision.py",
+    "distributed/strategy.py",
+    "engine/loop.py",
+    "engine/schedule.py",
+    "engine/step.py",
+}
+TASK = {
+    "sources/images.py",
+    "tasks/classification/convnet.py",
+    "tasks/classification/task.py",
+    "tasks/task.py",
+}
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory):
+    return run_ranks(2, walk.walk, tmp_path_factory.mktemp("walk"))[0]
+
+
+def test_step_passes_these_files_of_the_engine_and_of_the_task(calls):
+    assert {file for _, file, _ in calls} == ENGINE | TASK
+
+
+def test_frames_below_the_loop(calls):
+    names = [name for _, _, name in calls]
+    step = calls[names.index("train_step") :]
+    assert max(depth for depth, _, _ in step) == 5
+    assert next(depth for depth, _, name in calls if name == "train_step") == 1
+    assert max(depth for depth, _, _ in calls) == 10
+
+
+def test_every_sample_is_prepared_and_gradients_are_clipped(calls):
+    names = [name for _, _, name in calls]
+    assert names.count("Classification.prepare") == 32  # of 64 on two ranks
+    assert names.count("clip_grads") == names.count("train_step") == 1
+
+
+def test_architecture_says_so(calls):
+    text = ARCHITECTURE.read_text()
+    section = text[text.index("## The way of a batch") : text.index("## The words")]
+    named = set(re.findall(r"`(\w+(?:/\w+)*/\w+\.py)`", section))
+    assert named == (ENGINE | TASK) - {"engine/loop.py"}
+    assert f"passes {len(ENGINE)} files of the engine" in section
+    assert f"and {len(TASK)} of the task" in section
+    for file in ENGINE:
+        assert f"`{Path(file).stem}`" in section
+    deepest = max(depth for depth, _, _ in calls)
+    assert f"what it calls, {deepest}." in " ".join(section.split())
