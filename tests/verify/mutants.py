@@ -482,8 +482,8 @@ _engine(
     "predictions",
     (
         "engine.evaluate:predict",
-        "output = forward(micro.batch, task.predict)",
-        "forward.train(); output = forward(micro.batch, task.predict)",
+        "output = forward(micro_batch.batch, task.predict)",
+        "forward.train(); output = forward(micro_batch.batch, task.predict)",
     ),
     base="norm",
 )
@@ -1094,7 +1094,7 @@ _engine(
     "neighbours where the data set reads many at once",
     "gradients",
     (
-        "data.loader:MicroBatches._read_all",
+        "data.loader:MicroBatches._read",
         "self.read_many(list(indices))",
         "self.read_many([index - 1 for index in indices])",
     ),
@@ -1126,7 +1126,7 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:evaluate", "if micro.filler:\n            continue", "micro.filler = False"),
+    ("engine.evaluate:evaluate", "if micro_batch.filler:\n            continue", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
@@ -1160,8 +1160,8 @@ _engine(
     "random numbers of an evaluation not seeded",
     "evaluation",
     (
-        "engine.evaluate:_forwards",
-        "seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)",
+        "engine.evaluate:_micro_batches",
+        "seed_forward(seed, world.device)",
         "pass",
     ),
     base="mixed-in-loss",
@@ -1174,18 +1174,20 @@ _engine(
 _engine(
     "evaluation in training mode",
     "evaluation",
-    ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"),
+    ("engine.evaluate:_micro_batches", "forward.eval()", "forward.train()"),
     base="dropout",
 )
 _engine("augmented evaluation samples", "evaluation", ("build:evaluation_data", "training=False", "training=True"))
-_engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.data_rank]", "[0]"))
+_engine(
+    "a rank evaluates another's share", "evaluation", ("engine.evaluate:_micro_batches", "[world.data_rank]", "[0]")
+)
 _engine(
     "metrics not reset",
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "update(metrics, output, micro.batch)",
-        "[update(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
+        "update(metrics, output, micro_batch.batch)",
+        "[update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),
 )
 _engine(
