@@ -3,6 +3,7 @@
 The first paragraph of a broken task's docstring says what is wrong with it.
 """
 
+import copy
 import functools
 import os
 import random
@@ -539,10 +540,10 @@ class FirstOfBatch(Classes):
 
 
 class FreshModel(Classes):
-    """Predictions come from a model made anew with all weights zero, not from the trained one."""
+    """Predictions come from another model, whose weights are all zero, and not from the trained model."""
 
     def predict(self, model, batch):
-        fresh = super().model()
+        fresh = copy.deepcopy(model)  # to make a new model would draw random numbers
         for parameter in fresh.parameters():
             nn.init.zeros_(parameter)
         return super().predict(fresh, batch)

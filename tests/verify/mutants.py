@@ -282,7 +282,11 @@ _engine(
 _engine(
     "learning rate scaled by the number of ranks",
     "gradients",
-    (STEP, "state.schedule(result.step - state.skipped)", "world.size * state.schedule(result.step - state.skipped)"),
+    (
+        STEP,
+        "state.schedule(result.step - state.skipped)",
+        "state.world.size * state.schedule(result.step - state.skipped)",
+    ),
 )
 _engine(
     "schedule for half the steps",
@@ -478,8 +482,8 @@ _engine(
     "predictions",
     (
         "engine.evaluate:predict",
-        "output = forward(micro.batch, task.predict)",
-        "forward.train(); output = forward(micro.batch, task.predict)",
+        "output = forward(micro_batch.batch, task.predict)",
+        "forward.train(); output = forward(micro_batch.batch, task.predict)",
     ),
     base="norm",
 )
@@ -550,7 +554,7 @@ _engine(
 _engine(
     "averages on rank 0 only",
     "replicas",
-    (STEP, "state.averages is not None and result.applied", "state.averages is not None and world.rank == 0"),
+    (STEP, "state.averages is not None and result.applied", "state.averages is not None and state.world.rank == 0"),
     base="ema",
 )
 _engine(
@@ -584,7 +588,7 @@ _engine(
     (
         STEP,
         "state.skipped += not result.applied",
-        "state.skipped += not result.applied; [p.data.mul_(0.9999) for p in state.parameters if world.rank == 0]",
+        "state.skipped += not result.applied; [p.data.mul_(0.9999) for p in state.parameters if state.world.rank == 0]",
     ),
 )
 
@@ -1090,7 +1094,7 @@ _engine(
     "neighbours where the data set reads many at once",
     "gradients",
     (
-        "data.loader:MicroBatches._read_all",
+        "data.loader:MicroBatches._read",
         "self.read_many(list(indices))",
         "self.read_many([index - 1 for index in indices])",
     ),
@@ -1122,7 +1126,7 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:evaluate", "if micro.filler:\n            continue", "micro.filler = False"),
+    ("engine.evaluate:evaluate", "if micro_batch.filler:\n            continue", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
@@ -1156,8 +1160,8 @@ _engine(
     "random numbers of an evaluation not seeded",
     "evaluation",
     (
-        "engine.evaluate:_forwards",
-        "seed_forward(derive_seed(loader.micro_batches.seed, _EVALUATION, micro.indices[0]), world.device)",
+        "engine.evaluate:_micro_batches",
+        "seed_forward(seed, world.device)",
         "pass",
     ),
     base="mixed-in-loss",
@@ -1170,18 +1174,20 @@ _engine(
 _engine(
     "evaluation in training mode",
     "evaluation",
-    ("engine.evaluate:_forwards", "forward.eval()", "forward.train()"),
+    ("engine.evaluate:_micro_batches", "forward.eval()", "forward.train()"),
     base="dropout",
 )
 _engine("augmented evaluation samples", "evaluation", ("build:evaluation_data", "training=False", "training=True"))
-_engine("a rank evaluates another's share", "evaluation", ("engine.evaluate:_forwards", "[world.data_rank]", "[0]"))
+_engine(
+    "a rank evaluates another's share", "evaluation", ("engine.evaluate:_micro_batches", "[world.data_rank]", "[0]")
+)
 _engine(
     "metrics not reset",
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "update(metrics, output, micro.batch)",
-        "[update(metrics, output, micro.batch) for _ in range(1 + (micro.indices[0] == 0))]",
+        "update(metrics, output, micro_batch.batch)",
+        "[update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),
 )
 _engine(
@@ -1224,7 +1230,7 @@ _engine(
     (
         STEP,
         "scaler.unscale_(optimizer)",
-        "scaler.unscale_(optimizer); [world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
+        "scaler.unscale_(optimizer); [state.world.all_sum(p.grad.flatten().tolist()) for p in state.parameters]",
     ),
 )
 _engine(
@@ -1250,12 +1256,16 @@ _engine(
 _engine(
     "a barrier in every step",
     "collectives",
-    (STEP, "scaler.unscale_(optimizer)", "scaler.unscale_(optimizer); world.size > 1 and torch.distributed.barrier()"),
+    (
+        STEP,
+        "scaler.unscale_(optimizer)",
+        "scaler.unscale_(optimizer); state.world.size > 1 and torch.distributed.barrier()",
+    ),
 )
 _engine(
     "losses gathered as objects in every step",
     "collectives",
-    (STEP, "set_lr(optimizer, state", "world.gather(result.indices); set_lr(optimizer, state"),
+    (STEP, "set_lr(optimizer, state", "state.world.gather(result.indices); set_lr(optimizer, state"),
 )
 _engine(
     "weights broadcast in every step",
@@ -1263,7 +1273,7 @@ _engine(
     (
         STEP,
         "set_lr(optimizer, state",
-        "world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
+        "state.world.broadcast_tensors([p.detach() for p in state.parameters]); set_lr(optimizer, state",
     ),
 )
 
@@ -1290,7 +1300,7 @@ _engine(
         STEP,
         "state.skipped += not result.applied",
         "state.skipped += not result.applied; "
-        "[p.data.mul_(world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
+        "[p.data.mul_(state.world.broadcast(1 + int.from_bytes(__import__('os').urandom(1)) * 1e-7)) "
         "for p in state.parameters]",
     ),
 )

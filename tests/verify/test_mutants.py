@@ -5,7 +5,9 @@ Each day these are other mutants. The names of the tests tell the number of the 
 mutants of that day again. `make test-all` runs all mutants.
 """
 
+import builtins
 import datetime
+import dis
 import inspect
 import os
 import re
@@ -76,6 +78,21 @@ def test_an_edit_fits_the_source_and_is_put_back(name):
     with mutants.broken(MUTANTS[name]):
         assert all(function.__code__ is not code for function, code in zip(functions, before, strict=True))
     assert [function.__code__ for function in functions] == before
+
+
+def globals_of(code):
+    """Names that a function and the functions in it load as globals."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(globals_of(inner) for inner in code.co_consts if inspect.iscode(inner)))
+
+
+def test_an_edit_uses_only_names_that_its_function_knows():
+    """Otherwise a NameError would be found, and not the fault."""
+    for name, mutant in MUTANTS.items():
+        with mutants.broken(mutant):
+            for function in {mutants._function(target) for target, _, _ in mutant.edits}:
+                unknown = globals_of(function.__code__) - function.__globals__.keys() - vars(builtins).keys()
+                assert not unknown, name
 
 
 def test_every_mutant_has_its_day():
