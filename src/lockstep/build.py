@@ -22,8 +22,9 @@ from lockstep.config import ParallelConfig, RunConfig
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Loader, MicroBatches, StepIterator
 from lockstep.data.order import EvaluationPlan, StepPlan
+from lockstep.distributed.factory import make_strategy
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy, make_strategy
+from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations

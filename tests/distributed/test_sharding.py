@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import store
+from lockstep.distributed.factory import make_strategy
 from lockstep.distributed.fsdp import FSDP
-from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, make_strategy
+from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
 from tests import own_tasks, rank_cases, runs

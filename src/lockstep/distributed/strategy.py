@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError
 
 StrategyName = Literal["single", "ddp", "fsdp"]
 NumberFormat = Literal["fp32", "bf16", "fp16"]
@@ -77,7 +77,7 @@ class Forward(nn.Module):
 class Strategy(Protocol):
     """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
 
-    A strategy is made by `make_strategy`. First it builds the model, then it wraps the `Forward` of the model, and then
+    `factory.make_strategy` makes a strategy. First it builds the model, then it wraps the `Forward` of the model, and then
     it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a file
     of its own; `Single` has a default for each, which is right where ranks share nothing.
     """
@@ -194,48 +194,6 @@ class Strategy(Protocol):
         The next step of training would begin with that anyway. So it changes no result, at whatever step it is done.
         """
         ...
-
-
-def make_strategy(
-    name: StrategyName,
-    world: World,
-    *,
-    trains: bool = True,
-    ddp: DDPOptions | None = None,
-    fsdp: FSDPOptions | None = None,
-) -> Strategy:
-    """The strategy called `name` on this world. On one rank there is nothing to synchronise or shard: it is `Single`.
-
-    Args:
-        trains: whether gradients will be computed. Where they are not, `ddp` has nothing to do and becomes `Single`
-            too.
-
-    Raises:
-        UsageError: `single` on several ranks, which would train as many models; or `fsdp` with unused parameters.
-    """
-    # Imported here, because each strategy's file imports this one.
-    from lockstep.distributed.ddp import DDP
-    from lockstep.distributed.fsdp import FSDP
-    from lockstep.distributed.single import Single
-
-    ddp = ddp or DDPOptions()
-    if world.size > 1 and name == "single" and trains:
-        raise UsageError(
-            f"{world.size} ranks would train {world.size} models",
-            where="parallel.strategy=single",
-            remedy="use ddp or fsdp, or one rank",
-        )
-    if world.size == 1 or name == "single" or (name == "ddp" and not trains):
-        return Single(world, find_unused_parameters=ddp.find_unused_parameters)
-    if name == "ddp":
-        return DDP(world, ddp)
-    if ddp.find_unused_parameters:
-        raise UsageError(
-            "fsdp cannot train with unused parameters",
-            where="parallel.find_unused_parameters",
-            remedy="use ddp, or a model whose trainable parameters are all part of each loss",
-        )
-    return FSDP(world, fsdp or FSDPOptions())
 
 
 def backward_roots(
