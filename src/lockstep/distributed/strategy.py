@@ -77,9 +77,9 @@ class Forward(nn.Module):
 class Strategy(Protocol):
     """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
 
-    `factory.make_strategy` makes a strategy. First it builds the model, then it wraps the `Forward` of the model, and then
-    it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a file
-    of its own; `Single` has a default for each, which is right where ranks share nothing.
+    `factory.make_strategy` makes a strategy. First it builds the model, then it wraps the `Forward` of the model. After
+    that it serves the training steps and the evaluations. A new strategy implements these attributes and methods in a
+    file of its own; `Single` has a default for each, which is right where ranks share nothing.
     """
 
     world: World
