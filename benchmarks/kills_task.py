@@ -3,6 +3,7 @@
 import os
 
 from lockstep.engine import loop
+from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
 
 _step = loop.train_step
@@ -23,4 +24,4 @@ class Digits(Classification):
     """Numbers as in recipes/digits.yaml."""
 
     def __init__(self, train="digits", eval="digits", width=32):
-        super().__init__(train=train, eval=eval, channels=1, width=width, shift=1)
+        super().__init__(ClassificationOptions(channels=1, width=width, shift=1), train, eval)

@@ -22,7 +22,7 @@ ALLOWED = {
     "data": {"errors", "atomic", "locks", "data"},
     "sources": {"errors", "data.order"},
     "checkpoint": {"errors", "atomic", "distributed"},
-    "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task"},
+    "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
     "observe": {"errors", "atomic", "observe"},
     "tasks.task": {"errors", "tasks.presenter"},
     "tasks.presenter": {"errors"},

@@ -52,9 +52,9 @@ class BuiltModel:
     """A model on this rank."""
 
     model: nn.Module
+    """The model that the task made."""
     strategy: Strategy
     """How the model is spread over ranks; it holds the module that runs it."""
-    """The model that the task made."""
     blocks: list[str]
     """Names of the model's repeated blocks."""
     unfreezing: Unfreezing | None
@@ -370,7 +370,7 @@ def required_evaluation_data(task: Task) -> Dataset[Any]:
     """
     evaluation_data = task.eval_data()
     if evaluation_data is None:
-        remedy = "set data.eval, or train.eval_every_epochs=0"
+        remedy = "let Task.eval_data return a data set (some tasks read data.eval), or set train.eval_every_epochs=0"
         raise DataError("there is no evaluation data", where="Task.eval_data", remedy=remedy)
     data = task_checks.data(evaluation_data, "Task.eval_data")
     if len(data) == 0:  # type: ignore[arg-type]

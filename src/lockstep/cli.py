@@ -34,7 +34,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all err
 
 @app.command()
 def recipes() -> None:
-    """List the shipped recipes."""
+    """List the recipes: the shipped ones, and those of installed packages."""
     from lockstep import config_file
 
     known = config_file.recipes()
@@ -67,7 +67,7 @@ def train(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Train. The same command again resumes the run."""
+    """Train a recipe or a task. The same command again resumes the run."""
     with _reporting(debug):
         from lockstep.distributed import signals
 

@@ -73,7 +73,18 @@ def read_run(run_dir: Path) -> RunConfig:
             where=str(run_dir),
             remedy="give the directory of a run, such as runs/digits",
         )
-    return parse(_read_yaml(path), str(path), needs_task=False)
+    return parse(_of_today(_read_yaml(path)), str(path), needs_task=False)
+
+
+def _of_today(values: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier version of Lockstep recorded, with today's keys: `log.tensorboard` became `log.writers`."""
+    log = values.get("log")
+    if not isinstance(log, dict) or "tensorboard" not in log:
+        return values
+    today = {key: value for key, value in log.items() if key != "tensorboard"}
+    if not log["tensorboard"]:
+        today.setdefault("writers", ["text_log", "json_lines"])
+    return values | {"log": today}
 
 
 def parse(

@@ -80,6 +80,8 @@ def _claim(
     try:
         held.enter_context(locked(folder))
         logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
+        with contextlib.suppress(UsageError):
+            logs |= files_of_writers(config_file.read_run(folder).log.writers)
         if fresh and not _was_restarted(folder):
             for name in (*_OURS, *logs):
                 path = folder / name

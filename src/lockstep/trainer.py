@@ -30,7 +30,7 @@ from lockstep.engine import task_checks
 from lockstep.errors import CheckpointError, exits_are_failures
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, has_report, report
 
 
@@ -49,7 +49,8 @@ class Trainer:
     """
 
     model: nn.Module | None = None
-    """After `fit`: the trained model. With FSDP its parameters are this rank's shards."""
+    """After `fit`, `evaluate` or `predict`: the model that is evaluated, in evaluation mode: with the moving average of its
+    weights, if the run keeps an average. None with FSDP, whose ranks hold parts of it; use `export`."""
     results: Mapping[str, float] = {}
     """After `fit`: the results that it returned."""
 
@@ -92,12 +93,11 @@ class Trainer:
             self._join() as world,
             run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
         ):
-            self.config = config
+            self.config, self.model = config, None
             task = task or self.task()
             messages = run_directory.keep_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
-            self.model = prepared.built.model
             writers = self._writers(task, prepared)
             batches: Iterator[list[MicroBatch]] = prepared.batches
             if recorder is not None:
@@ -108,6 +108,7 @@ class Trainer:
             finally:
                 for writer in writers:
                     writer.close()
+            self.model = _finished(prepared)
             return dict(self.results)
 
     def _prepare(self, task: Task, world: World) -> PreparedRun:
@@ -121,19 +122,21 @@ class Trainer:
             prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {prepared.state.step}"]))
+        prepared.built.messages += methods_not_called(task)
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
     def _writers(self, task: Task, prepared: PreparedRun) -> list[Writer]:
         if prepared.state.world.rank:
             return []
+        header = task_checks.presenter(task).log_header()
         return build.open_writers(
             self.config,
             self.run_dir,
             prepared.state,
             stop=prepared.stop,
             built=prepared.built,
-            log_header=task.presenter(task).log_header(),
+            log_header=[header] if isinstance(header, str) else header,
             quiet=self.quiet,
         )
 
@@ -194,11 +197,11 @@ class Trainer:
         task = task or self.task()
         if self._kept.is_dir():
             task.setup(self._kept, trained=True)
-        presenter = task.presenter(task)
+        presenter = task_checks.presenter(task)
         if inputs:
             data = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
             count = len(data)  # type: ignore[arg-type]
-            place = getattr(data, "where", lambda number: inputs[number])
+            place = getattr(data, "where", lambda number: inputs[number] if count == len(inputs) else number)
             heads = [{"input": place(number)} for number in range(count)]
         else:
             evaluated = build.required_evaluation_data(task)
@@ -207,7 +210,9 @@ class Trainer:
             heads = [{"sample": number, "truth": presenter.truth(data[number])} for number in range(count)]
         outputs = self.predict(task, data) or []
         return [
-            head | presenter.show(data[number]) | presenter.describe(output)
+            head
+            | task_checks.row(presenter.show(data[number]), "Presenter.show")
+            | task_checks.row(presenter.describe(output), "Presenter.describe")
             for number, (head, output) in enumerate(zip(heads, outputs, strict=True))
         ]
 
@@ -235,6 +240,7 @@ class Trainer:
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
+        self.model = None  # its memory may be needed
         checkpoint, complaints = store.newest(self._checkpoints, world)
         if checkpoint is None:
             remedy = "train first, or give the run's own directory"
@@ -246,6 +252,7 @@ class Trainer:
             for text in (*complaints, *built.messages, *changes):
                 print(text, file=sys.stderr)
         resume.load_trained_weights(checkpoint, built.model)
+        self.model = None if built.strategy.is_sharded else built.model.eval()
         return built
 
     # ---- shared by the methods above
@@ -290,3 +297,16 @@ class Recorder(Writer):
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
         raise NotImplementedError
+
+
+def _finished(prepared: PreparedRun) -> nn.Module | None:
+    """The trained model as evaluations use it. The state is saved, so averages may take the place of the weights."""
+    state, model = prepared.state, prepared.built.model
+    if state.strategy.is_sharded:
+        return None
+    if state.averages is not None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(state.averages.tensors[name])
+    model.zero_grad(set_to_none=True)
+    return model.eval()

@@ -15,7 +15,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch, is_default
 from lockstep.distributed.signals import StopConsensus, StopFlag
-from lockstep.engine import batch_norm, dry_run, loop
+from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.errors import MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
@@ -257,7 +257,7 @@ class TrainingRun:
 
 def has_report(task: Task) -> bool:
     """Whether the task's presenter has a report of its own, which may show samples."""
-    return not is_default(task.presenter(task).report)
+    return not is_default(task_checks.presenter(task).report)
 
 
 def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:
@@ -267,4 +267,8 @@ def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], out
         values: what the metrics computed.
         outputs: (index, output) of some samples.
     """
-    return task.presenter(task).report(values, [(evaluated.data[index], output) for index, output in outputs])
+    samples = [(evaluated.data[index], output) for index, output in outputs]
+    try:
+        return task_checks.presenter(task).report(values, samples)
+    except Exception as error:  # what is only shown must not end a training
+        return f"warning: Presenter.report failed: {type(error).__name__}: {error}"

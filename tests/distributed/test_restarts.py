@@ -61,16 +61,16 @@ def starts(monkeypatch):
 def test_crash_at_one_step_ends_it_the_second_time_and_a_kill_the_fifth(starts):
     count, error = starts([(7, failed(1))], 10)
     assert count == 2
-    assert "failed at step 7 2 times in a row" in str(error)
+    assert "failed 2 times in a row at step 7" in str(error)
     count, error = starts([(-1, failed(-signal.SIGKILL))], 10)
     assert count == 5
-    assert "failed before training began 5 times in a row" in str(error)
+    assert "failed 5 times in a row before training began" in str(error)
 
 
 def test_crash_at_one_step_is_not_the_same_where_the_next_start_does_it_in_another_way(starts):
     count, error = starts([(7, failed(1, retries_differently=True))] * 4 + [(7, failed(1))], 10)
     assert count == 5
-    assert "failed at step 7 2 times in a row" in str(error)
+    assert "failed 2 times in a row at step 7" in str(error)
 
 
 def test_rank_that_the_agent_stopped_is_not_the_cause(starts):

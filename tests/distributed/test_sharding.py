@@ -284,3 +284,20 @@ def test_a_process_may_join_again_whatever_groups_it_made_before():
     """torch numbers its groups, and keeps meshes with these numbers in its cache of operations on sharded tensors."""
     for found in run_ranks(2, sharding_cases.stay_again, [4, 0, 2]):
         assert all(runs.difference(one, found[0]) == 0 for one in found)
+
+
+def test_buffers_that_modules_share_are_copied_once(monkeypatch):
+    from lockstep.distributed.buffers import restore_buffers
+
+    shared, clones = torch.zeros(3), []
+    model = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(4)))
+    for layer in model:
+        layer.register_buffer("mask", shared)
+    original = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: clones.append(tensor) or original(tensor))
+    with restore_buffers(model):
+        shared += 1
+        model[1].mask = torch.ones(3)
+    assert len(clones) == 1
+    assert all(layer.mask is shared for layer in model)
+    assert shared.tolist() == [0, 0, 0]

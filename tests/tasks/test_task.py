@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torchmetrics import MeanMetric
 
 from lockstep import Metrics, Presenter, Task, Trainer
 from lockstep.engine import task_checks
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError
 from lockstep.tasks import task as contract
 from tests import own_tasks, runs
 
@@ -29,20 +30,61 @@ def test_a_task_has_ten_methods_and_two_attributes():
     assert names - METHODS == {"coefficients", "presenter"}
 
 
-@pytest.mark.parametrize("name", contract._OLD_NAMES)
-def test_a_method_that_is_no_longer_called_is_refused_with_its_new_place(name):
-    with pytest.raises(UsageError, match=f"Mine.{name}: Lockstep does not call this method of a task") as caught:
+@pytest.mark.parametrize("name", contract._REPLACED)
+def test_a_method_that_is_no_longer_called_is_refused_with_its_replacement(name):
+    with pytest.raises(UsageError, match=f"class Mine: Lockstep no longer calls {name}") as caught:
         type("Mine", (own_tasks.Plain,), {name: lambda self: None})
-    assert caught.value.remedy == contract._OLD_NAMES[name]
+    assert contract._REPLACED[name] in caught.value.remedy
 
 
-def test_a_method_of_a_mixin_is_refused_too():
+def test_all_replaced_methods_of_a_class_and_its_mixins_are_named_at_once():
     class Mixin:
-        def describe(self, output):
-            return {}
+        def attach(self, folder, trained):
+            pass
 
-    with pytest.raises(UsageError, match=r"Mixed\.describe"):
-        type("Mixed", (Mixin, own_tasks.Plain), {})
+    with pytest.raises(UsageError, match="attach, update_metrics"):
+        type("Mixed", (Mixin, own_tasks.Plain), {"update_metrics": lambda self: None})
+    type("Fine", (own_tasks.Plain,), {"attach": True, "export": "onnx"})  # attributes are no methods
+
+
+def test_methods_of_a_presenter_in_a_task_are_noted_and_not_refused(tmp_path):
+    kind = type("Helpful", (own_tasks.Plain,), {"report": lambda self: "mine", "show": lambda self: None})
+    runs.fit(kind(), runs.config(train={"steps": 2}), tmp_path)
+    assert (
+        "note: Lockstep does not call Helpful's show, report; a lockstep.Presenter may"
+        in (tmp_path / "train.log").read_text()
+    )
+
+
+class Failing(Presenter):
+    def report(self, values, samples):
+        raise RuntimeError("no paper")
+
+
+class Shown(own_tasks.Classes):
+    presenter = Failing
+
+
+def test_report_that_fails_is_told_and_ends_no_training(tmp_path):
+    runs.fit(Shown(eval_length=20), runs.config(train={"steps": 4, "eval_every_steps": 2}), tmp_path)
+    assert "warning: Presenter.report failed: RuntimeError: no paper" in (tmp_path / "train.log").read_text()
+
+
+def test_presenter_that_is_no_class_is_refused(tmp_path):
+    class Wrong(own_tasks.Plain):
+        presenter = None
+
+    with pytest.raises(UsageError, match=r"Task\.presenter: it is None"):
+        runs.fit(Wrong(), runs.config(train={"steps": 2}), tmp_path)
+
+
+def test_metric_with_the_name_of_a_result_is_refused(tmp_path):
+    class Named(own_tasks.Classes):
+        def metrics(self):
+            return Metrics({"loss": MeanMetric()}, lambda metrics, output, batch: metrics.update(output))
+
+    with pytest.raises(UsageError, match=r"Task\.metrics: a metric is called 'loss'"):
+        runs.fit(Named(eval_length=20), runs.config(train={"steps": 4, "eval_every_steps": 2}), tmp_path)
 
 
 def test_coefficients_as_a_method_are_refused_and_as_a_property_are_read():
@@ -60,25 +102,30 @@ def test_coefficients_as_a_method_are_refused_and_as_a_property_are_read():
 class LossWithOutput(own_tasks.Classes):
     """Its evaluations must not call `predict`."""
 
-    in_training = False
-
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        return (loss, model(batch[0]).softmax(dim=1)) if self.in_training or not model.training else loss
+        return (loss, model(batch[0]).softmax(dim=1)) if not model.training else loss
 
     def predict(self, model, batch):
         raise AssertionError("a second forward pass")
 
 
-class AlsoInTraining(LossWithOutput):
-    in_training = True
+class TwoLosses(own_tasks.Classes):
+    def loss(self, model, batch):
+        loss = super().loss(model, batch)
+        return loss, 2 * loss
 
 
-@pytest.mark.parametrize("kind", [LossWithOutput, AlsoInTraining])
-def test_an_output_beside_the_loss_spares_predict_and_changes_nothing(tmp_path, kind):
+def test_tuple_of_losses_is_refused_in_training():
+    with pytest.raises(TrainingError, match=r"Task\.loss: it returned a tuple of 2 while the model trains") as caught:
+        runs.fit(TwoLosses(), runs.config())
+    assert "as a dict by head" in caught.value.remedy
+
+
+def test_an_output_beside_the_loss_spares_predict_and_changes_nothing(tmp_path):
     settings = runs.config(train={"steps": 4, "eval_every_steps": 2})
     weights, results = runs.fit(own_tasks.Classes(), settings, tmp_path / "apart")[:2]
-    again, same = runs.fit(kind(), settings, tmp_path / "together")[:2]
+    again, same = runs.fit(LossWithOutput(), settings, tmp_path / "together")[:2]
     assert {name: same[name] for name in same if name.startswith("eval/")} == {
         name: results[name] for name in results if name.startswith("eval/")
     }

@@ -16,11 +16,8 @@ def restore_buffers(module: nn.Module, only_after: type[BaseException] | None = 
     Args:
         only_after: restore them only where an exception of this class ends the block. None: restore them in any case.
     """
-    saved = [
-        (owner._buffers, name, buffer, None if buffer is None else buffer.clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-    ]
+    places = [(owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
+    values = {id(buffer): (buffer, buffer.clone()) for buffer in module.buffers()}  # modules may share a buffer
     restores = only_after is None
     try:
         yield
@@ -30,8 +27,8 @@ def restore_buffers(module: nn.Module, only_after: type[BaseException] | None = 
     finally:
         if restores:
             with torch.no_grad():
-                for buffers, name, buffer, value in saved:
-                    if buffers.get(name) is not buffer:  # code of the model may have put another tensor there
-                        buffers[name] = buffer
-                    if buffer is not None and value is not None:
-                        buffer.copy_(value)
+                for buffers, name, place in places:
+                    if buffers.get(name) is not place:  # code of the model may have put another tensor there
+                        buffers[name] = place
+                for buffer, value in values.values():
+                    buffer.copy_(value)

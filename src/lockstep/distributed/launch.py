@@ -76,7 +76,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         crashed_at = step
         when = f"at step {step}" if step >= 0 else "before training began"
         if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
-            reason = f"it failed {when} {in_a_row} times in a row, so it was not started again"
+            reason = f"it failed {in_a_row} times in a row {when}, so it was not started again"
             cause.remedy = f"{reason}. {cause.remedy or ''}".rstrip()
             raise cause
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)

@@ -70,7 +70,15 @@ class Forward(nn.Module):
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
         if call is not None:
             return call(self.model, batch)
-        losses, _ = split_output(self.loss(self.model, batch))
+        returned = self.loss(self.model, batch)
+        if isinstance(returned, tuple) and returned[1:] != (None,) and self.model.training:
+            raise TrainingError(
+                f"it returned a tuple of {len(returned)} while the model trains",
+                where="Task.loss",
+                remedy="return the loss alone, and several losses as a dict by head; the tuple (loss, output) is for "
+                "evaluation: return it if not model.training",
+            )
+        losses, _ = split_output(returned)
         return by_head(losses)
 
 

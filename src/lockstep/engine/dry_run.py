@@ -25,7 +25,7 @@ from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
-from lockstep.engine.evaluate import measure, split
+from lockstep.engine.evaluate import check_names, measure, split
 from lockstep.errors import DataError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -157,6 +157,7 @@ def look_at_evaluation(
                 return [*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
             finally:
                 metrics.reset()
+        check_names(values)
         names += values
     check_best(best, [f"eval/{name}" for name in names])
     return messages

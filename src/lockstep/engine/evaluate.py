@@ -18,7 +18,7 @@ from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
-from lockstep.errors import DataError, TrainingError
+from lockstep.errors import DataError, TrainingError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.tasks.task import Task
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
 """Gets the values of the metrics, and pairs (index, output) of some samples."""
+_RESULTS = ("loss", "samples", "bad")
 _SHOWN = 4  # samples that `Show` gets
 _EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the seeds of training
 
@@ -85,11 +86,20 @@ def evaluate(
     results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients))
     if metrics is not None:
         flat, values = metric_sync.compute(metrics, world)
+        check_names(flat)
         results |= flat
         if values:
             show(values, shown)
     counted = world.data_sum([samples, bad])
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
+
+
+def check_names(metrics: Mapping[str, float]) -> None:
+    """Raises UsageError if a metric has the name of a result that every evaluation has."""
+    taken = [name for name in metrics if name in _RESULTS or name.startswith("loss/")]
+    if taken:
+        remedy = f"give it another name; {', '.join(_RESULTS)} and loss/HEAD are results of every evaluation"
+        raise UsageError(f"a metric is called {taken[0]!r}", where="Task.metrics", remedy=remedy)
 
 
 def predict(

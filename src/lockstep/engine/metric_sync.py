@@ -108,7 +108,7 @@ def flatten(values: dict[str, Any]) -> dict[str, float]:
     """The values of a metric collection as numbers by name.
 
     A vector gives `name/0`, `name/1`, ... A dict gives `name/key`. A tensor of two or more dimensions gives no number:
-    `Task.report` may show it.
+    `Presenter.report` may show it.
     """
     flat: dict[str, float] = {}
     for name, value in values.items():

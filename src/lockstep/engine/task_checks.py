@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.errors import UsageError
+from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Metrics, update_from_pair
 
 if TYPE_CHECKING:
@@ -78,6 +79,31 @@ def coefficients(task: Task) -> dict[str, float]:
         if not isinstance(value, int | float) or not math.isfinite(value):
             raise UsageError(f"the coefficient of head {head!r} is {value!r}", where="Task.coefficients", remedy=remedy)
     return {head: float(value) for head, value in found.items()}
+
+
+def presenter(task: Task) -> Presenter:
+    """The presenter of `task`.
+
+    Raises:
+        UsageError: `task.presenter` is not a class of presenters.
+    """
+    make: Any = task.presenter
+    found = make(task) if callable(make) else make
+    if not callable(make) or not isinstance(found, Presenter):
+        remedy = "set it to a class: `presenter = MyPresenter`, where MyPresenter is a subclass of lockstep.Presenter"
+        raise UsageError(f"it is {make!r}", where="Task.presenter", remedy=remedy)
+    return found
+
+
+def row(returned: Any, method: str) -> dict[str, Any]:
+    """What a method of a presenter returned for a sample.
+
+    Raises:
+        UsageError: it is not a mapping.
+    """
+    if not isinstance(returned, Mapping):
+        raise UsageError(_describe(returned), where=method, remedy="return a dict, such as {'prediction': 'cat'}")
+    return dict(returned)
 
 
 def data(found: Any, where: str) -> Dataset[Any]:

@@ -101,7 +101,7 @@ def _stacked(name: str, values: list[Any], where: str) -> Any:
 
 
 def _unfit(text: str, where: str) -> UsageError:
-    remedy = "write a .jsonl file, which takes values of any shape, or change what Task.describe returns"
+    remedy = "write a .jsonl file, which takes values of any shape, or change what Presenter.describe returns"
     return UsageError(text, where=where, remedy=remedy)
 
 

@@ -83,7 +83,9 @@ def _plain(prediction: Mapping[str, Any]) -> dict[str, Any]:
         return {str(name): plain(value) for name, value in prediction.items()}
     except TypeError as error:
         remedy = "return numbers, text, tensors, arrays, and lists or mappings of these"
-        raise UsageError(f"a value of type {error} cannot be written", where="Task.describe", remedy=remedy) from None
+        raise UsageError(
+            f"a value of type {error} cannot be written", where="Presenter.describe", remedy=remedy
+        ) from None
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

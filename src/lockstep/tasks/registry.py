@@ -45,9 +45,9 @@ def options_class(kind: str) -> type[TaskOptions] | None:
     entry = _entry_points("lockstep.tasks").get(kind)
     if entry is None:
         return None
-    loaded = _load(entry)
-    from lockstep.tasks.options import TaskOptions
+    from lockstep.tasks.options import TaskOptions  # before the entry: it may name this module by its path
 
+    loaded = _load(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):
         what = f"{entry.value} is not a subclass of lockstep.tasks.options.TaskOptions with an attribute `task`"
         raise UsageError(what, where=_origin(entry), remedy="repair this distribution, or uninstall it")

@@ -115,8 +115,8 @@ class Task(abc.ABC):
         head.
 
         It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
-        evaluation with metrics needs no second forward pass. In training the output is not used, so a task may return
-        the tuple only if `not model.training`.
+        evaluation with metrics needs no second forward pass. While the model trains, the tuple is an error: return it if
+        `not model.training`.
         """
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
@@ -138,30 +138,41 @@ class Task(abc.ABC):
         return None
 
 
-_TO_PRESENTER = (
-    "move it to a subclass of lockstep.Presenter, and set the attribute `presenter` of the task to that class"
-)
-# Methods of a task that an earlier version of Lockstep called, with what replaces them.
-_OLD_NAMES = {
-    "attach": "call it `setup`",
-    "update_metrics": "return lockstep.Metrics(metrics, update) from `metrics`, with this method as `update`",
-    "loss_and_output": "return the tuple (loss, output) from `loss`",
-    "input_data": f"call it `inputs`, and {_TO_PRESENTER}",
-    "notes": f"call it `log_header`, and {_TO_PRESENTER}",
-    **dict.fromkeys(("describe", "truth", "show", "report", "export"), _TO_PRESENTER),
+# Methods that an earlier version of Lockstep called, with what replaces them.
+_REPLACED = {
+    "attach": "`setup`",
+    "update_metrics": "lockstep.Metrics(metrics, update), which `metrics` returns, with this method as `update`",
+    "loss_and_output": "the tuple (loss, output), which `loss` may return",
+    "input_data": "`inputs` of a lockstep.Presenter",
 }
+# Methods of a Presenter. A task may have methods with these names for itself.
+_OF_PRESENTER = ("describe", "truth", "show", "report", "log_header", "notes", "export")
 
 
 def _refuse_old_names(kind: type[Task]) -> None:
-    """Raise UsageError if a task class defines a method that Lockstep no longer calls, or `coefficients` as a
-    method."""
-    for name, remedy in _OLD_NAMES.items():
-        if hasattr(kind, name):
-            raise UsageError(
-                "Lockstep does not call this method of a task", where=f"{kind.__name__}.{name}", remedy=remedy
-            )
-    if callable(kind.coefficients):
-        remedy = "write `coefficients = {'depth': 0.5}` in the class, or put @property above the method"
+    """Raise UsageError if a task class has methods that Lockstep no longer calls, or `coefficients` as a method."""
+    old = [name for name in _REPLACED if callable(getattr(kind, name, None))]
+    if old:
+        replaced = "; ".join(f"{name} became {_REPLACED[name]}" for name in old)
         raise UsageError(
-            "it is a method, but must be an attribute", where=f"{kind.__name__}.coefficients", remedy=remedy
+            f"Lockstep no longer calls {', '.join(old)}",
+            where=f"class {kind.__name__}",
+            remedy=f"{replaced}. Rename a method that only your own code calls",
         )
+    if callable(kind.coefficients):
+        raise UsageError(
+            "it is a method, but must be an attribute",
+            where=f"{kind.__name__}.coefficients",
+            remedy="write `coefficients = {'depth': 0.5}` in the class, or put @property above the method",
+        )
+
+
+def methods_not_called(task: Task) -> list[str]:
+    """A note for the log, if a task without a presenter has methods that only a presenter's class should have."""
+    names = [name for name in _OF_PRESENTER if callable(getattr(task, name, None))]
+    if not names or task.presenter is not Presenter:
+        return []
+    listed = ", ".join(names)
+    return [
+        f"note: Lockstep does not call {type(task).__name__}'s {listed}; a lockstep.Presenter may have such methods"
+    ]
