@@ -49,8 +49,11 @@ class Trainer:
     """
 
     model: nn.Module | None = None
-    """After `fit`, `evaluate` or `predict`: the model that is evaluated, in evaluation mode: with the moving average of its
-    weights, if the run keeps an average. None with FSDP, whose ranks hold parts of it; use `export`."""
+    """After `fit`, `evaluate` or `predict`: the evaluated model, in evaluation mode.
+
+    If the run keeps a moving average of the weights, the model holds the average. With FSDP, ranks hold only parts of the
+    model, and this is None: use `export`.
+    """
     results: Mapping[str, float] = {}
     """After `fit`: the results that it returned."""
 

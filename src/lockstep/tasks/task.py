@@ -115,8 +115,8 @@ class Task(abc.ABC):
         head.
 
         It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
-        evaluation with metrics needs no second forward pass. While the model trains, the tuple is an error: return it if
-        `not model.training`.
+        evaluation with metrics needs no second forward pass. While the model trains, the tuple is an error: return it
+        if `not model.training`.
         """
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
