@@ -51,8 +51,8 @@ class Trainer:
     model: nn.Module | None = None
     """After `fit`, `evaluate` or `predict`: the evaluated model, in evaluation mode.
 
-    If the run keeps a moving average of the weights, the model holds the average. With FSDP, ranks hold only parts of the
-    model, and this is None: use `export`.
+    If the run keeps a moving average of the weights, the model holds the average. With FSDP, ranks hold only parts of
+    the model, and this is None: use `export`.
     """
     results: Mapping[str, float] = {}
     """After `fit`: the results that it returned."""

@@ -44,12 +44,13 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.prepared.state.world, self.flag)
-        self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, self.tell), self.tell)
+        # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would outlive the run.
+        tell = partial(_tell, self.writers)
+        self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
-        for writer in self.writers:
-            writer.message(text)
+        _tell(self.writers, text)
 
     def train(self, batches: Iterator[list[MicroBatch]]) -> dict[str, float]:
         """Make all checks that are possible before the first step, then run the loop.
@@ -253,6 +254,11 @@ class TrainingRun:
         """Name of the result by which the best checkpoint is chosen."""
         best = self.config.checkpoint.keep_best
         return best.split()[1] if best else None
+
+
+def _tell(writers: Sequence[Writer], text: str) -> None:
+    for writer in writers:
+        writer.message(text)
 
 
 def has_report(task: Task) -> bool:

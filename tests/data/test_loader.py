@@ -1,5 +1,6 @@
 """Samples are prepared the same wherever and whenever they are prepared; bad ones are named."""
 
+import gc
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from lockstep import LockstepError, Trainer
 from lockstep.data.loader import Loader, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
+from lockstep.training_run import TrainingRun
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -122,3 +124,14 @@ def test_data_without_any_readable_sample_is_an_error():
     task = own_tasks.FromFiles(5, broken=range(5))
     with pytest.raises(LockstepError, match="none of"):
         MicroBatches(task.train_data(), task, 0, training=True, on_error="skip")[MicroBatchPlan((2,), 0, False)]
+
+
+def test_training_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path):
+    """It holds the evaluation's loader, whose workers would live on."""
+    gc.collect()
+    gc.disable()
+    try:
+        Trainer(runs.config(train={"steps": 2}), run_dir=tmp_path, quiet=True).fit(own_tasks.Plain())
+        assert not any(isinstance(found, TrainingRun) for found in gc.get_objects())
+    finally:
+        gc.enable()
