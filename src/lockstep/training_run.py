@@ -44,7 +44,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.prepared.state.world, self.flag)
-        # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would outlive the run.
+        # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         tell = partial(_tell, self.writers)
         self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
 
