@@ -112,5 +112,5 @@ def test_csv_has_whole_lists_and_text_is_as_whole(tmp_path):
 
 def test_value_that_no_file_can_hold_is_refused(tmp_path):
     for suffix in (".csv", ".jsonl"):
-        with pytest.raises(UsageError, match=r"Task\.describe: a value of type object cannot be written"):
+        with pytest.raises(UsageError, match=r"Presenter\.describe: a value of type object cannot be written"):
             predictions.write(tmp_path / f"out{suffix}", [{"output": [object()]}])
