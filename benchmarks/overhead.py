@@ -32,6 +32,7 @@ MEMORY = (4096, 4, 6)  # 50 million parameters: 0.8 GiB with gradients and AdamW
 def data(hidden, layers, steps, kind="map"):
     from torch.utils.data import Dataset
 
+    from lockstep.tasks.toy.options import ToyOptions
     from lockstep.tasks.toy.task import Toy
 
     class MapStyle(Dataset):
@@ -52,9 +53,8 @@ def data(hidden, layers, steps, kind="map"):
         def collate(self, samples):
             return super().collate(samples)
 
-    return {"map": Mapped, "tensors": Toy, "collate": Collating}[kind](
-        samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers
-    )
+    options = ToyOptions(samples=steps * BATCH, eval_samples=8, hidden=hidden, layers=layers)
+    return {"map": Mapped, "tensors": Toy, "collate": Collating}[kind](options)
 
 
 class Plain:
