@@ -90,6 +90,21 @@ def test_rank_that_the_agent_stopped_is_not_the_cause(starts):
     assert "rank 0 failed: a wrong key" in str(error)
 
 
+def test_rank_killed_while_another_one_starts_is_a_crash_and_no_preemption(starts):
+    """The agent stops the other rank with SIGTERM, and a rank that has not begun then ends with the code for that."""
+
+    def both(first, second):
+        return SimpleNamespace(failures={0: first.failures[0], 1: second.failures[0]})
+
+    killed, stopped = failed(-signal.SIGKILL), failed(Preempted.exit_code, retryable=False)
+    assert starts([(-1, both(killed, stopped)), (-1, both(stopped, killed)), (9, None)], 3) == (3, None)
+    follows = failed(1)
+    follows.failures[0].error_file_data["message"]["extraInfo"]["origin"] = [0, "stopped by SIGTERM"]
+    count, error = starts([(-1, both(stopped, follows))], 3)
+    assert count == 1
+    assert isinstance(error, Preempted)
+
+
 def test_budget_is_for_the_whole_run(starts):
     count, error = starts([(step, failed(1)) for step in range(9)], 3)
     assert count == 4

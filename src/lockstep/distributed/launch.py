@@ -64,9 +64,10 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
                 return
             step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-        for rank, code in codes.items():
-            if code == Preempted.exit_code:
-                raise Preempted(_report_of(failed.failures[rank]).get("text") or _NOT_BEGUN)
+        preempted = [rank for rank, code in codes.items() if code == Preempted.exit_code]
+        # The agent stops the other ranks when a rank failed. A rank that has not begun then ends as if preempted.
+        if preempted and (stop.asked or not any(_failed_by_itself(failure) for failure in failed.failures.values())):
+            raise Preempted(_report_of(failed.failures[preempted[0]]).get("text") or _NOT_BEGUN)
         if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # the ranks did not listen yet
             raise Preempted(_NOT_BEGUN)
         cause, retryable, retries_differently = _first_cause(failed)
@@ -175,6 +176,14 @@ def _report_of(failure: ProcessFailure) -> dict[str, Any]:
     return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
 
 
+def _failed_by_itself(failure: ProcessFailure) -> bool:
+    """Whether a rank failed neither because another rank failed nor because the agent or a signal stopped it."""
+    report = _report_of(failure)
+    if failure.exitcode in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
+        return False
+    return not report.get("origin")
+
+
 def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
     """Of all ranks that failed, the rank because of which the others failed.
 
@@ -183,15 +192,11 @@ def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
     """
     causes = []
     for rank, failure in error.failures.items():
-        report = _report_of(failure)
-        ended_by_agent = (
-            failure.exitcode == -signal.SIGTERM or report.get("stopped") or (failure.exitcode == 1 and not report)
-        )
-        distance = (
-            2 if ended_by_agent else 1 if report.get("origin") else 0
-        )  # from the cause, as far as this rank knows
-        causes.append((distance, failure.timestamp, rank, failure, report))
-    _, _, rank, failure, report = min(causes, key=lambda cause: cause[:3])
+        knows_the_cause = bool(_report_of(failure).get("origin"))
+        distance = 0 if _failed_by_itself(failure) else 1 if knows_the_cause else 2
+        causes.append((distance, failure.timestamp, rank, failure))
+    _, _, rank, failure = min(causes, key=lambda cause: cause[:3])
+    report = _report_of(failure)
     if failure.exitcode < 0:
         hint = None
         if failure.exitcode == -signal.SIGKILL:
