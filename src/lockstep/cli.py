@@ -9,11 +9,14 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -29,6 +32,10 @@ Overrides = Annotated[
 ]
 Nproc = Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
+Cold = Annotated[
+    bool,
+    typer.Option("--cold", help="Start each rank as a new interpreter that imports torch itself."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 
@@ -65,6 +72,7 @@ def train(
             help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
         ),
     ] = None,
+    cold: Cold = False,
     debug: Debug = False,
 ) -> None:
     """Train a recipe or a task. The same command again resumes the run."""
@@ -86,18 +94,20 @@ def train(
             *(["--debug"] if debug else []),
         ]
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
-        _launch(["train", target, *(overrides or []), *options], nproc, 3 if max_restarts is None else max_restarts)
+        restarts = 3 if max_restarts is None else max_restarts
+        arguments = ["train", target, *(overrides or []), *options]
+        _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
 
 
 @app.command()
-def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
+def evaluate(run_dir: RunDir, nproc: Nproc = "1", cold: Cold = False, debug: Debug = False) -> None:
     """Evaluate the newest checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir)
         if _is_launcher(nproc):
-            _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
+            _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
@@ -229,10 +239,18 @@ def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
-def _launch(arguments: list[str], nproc: str, max_restarts: int = 0) -> None:
+def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool) -> None:
     from lockstep.distributed import launch
+    from lockstep.tasks import registry
 
-    launch.launch(["-m", "lockstep", *arguments], _ranks_of(nproc), max_restarts)
+    ranks = _ranks_of(nproc)
+    modules = registry.preload_modules(settings.task.get("kind", ""))
+    if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:
+        modules += ["torchmetrics"]
+    if "tensorboard" in settings.log.writers:
+        modules += ["torch.utils.tensorboard"]
+    launch.prepare(ranks, cold=cold, modules=modules)
+    launch.launch(arguments, ranks, max_restarts)
 
 
 def _check_nproc(nproc: str) -> None:

@@ -114,7 +114,7 @@ def test_only_who_was_started_by_a_launcher_can_lose_it(monkeypatch, variable):
     for name in (heartbeat.FOLDER, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     assert not heartbeat.is_orphan()
-    monkeypatch.setattr(os, "getppid", lambda: 1 if heartbeat._PARENT != 1 else 2)
+    monkeypatch.setattr(os, "getppid", lambda: 1 if heartbeat._parent != 1 else 2)
     assert not heartbeat.is_orphan()  # a shell that ends leaves its job running
     monkeypatch.setenv(variable, "x")
     assert heartbeat.is_orphan()

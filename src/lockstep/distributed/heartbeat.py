@@ -12,7 +12,16 @@ from pathlib import Path
 FOLDER = "LOCKSTEP_HEARTBEATS"
 """Environment variable: the folder in which the launcher looks for the heartbeats of its ranks."""
 
-_PARENT = os.getppid()
+_parent = os.getppid()
+
+
+def _after_fork() -> None:
+    """A rank may be forked after this module was imported, and has another parent then."""
+    global _parent
+    _parent = os.getppid()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Phase(enum.IntEnum):
@@ -71,7 +80,7 @@ def is_orphan() -> bool:
 
     Nobody would restart or stop the rank then, but another run may begin in the same place.
     """
-    return os.getppid() != _PARENT and any(name in os.environ for name in (FOLDER, "TORCHELASTIC_RUN_ID"))
+    return os.getppid() != _parent and any(name in os.environ for name in (FOLDER, "TORCHELASTIC_RUN_ID"))
 
 
 def is_alive(pid: int) -> bool:

@@ -10,16 +10,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.distributed import heartbeat
+from lockstep.distributed import heartbeat, warm_process
 from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, is_another
 from lockstep.errors import LockstepError, Preempted, RankError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _NOT_BEGUN = "stopped before training began; nothing was lost"
 RESTARTS = "LOCKSTEP_RESTARTS"
@@ -27,7 +27,7 @@ RESTARTS = "LOCKSTEP_RESTARTS"
 
 
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
-    """Run `python ARGUMENTS` as `nproc` ranks on this machine, and return when all ranks have ended without error.
+    """Run `lockstep ARGUMENTS` as `nproc` ranks on this machine, and return when all ranks have ended without error.
 
     Each start is one run of torch's agent without restarts of its own. The agent would also restart ranks that stopped
     on request, and ranks that fail at the same step for ever.
@@ -45,13 +45,6 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
     stop = _Forwarding()
-    # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ[LAUNCHED] = "1"
-    # When the rank that holds the store is killed, the other ranks would show warnings with stacks of C++.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks slow each other down if each of them uses all cores
     crashed_at, in_a_row = None, 0
     for restarts in range(max_restarts + 1):
         if stop.asked:
@@ -59,18 +52,18 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
-            failed = _run_once(arguments, nproc, stop.folder)
-            if failed is None:
+            failures = _run_once(arguments, nproc, stop.folder)
+            if not failures:
                 return
             step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
-        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
         preempted = [rank for rank, code in codes.items() if code == Preempted.exit_code]
         # The agent stops the other ranks when a rank failed. A rank that has not begun then ends as if preempted.
-        if preempted and (stop.asked or not any(_failed_by_itself(failure) for failure in failed.failures.values())):
-            raise Preempted(_report_of(failed.failures[preempted[0]]).get("text") or _NOT_BEGUN)
+        if preempted and (stop.asked or not any(_failed_by_itself(failure) for failure in failures.values())):
+            raise Preempted(_report_of(failures[preempted[0]]).get("text") or _NOT_BEGUN)
         if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # the ranks did not listen yet
             raise Preempted(_NOT_BEGUN)
-        cause, retryable, retries_differently = _first_cause(failed)
+        cause, retryable, retries_differently = _first_cause(failures)
         if not retryable or stop.asked or restarts == max_restarts:
             raise cause
         in_a_row = in_a_row + 1 if step == crashed_at and not retries_differently else 1
@@ -83,37 +76,48 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
 
 
-def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> ChildFailedError | None:
+def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = ()) -> None:
+    """Set the environment variables of ranks, and start the process from which they are forked, if there is none.
+
+    Call this as early as possible: the process imports torch while this one reads the config and imports the agent.
+
+    Args:
+        nproc: number of ranks on this machine.
+        cold: start each rank as a new interpreter instead.
+        modules: modules that ranks import besides torch and Lockstep.
+    """
+    # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ[LAUNCHED] = "1"
+    # When the rank that holds the store is killed, the other ranks would show warnings with stacks of C++.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if nproc > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks slow each other down if each of them uses all cores
+    if not cold:
+        warm_process.start(modules)
+
+
+def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> dict[int, ProcessFailure]:
     """Start the ranks and wait for their end.
 
     Returns:
-        the failure; None where all ranks ended without error.
+        the failures by rank; empty if all ranks ended without error.
     """
-    import torch.distributed.elastic.multiprocessing as elastic
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from lockstep.distributed import agent
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher itself says which rank failed
     os.environ[heartbeat.FOLDER] = str(folder)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"lockstep-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        signals_to_handle="SIGQUIT",  # the launcher handles the signals that ask to stop
-        logs_specs=elastic.DefaultLogsSpecs(log_dir=str(folder)),
-    )
-    try:
-        elastic_launch(config, sys.executable)(*arguments)
-    except ChildFailedError as error:
-        return error
-    return None
+    return agent.run_ranks(run_command, (list(arguments),), nproc=nproc, folder=folder)
+
+
+def run_command(arguments: Sequence[str]) -> None:
+    """The main function of a rank: `lockstep ARGUMENTS`."""
+    from lockstep.__main__ import main
+
+    sys.argv = ["lockstep", *arguments]
+    main()
 
 
 class _Forwarding:
@@ -184,14 +188,14 @@ def _failed_by_itself(failure: ProcessFailure) -> bool:
     return not report.get("origin")
 
 
-def _first_cause(error: ChildFailedError) -> tuple[LockstepError, bool, bool]:
+def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError, bool, bool]:
     """Of all ranks that failed, the rank because of which the others failed.
 
     Returns:
         its error, whether a restart may go well, and whether a restart does something else than before.
     """
     causes = []
-    for rank, failure in error.failures.items():
+    for rank, failure in failures.items():
         knows_the_cause = bool(_report_of(failure).get("origin"))
         distance = 0 if _failed_by_itself(failure) else 1 if knows_the_cause else 2
         causes.append((distance, failure.timestamp, rank, failure))

@@ -20,6 +20,9 @@ class TaskOptions(Section):
     Its constructor takes an object of this class as first argument, and `train` and `eval` if it has such parameters.
     """
 
+    preload: ClassVar[tuple[str, ...]] = ()
+    """Modules that ranks need besides the task's own, for the process from which ranks are forked."""
+
     def suggestions(self) -> dict[str, dict[str, Any]]:
         """Values of other sections that suit this task.
 

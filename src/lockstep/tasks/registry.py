@@ -54,6 +54,15 @@ def options_class(kind: str) -> type[TaskOptions] | None:
     return loaded
 
 
+def preload_modules(kind: str) -> list[str]:
+    """Modules that every rank of a shipped kind of task imports; none for a user's class or another distribution's."""
+    if kind not in _SHIPPED_TASKS:
+        return []
+    options = options_class(kind)
+    assert options is not None
+    return [options.task.partition(":")[0], *options.preload]
+
+
 def recipes() -> dict[str, Traversable]:
     """The YAML files of all recipes by name: the shipped ones first.
 

@@ -40,6 +40,7 @@ class TextOptions(TaskOptions):
     """Text classification with a Hugging Face model or a new one."""
 
     task: ClassVar[str] = "lockstep.tasks.text.task:Text"
+    preload: ClassVar[tuple[str, ...]] = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 
     model: str | None = None
     """Name on the Hugging Face hub, or a local folder. None: a new model, described by `scratch`."""

@@ -1,0 +1,166 @@
+"""Torch's elastic agent for this machine: it meets the agents of other machines, starts ranks, and waits for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+
+from lockstep.distributed import warm_process
+
+_LOOK_EVERY_S = 0.5  # for agents of other machines that wait to join
+_REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
+_SAVE_S = 30  # between SIGTERM and SIGKILL
+
+
+class RankAgent(SimpleElasticAgent):
+    """Starts the ranks of this machine as processes of `lockstep.distributed.warm_process`.
+
+    The base class does the rendezvous, and gives each rank its number. Torch's own `LocalElasticAgent` reports only the
+    first failure of processes that are forked; this agent reports the failures of all ranks of this machine.
+
+    Args:
+        spec: `entrypoint` is a function that can be pickled. A rank calls it with `spec.args`.
+        folder: a directory for the reports of ranks that fail.
+    """
+
+    def __init__(self, spec: WorkerSpec, folder: Path) -> None:
+        super().__init__(spec)
+        self.folder = folder
+        self.processes: dict[int, BaseProcess] = {}
+        """The processes of this machine by global rank."""
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        assert callable(spec.entrypoint)
+        self.processes = {}
+        for worker in worker_group.workers:
+            variables = self._variables(worker_group, worker)
+            self.processes[worker.global_rank] = warm_process.start_process(spec.entrypoint, *spec.args, **variables)
+        return {worker.local_rank: self.processes[worker.global_rank].pid for worker in worker_group.workers}
+
+    def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """The environment variables of a rank, with torch's names."""
+        spec = group.spec
+        values: dict[str, object] = {
+            "RANK": worker.global_rank,
+            "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_NAME": spec.role,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCHELASTIC_ERROR_FILE": self._report(worker.global_rank),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _report(self, rank: int) -> Path:
+        return self.folder / f"error-{rank}.json"
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._wait(_LOOK_EVERY_S)
+        if not any(process.exitcode for process in self.processes.values()):
+            done = all(process.exitcode == 0 for process in self.processes.values())
+            values = dict.fromkeys(self.processes) if done else {}
+            return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=values)
+        if all((process.exitcode or 0) >= 0 for process in self.processes.values()):  # no rank was killed
+            self._wait_for_all(_REPORT_S)
+        self._shutdown()
+        failures = {
+            rank: ProcessFailure(
+                local_rank=worker_group.workers[place].local_rank,
+                pid=process.pid or 0,
+                exitcode=process.exitcode,
+                error_file=str(self._report(rank)),
+            )
+            for place, (rank, process) in enumerate(self.processes.items())
+            if process.exitcode
+        }
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until another process has ended."""
+        connection.wait(self._running(), timeout_s)
+
+    def _wait_for_all(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self._running() and time.monotonic() < deadline:
+            self._wait(deadline - time.monotonic())
+
+    def _running(self) -> Sequence[int]:
+        return [process.sentinel for process in self.processes.values() if process.exitcode is None]
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _SAVE_S) -> None:
+        """Send `death_sig` to the ranks that run, and SIGKILL to those that still run after `timeout` seconds."""
+        for number in (death_sig, signal.SIGKILL):
+            for process in self.processes.values():
+                if process.exitcode is None and process.pid:
+                    with contextlib.suppress(ProcessLookupError):  # it has ended by now
+                        os.kill(process.pid, number)
+            self._wait_for_all(timeout)
+
+
+def run_ranks(entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path) -> dict[int, ProcessFailure]:
+    """Start `nproc` ranks on this machine that call `entrypoint(*arguments)`, and wait for their end.
+
+    Args:
+        folder: a directory for the reports of ranks that fail.
+
+    Returns:
+        the failures by rank; empty if all ranks ended without error.
+    """
+    handler = rendezvous.get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="127.0.0.1:0",
+            run_id=f"lockstep-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+        )
+    )
+    spec = WorkerSpec(
+        role="default",
+        local_world_size=nproc,
+        entrypoint=entrypoint,
+        args=arguments,
+        rdzv_handler=handler,
+        max_restarts=0,  # `lockstep.distributed.launch` decides about restarts
+        monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
+        local_addr="127.0.0.1",
+    )
+    try:
+        result: RunResult = RankAgent(spec, folder).run()
+        return result.failures
+    finally:
+        handler.shutdown()

@@ -1,0 +1,121 @@
+"""A warm process has imported torch and all that ranks need. Ranks are forked from it instead of importing anew.
+
+It is Python's fork server (`multiprocessing`, start method `forkserver`). It has no threads and touches no GPU, and it
+ends with the process that started it. Without it, ranks start cold: each is a new interpreter (start method `spawn`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from lockstep.distributed import preload
+
+MODULES = (
+    "torch",
+    "torch._dynamo",  # imported by the first step of an optimizer
+    "torch.distributed.fsdp",
+    "torch.nn.parallel.distributed",
+    "lockstep.__main__",
+    "lockstep.cli",
+    "lockstep.config_file",
+    "lockstep.trainer",
+    "lockstep.observe.writers.console",
+    "lockstep.observe.writers.json_lines",
+    "lockstep.observe.writers.text_log",
+    "rich.console",
+)
+"""What every rank imports until its first step."""
+
+_FOR_PRELOAD = (preload.PRELOAD, preload.ENDS_WITH_PARENT)
+_is_running = False
+
+
+def is_possible() -> bool:
+    """Whether this system can fork ranks safely. On macOS, system libraries may start threads at any time."""
+    return sys.platform == "linux" and "forkserver" in multiprocessing.get_all_start_methods()
+
+
+def start(modules: Sequence[str] = ()) -> None:
+    """Start the warm process and return at once, while it imports. Do nothing if it runs, or where it is not possible.
+
+    Environment variables that libraries read while they are imported (OMP_NUM_THREADS) must be set before.
+
+    Args:
+        modules: further modules to import, such as those of the run's task.
+    """
+    global _is_running
+    if _is_running or not is_possible():
+        return
+    os.environ[preload.PRELOAD] = ",".join((*MODULES, *modules))
+    if threading.current_thread() is threading.main_thread():
+        os.environ[preload.ENDS_WITH_PARENT] = "1"
+    multiprocessing.set_forkserver_preload([preload.__name__])
+    with _blocked_signals():
+        forkserver.ensure_running()
+    _is_running = True
+
+
+def start_process(function: Callable[..., None], *arguments: Any, **variables: str) -> BaseProcess:
+    """A new process that calls `function(*arguments)`: forked from the warm process if `start` was called, else cold.
+
+    It has its own session, default signal handlers, generators that no other process shares, and the environment
+    variables of this process with `variables`.
+    """
+    global _is_running
+    environment = {name: value for name, value in os.environ.items() if name not in _FOR_PRELOAD} | variables
+    if _is_running:
+        try:
+            return _start("forkserver", environment, function, arguments)
+        except (OSError, EOFError):  # the warm process has ended, and has said why
+            _is_running = False
+            print("note: ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
+    return _start("spawn", environment, function, arguments)
+
+
+def _start(method: str, *arguments: Any) -> BaseProcess:
+    process: BaseProcess = multiprocessing.get_context(method).Process(target=_run, args=arguments)  # type: ignore[attr-defined]
+    with _blocked_signals():
+        process.start()
+    return process
+
+
+@contextlib.contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """A process that starts inside inherits that signals wait until it has set its handlers."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, preload.IGNORED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(environment: Mapping[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """The main function of a process: make it like a new interpreter, call `function`, and end like an interpreter."""
+    os.setsid()
+    for number in preload.IGNORED:
+        signal.signal(number, signal.SIG_IGN)  # forget what waits: it was sent to the terminal's processes
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, preload.IGNORED)
+    os.environ.clear()  # a forked process has the environment variables of the warm process
+    os.environ.update(environment)
+    multiprocessing.current_process().name = "MainProcess"  # libraries take other names for helpers of a main process
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    try:
+        function(*arguments)
+    finally:
+        # A process of `multiprocessing` ends without these.
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
