@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import atomic
-from lockstep.tasks.user_file import package_of
+from lockstep.plugins import package_of
 
 Parts = dict[str, str]  # from the name of a part to its text
 Units = dict[str, tuple[str, int]]  # from the name of a function to its code and first line; see `_units`
