@@ -11,6 +11,9 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 
+# What is composed into a run.
+COMPOSED = {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"}
+
 # The parts that each part may import, besides itself. A part is a module or a folder.
 ALLOWED = {
     "errors": set(),
@@ -46,7 +49,7 @@ ALLOWED = {
         "verify",
     },
     "observe.predictions": {"errors", "atomic", "observe"},
-    "build": {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"},
+    "build": COMPOSED,
     "run_directory": {
         "errors",
         "atomic",
@@ -59,34 +62,8 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
-    "training_run": {
-        "errors",
-        "config",
-        "checkpoint",
-        "data",
-        "distributed",
-        "engine",
-        "observe",
-        "tasks",
-        "build",
-        "run_directory",
-        "resume",
-    },
-    "trainer": {
-        "errors",
-        "config",
-        "config_file",
-        "checkpoint",
-        "data",
-        "distributed",
-        "engine",
-        "observe",
-        "tasks",
-        "build",
-        "run_directory",
-        "resume",
-        "training_run",
-    },
+    "training_run": {*COMPOSED, "build", "run_directory", "resume"},
+    "trainer": {*COMPOSED, "config_file", "build", "run_directory", "resume", "training_run"},
     "__main__": {"cli"},
     "cli": {
         "errors",
