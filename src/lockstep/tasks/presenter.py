@@ -59,8 +59,7 @@ class Presenter:
 
         Args:
             values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion
-            matrix,
-                are not logged as numbers, so this is the place to show them.
+                matrix, are not logged as numbers, so this is the place to show them.
             samples: a few pairs (raw sample, output of this sample).
         """
         return ""

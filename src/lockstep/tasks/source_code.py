@@ -38,8 +38,7 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
     Args:
         kind: `FILE.py:Class`, if the config names a file. If the task is of this class, its parts are files.
         kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another
-        file
-            has changed itself.
+            file has changed itself.
     """
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)

@@ -132,8 +132,7 @@ class Task(abc.ABC):
         """torchmetrics objects for the evaluation, or None.
 
         By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs,
-        return
-        `lockstep.Metrics(metrics, update)`.
+        return `lockstep.Metrics(metrics, update)`.
         """
         return None
 
