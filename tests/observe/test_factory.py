@@ -166,6 +166,19 @@ def test_writer_that_two_packages_declare_is_an_error_that_names_both(package, t
     assert {"distribution made-up 1", "distribution other 2"} == set(caught.value.where.split(", "))
 
 
+def test_writer_that_cannot_be_made_is_told_with_its_entry_class_and_remedy(tmp_path, capsys):
+    for name, fault in (("one", "TypeError('no pen')"), ("other", "OSError(28, 'No ink')")):
+        (tmp_path / f"{name}.py").write_text(SOURCE.replace("super().__init__(run)", f"raise {fault}"))
+    names = [f"{tmp_path}/one.py:Notes", f"{tmp_path}/other.py:Notes"]
+    open_writers(run_info(tmp_path), names, quiet=True)
+    assert capsys.readouterr().err == (
+        "warning: Notes cannot be opened: TypeError: no pen; training goes on\n"
+        f"  remedy: remove the cause, or leave {names[0]} (class Notes) out of log.writers\n"
+        f"warning: Notes of {names[1]} cannot be opened: No ink; training goes on\n"
+        f"  remedy: remove the cause, or leave {names[1]} (class Notes) out of log.writers\n"
+    )
+
+
 def test_writer_of_an_installed_package_is_found(package):
     assert find_writer("notes").__name__ == "Notes"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +23,16 @@ def open_writers(run: RunInfo, names: Sequence[str], *, quiet: bool) -> list[Wri
     Raises:
         UsageError: see `find_writer`.
     """
-    classes = [find_writer(name) for name in dict.fromkeys([*names, *([] if quiet else [_CONSOLE])])]
-    return guard_writers({kind.name or kind.__name__: partial(kind, run) for kind in classes})
+    makers: dict[str, Callable[[], Writer]] = {}
+    entries: dict[str, str] = {}
+    for name in dict.fromkeys([*names, *([] if quiet else [_CONSOLE])]):
+        kind = find_writer(name)
+        label = kind.name or kind.__name__
+        label = f"{label} of {name}" if label in makers else label
+        makers[label] = partial(kind, run)
+        if name in names:
+            entries[label] = f"{name} (class {kind.__name__})"
+    return guard_writers(makers, entries)
 
 
 def files_of_writers(names: Sequence[str]) -> set[str]:
