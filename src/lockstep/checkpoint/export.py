@@ -53,14 +53,14 @@ def export_weights(
         tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
         folder: a new or an empty folder. Missing parents are made.
         about: text for the metadata of the file, besides `{"format": "pt"}`.
-        extras: writes further files into the folder that it is given, which becomes `folder`. What it raises comes
-            through, except an OSError.
+        extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
+            there. What it raises comes through, except an OSError.
 
     Returns:
         the file with the weights.
 
     Raises:
-        UsageError: `folder` is a file, or is not empty.
+        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
     from safetensors import SafetensorError
@@ -77,9 +77,16 @@ def export_weights(
             )
         missing = [parent for parent in folder.parents if not parent.exists()]
         with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+            extras(staging)
+            if (staging / _WEIGHTS).exists():
+                raise UsageError(
+                    f"it writes {_WEIGHTS}",
+                    where="Presenter.export",
+                    remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
+                    "or give the file another name",
+                )
             save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
             (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-            extras(staging)
     except BaseException as error:
         for parent in missing:
             with contextlib.suppress(OSError):

@@ -71,5 +71,8 @@ class Presenter:
         return []
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer) into
-        `folder`."""
+        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).
+
+        Args:
+            folder: exists, and is empty. The weights come later: a file of that name is an error.
+        """
