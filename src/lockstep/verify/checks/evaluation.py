@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -122,10 +122,15 @@ def predictions(experiments: Experiments) -> CheckResult:
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
     return passed(
-        f"{len(different)} different predictions for {len(rows)} samples with {len(truths)} different truths, "
-        "equal to those of a plain loop",
+        f"{_counted(different, 'different prediction')} for {_counted(rows, 'sample')} with "
+        f"{_counted(truths, 'different truth')}, equal to those of a plain loop",
         **more,
     )
+
+
+def _counted(things: Sized, name: str) -> str:
+    """The number of things, and their name in singular or plural."""
+    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
