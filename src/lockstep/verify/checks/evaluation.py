@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.reference.evaluation import evaluate_checkpoint, predict_checkpoint
-from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
@@ -122,15 +122,10 @@ def predictions(experiments: Experiments) -> CheckResult:
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
     return passed(
-        f"{_counted(different, 'different prediction')} for {_counted(rows, 'sample')} with "
-        f"{_counted(truths, 'different truth')}, equal to those of a plain loop",
+        f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')} with "
+        f"{counted(len(truths), 'different truth')}, equal to those of a plain loop",
         **more,
     )
-
-
-def _counted(things: Sized, name: str) -> str:
-    """The number of things, and their name in singular or plural."""
-    return f"{len(things)} {name}{'s' * (len(things) != 1)}"
 
 
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
