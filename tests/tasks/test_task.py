@@ -6,9 +6,10 @@ from torchmetrics import MeanMetric
 
 from lockstep import Metrics, Presenter, Task, Trainer
 from lockstep.engine import task_checks
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.tasks import task as contract
 from tests import own_tasks, runs
+from tests.ranks import run_ranks
 
 METHODS = {
     "setup",
@@ -166,6 +167,21 @@ def test_an_output_of_loss_that_is_not_that_of_predict_is_an_error_before_the_fi
 @pytest.mark.parametrize("task", [RandomOutput, NoPredict])
 def test_an_output_that_cannot_be_compared_is_left_alone(tmp_path, task):
     assert "eval/accuracy" in runs.fit(task(), EVALUATED, tmp_path)[1]
+
+
+def error_on_rank(kind, strategy, folder):
+    try:
+        runs.fit(kind(), EVALUATED | {"parallel": {"strategy": strategy}}, folder)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_compare_the_outputs_together(tmp_path, strategy):
+    assert run_ranks(2, error_on_rank, LossWithOutput, strategy, tmp_path / "same") == ["", ""]
+    for error in run_ranks(2, error_on_rank, OtherOutput, strategy, tmp_path / "other"):
+        assert "`loss` gives another output than `predict`" in error
 
 
 @pytest.mark.parametrize("training", [True, False])
