@@ -1,5 +1,7 @@
-"""Make the pictures of the README and docs from what commands print: `.venv/bin/python docs/picture.py [demo]
-[verify]`."""
+"""Make the pictures of the README and docs from what commands print.
+
+`.venv/bin/python docs/picture.py [demo] [verify]`
+"""
 
 import io
 import subprocess
@@ -36,4 +38,4 @@ def draw(name: str, title: str, width: int) -> None:
 
 
 for wanted in sys.argv[1:] or PICTURES:
-    draw(wanted, "make demo" if wanted == "demo" else PICTURES[wanted][0], 118 if wanted == "demo" else 150)
+    draw(wanted, "make demo" if wanted == "demo" else PICTURES[wanted][0], 118 if wanted == "demo" else 175)

@@ -85,3 +85,21 @@ def test_every_kind_is_caught_as_a_lockstep_error(kind):
     with pytest.raises(LockstepError, match="what") as caught:
         raise kind("what")
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "meant"),
+    [
+        ("widht", ["width", "height"], "width"),
+        ("adamw", ["SGD", "AdamW"], "AdamW"),
+        ("eval/acuracy", ["eval/loss", "eval/accuracy"], "eval/accuracy"),
+        ("accuracy", ["eval/loss", "eval/accuracy"], "eval/accuracy"),
+        ("eval/wer", ["eval/loss", "eval/f1"], None),  # only the part that all names have is the same
+        ("data", ["name", "task"], None),
+        ("resnet50", ["digits", "text", "toy"], None),
+        (7, ["seven"], None),
+        ("x", [], None),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_near(name, known, meant):
+    assert errors.did_you_mean(name, known) == (f"did you mean {meant}? " if meant else "")

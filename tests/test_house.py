@@ -11,11 +11,15 @@ import lockstep
 
 PACKAGE = Path(lockstep.__file__).parent
 
+# What is composed into a run.
+COMPOSED = {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"}
+
 # The parts that each part may import, besides itself. A part is a module or a folder.
 ALLOWED = {
     "errors": set(),
     "atomic": set(),
     "locks": set(),
+    "plugins": {"errors"},
     "data.order": set(),
     "engine.schedule": set(),
     "distributed": {"errors"},
@@ -23,11 +27,11 @@ ALLOWED = {
     "sources": {"errors", "data.order"},
     "checkpoint": {"errors", "atomic", "distributed"},
     "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
-    "observe": {"errors", "atomic", "observe"},
+    "observe": {"errors", "atomic", "plugins", "observe"},
     "tasks.task": {"errors", "tasks.presenter"},
     "tasks.presenter": {"errors"},
-    "tasks.registry": {"errors", "tasks"},
-    "tasks": {"errors", "atomic", "config_section", "data", "sources", "tasks"},
+    "tasks.registry": {"errors", "plugins", "tasks"},
+    "tasks": {"errors", "atomic", "plugins", "config_section", "data", "sources", "tasks"},
     "config_section": set(),
     "config": {"config_section"},
     "config_file": {"errors", "config", "config_section", "tasks.registry"},
@@ -45,7 +49,7 @@ ALLOWED = {
         "verify",
     },
     "observe.predictions": {"errors", "atomic", "observe"},
-    "build": {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"},
+    "build": COMPOSED,
     "run_directory": {
         "errors",
         "atomic",
@@ -58,34 +62,8 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
-    "training_run": {
-        "errors",
-        "config",
-        "checkpoint",
-        "data",
-        "distributed",
-        "engine",
-        "observe",
-        "tasks",
-        "build",
-        "run_directory",
-        "resume",
-    },
-    "trainer": {
-        "errors",
-        "config",
-        "config_file",
-        "checkpoint",
-        "data",
-        "distributed",
-        "engine",
-        "observe",
-        "tasks",
-        "build",
-        "run_directory",
-        "resume",
-        "training_run",
-    },
+    "training_run": {*COMPOSED, "build", "run_directory", "resume"},
+    "trainer": {*COMPOSED, "config_file", "build", "run_directory", "resume", "training_run"},
     "__main__": {"cli"},
     "cli": {
         "errors",

@@ -101,30 +101,7 @@ def parse(
     """
     problems: list[str] = []
     raw: dict[str, Any] = _plain(values, "", where, problems)
-    given: set[str] = set()
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not all(key.split(".")):
-            problems.append(f"command line: {override!r} is not key=value")
-            continue
-        try:
-            value = yaml.load(text, _Loader)
-        except (yaml.YAMLError, ValueError) as error:
-            problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
-            continue
-        given.add(key)
-        _assign(raw, key.split("."), value)
-    if (
-        "batch" in raw
-        and any(key in given for key in ("batch.per_rank", "batch.accumulate"))
-        and isinstance(raw["batch"], dict)
-    ):
-        for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
-            raw["batch"].pop(other, None)  # the keys on the command line take the place of the recipe's global batch
-    for section, key, other in _alternatives():
-        place = raw.get(section)
-        if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
-            place.pop(other, None)
+    given = _override(raw, overrides, problems)
     _suggest(raw)
 
     def origin(path: str) -> str:
@@ -150,6 +127,39 @@ def parse(
     if problems or config is None:
         raise UsageError("\n  ".join(["the configuration has errors:", *problems]))
     return config
+
+
+def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]) -> set[str]:
+    """Set the keys of `overrides` in `raw`, and remove the keys that they exclude.
+
+    Args:
+        problems: gets a line for each override that is not key=value.
+
+    Returns:
+        the keys that were set.
+    """
+    given: set[str] = set()
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(f"command line: {override!r} is not key=value")
+            continue
+        try:
+            value = yaml.load(text, _Loader)
+        except (yaml.YAMLError, ValueError) as error:
+            problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
+            continue
+        given.add(key)
+        _assign(raw, key.split("."), value)
+    batch = raw.get("batch")
+    if isinstance(batch, dict) and given & {"batch.per_rank", "batch.accumulate"}:
+        for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
+            batch.pop(other, None)  # the keys on the command line take the place of the recipe's global batch
+    for section, key, other in _alternatives():
+        place = raw.get(section)
+        if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
+            place.pop(other, None)
+    return given
 
 
 def _read(target: str) -> tuple[dict[str, Any], str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
-from difflib import get_close_matches
+from difflib import SequenceMatcher
+
+_NEAR = 0.6  # `did_you_mean` shows a name with this share of the letters in common
 
 
 class LockstepError(Exception):
@@ -89,10 +92,21 @@ class Preempted(BaseException):
 
 
 def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
-    """`did you mean X? ` with the name in `known` that is nearest to `name` in any case. Empty if no name is near."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    nearest = get_close_matches(str(name).lower(), by_lower, 1, 0.5)
-    return f"did you mean {prefix}{by_lower[nearest[0]]}? " if nearest else ""
+    """`did you mean X? ` with the name in `known` that is nearest to `name` in any case. Empty if no name is near.
+
+    Leading parts that both names have (`eval/`, `optim.`) bring them no nearer.
+    """
+    nearness = {candidate: _nearness(str(name).lower(), candidate.lower()) for candidate in known}
+    nearest = max(nearness, key=nearness.__getitem__, default="")
+    return f"did you mean {prefix}{nearest}? " if nearness.get(nearest, 0.0) >= _NEAR else ""
+
+
+def _nearness(name: str, candidate: str) -> float:
+    """The share of letters that two names have in common, in their order."""
+    parts, others = (re.split(r"(?<=[./])", text) for text in (name, candidate))
+    while len(parts) > 1 and len(others) > 1 and parts[0] == others[0]:
+        parts, others = parts[1:], others[1:]
+    return SequenceMatcher(None, "".join(parts), "".join(others)).ratio()
 
 
 @contextlib.contextmanager

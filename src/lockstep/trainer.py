@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 import sys
@@ -294,12 +295,12 @@ class Trainer:
         return self.run_dir / "task"
 
 
-class Recorder(Writer):
+class Recorder(Writer, abc.ABC):
     """Records a training on every rank, between its steps, and leaves no trace in it."""
 
+    @abc.abstractmethod
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
-        raise NotImplementedError
 
 
 def _finished(prepared: PreparedRun) -> nn.Module | None:

@@ -114,6 +114,14 @@ def test_extras_are_written_beside_the_weights_and_moved_with_them(tmp_path):
     assert seen[0].name.startswith(".staging-export-")
 
 
+def test_extras_may_not_write_the_weights(tmp_path):
+    with pytest.raises(UsageError, match=r"Presenter\.export: it writes model\.safetensors"):
+        export_weights(
+            {"a": torch.ones(2)}, tmp_path / "out", {}, lambda folder: (folder / "model.safetensors").touch()
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     synced, fsync, rename = [], os.fsync, Path.rename
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), fsync(handle)))
@@ -178,7 +186,6 @@ def test_nothing_is_overwritten(tmp_path, kind):
 @pytest.mark.parametrize("kind", [ValueError, UsageError, KeyboardInterrupt])
 def test_what_extras_raise_comes_through_and_nothing_is_left(tmp_path, kind):
     def extras(staging):
-        assert (staging / "model.safetensors").exists()
         (staging / "half.txt").touch()
         raise kind("no tokenizer")
 

@@ -84,9 +84,10 @@ def test_models_that_take_single_samples_are_left_alone(tmp_path):
             model[1].train = lambda mode=True: model[1]
             return model
 
-    runs.fit(Frozen(), runs.config(batch={"micro": 1}, train={"steps": 2}), tmp_path / "frozen")
-    runs.fit(own_tasks.Plain(25), runs.config(batch={"micro": 1}, train={"steps": 2}), tmp_path / "plain")
-    Trainer(runs.config(batch={"micro": 1}, train={"steps": 2}), run_dir=tmp_path, quiet=True).fit(own_tasks.Masked())
+    settings = runs.config(batch={"micro": 1}, train={"steps": 2})
+    for task in (Frozen(), own_tasks.Plain(25), own_tasks.Masked()):
+        results = Trainer(settings, run_dir=tmp_path / type(task).__name__, quiet=True).fit(task)
+        assert results["train/loss"] > 0
 
 
 @pytest.mark.parametrize(

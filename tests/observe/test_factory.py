@@ -115,6 +115,70 @@ def test_writer_of_the_documentation_sends_the_log(tmp_path, monkeypatch):
     assert calls == [("mine", "run", tmp_path / "run"), (5, True), (10, True), "finished"]
 
 
+RELATIVE = """
+from abc import ABC, abstractmethod
+from lockstep.observe.writer import Writer
+from .helper import NAME
+
+
+class Notes(Writer):
+    name = NAME
+
+    def record(self, entry):
+        from .late import TEXT
+        self.last = TEXT
+
+
+class Unfinished(Writer, ABC):
+    @abstractmethod
+    def record(self, entry): ...
+"""
+
+
+def test_writer_in_a_package_may_import_its_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    folder = tmp_path / "writers_of_mine"
+    folder.mkdir()
+    (folder / "notes.py").write_text(RELATIVE)
+    (folder / "helper.py").write_text("NAME = 'my notes'")
+    (folder / "late.py").write_text("TEXT = 'late'")
+    with pytest.raises(UsageError, match="put an empty __init__") as caught:
+        find_writer(f"{folder}/notes.py:Notes")
+    assert caught.value.where == f"log.writers: {folder}/notes.py"
+    (folder / "__init__.py").write_text("")
+    found = find_writer(f"{folder}/notes.py:Notes")
+    assert found.name == "my notes"
+    assert find_writer(f"{folder}/notes.py:Notes") is found  # a task in the same file stays the same class, too
+    writer = found(run_info(tmp_path))
+    writer.record({})
+    assert writer.last == "late"
+    with pytest.raises(UsageError, match="Unfinished lacks record"):
+        find_writer(f"{folder}/notes.py:Unfinished")
+
+
+def test_writer_that_two_packages_declare_is_an_error_that_names_both(package, tmp_path):
+    other = tmp_path / "site" / "other-2.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 2\n")
+    (other / "entry_points.txt").write_text("[lockstep.writers]\nnotes = other:Notes\n")
+    with pytest.raises(UsageError, match="'notes' is declared twice") as caught:
+        find_writer("notes")
+    assert {"distribution made-up 1", "distribution other 2"} == set(caught.value.where.split(", "))
+
+
+def test_writer_that_cannot_be_made_is_told_with_its_entry_class_and_remedy(tmp_path, capsys):
+    for name, fault in (("one", "TypeError('no pen')"), ("other", "OSError(28, 'No ink')")):
+        (tmp_path / f"{name}.py").write_text(SOURCE.replace("super().__init__(run)", f"raise {fault}"))
+    names = [f"{tmp_path}/one.py:Notes", f"{tmp_path}/other.py:Notes"]
+    open_writers(run_info(tmp_path), names, quiet=True)
+    assert capsys.readouterr().err == (
+        "warning: Notes cannot be opened: TypeError: no pen; training goes on\n"
+        f"  remedy: remove the cause, or leave {names[0]} (class Notes) out of log.writers\n"
+        f"warning: Notes of {names[1]} cannot be opened: No ink; training goes on\n"
+        f"  remedy: remove the cause, or leave {names[1]} (class Notes) out of log.writers\n"
+    )
+
+
 def test_writer_of_an_installed_package_is_found(package):
     assert find_writer("notes").__name__ == "Notes"
 
@@ -128,11 +192,15 @@ def test_writer_of_an_installed_package_is_found(package):
         ),
         (
             "gone",
-            ["made_up_gone:Gone of made-up", "cannot be imported: ModuleNotFoundError", "repair or remove made-up"],
+            [
+                "log.writers: gone of distribution made-up 1",
+                "made_up_gone:Gone cannot be loaded for lockstep.writers 'gone': ModuleNotFoundError",
+                "repair this distribution, or uninstall it, or leave the writer out",
+            ],
         ),
-        ("none", ["made_up_writers:NoWriter of made-up", "is not a subclass of lockstep.observe.writer.Writer"]),
-        ("mine.py:Nots", ["mine.py", "no subclass of Writer is called 'Nots'", "the file has: Notes"]),
-        ("mine.py:NoWriter", ["no subclass of Writer is called 'NoWriter'"]),
+        ("none", ["none of distribution made-up 1", "NoWriter is not a subclass of lockstep.observe.writer.Writer"]),
+        ("mine.py:Nots", ["mine.py", "no Writer class 'Nots'", "the file has: Notes"]),
+        ("mine.py:NoWriter", ["no Writer class 'NoWriter'"]),
         ("other.py:Notes", ["other.py", "no such file", "FILE.py:MyWriter"]),
         ("broken.py:Notes", ["broken.py", "cannot be imported: ZeroDivisionError", "repair the file"]),
     ],

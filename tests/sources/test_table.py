@@ -15,7 +15,9 @@ from lockstep.sources.table import Source
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 COLUMNS = {"text": ['one, "two"', "drei\nvier \N{SNOWMAN}", "\N{BYTE ORDER MARK}five"], "label": ["a", "b", "a"]}
-ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in zip(*COLUMNS.values(), strict=True)]
+TABLE = [tuple(COLUMNS), *zip(*COLUMNS.values(), strict=True)]
+ROWS = [dict(zip(COLUMNS, row, strict=True)) for row in TABLE[1:]]
+LINES = [":2", ":3", ":5"]  # of the rows of TABLE in a file
 
 
 def put(folder, name, content):
@@ -66,32 +68,32 @@ def offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "content", "lines"),
     [
-        ("a.csv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)]), [":2", ":3", ":5"]),
-        ("a.CSV", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\n"), [":2", ":3", ":5"]),
+        ("a.csv", as_csv(TABLE), LINES),
+        ("a.CSV", as_csv(TABLE, lineterminator="\n"), LINES),
         (
             "mark.csv",
-            "\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], quoting=csv.QUOTE_ALL),
-            [":2", ":3", ":5"],
+            "\ufeff" + as_csv(TABLE, quoting=csv.QUOTE_ALL),
+            LINES,
         ),
         (
             "returns.csv",
-            as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], lineterminator="\r", quoting=csv.QUOTE_ALL),
-            [":2", ":3", ":5"],
+            as_csv(TABLE, lineterminator="\r", quoting=csv.QUOTE_ALL),
+            LINES,
         ),
         (
             "utf16.csv",
-            ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-16-le"),
-            [":2", ":3", ":5"],
+            ("\ufeff" + as_csv(TABLE)).encode("utf-16-le"),
+            LINES,
         ),
         (
             "utf16be.csv",
-            ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-16-be"),
-            [":2", ":3", ":5"],
+            ("\ufeff" + as_csv(TABLE)).encode("utf-16-be"),
+            LINES,
         ),
         (
             "utf32.csv",
-            ("\ufeff" + as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)])).encode("utf-32-le"),
-            [":2", ":3", ":5"],
+            ("\ufeff" + as_csv(TABLE)).encode("utf-32-le"),
+            LINES,
         ),
         (
             "utf32be.jsonl",
@@ -100,7 +102,7 @@ def offline(tmp_path, monkeypatch):
         ),
         (
             "gaps.csv",
-            as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)]).replace("\r\n", "\r\n\r\n"),
+            as_csv(TABLE).replace("\r\n", "\r\n\r\n"),
             [":3", ":5", ":8"],
         ),
         ("a.jsonl", "".join(json.dumps(row) + "\n" for row in ROWS), [":1", ":2", ":3"]),
@@ -135,9 +137,9 @@ def test_quotes_in_tsv_are_letters_unless_it_is_said_otherwise(tmp_path):
 
 
 def test_tsv_with_quoted_fields_is_read_with_the_option_that_is_named_without_it(tmp_path):
-    path = put(tmp_path, "a.tsv", as_csv([COLUMNS, *zip(*COLUMNS.values(), strict=True)], delimiter="\t"))
+    path = put(tmp_path, "a.tsv", as_csv(TABLE, delimiter="\t"))
     assert read(path, quoting="minimal").columns == COLUMNS
-    assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == [":2", ":3", ":5"]
+    assert [read(path, quoting="minimal").where(row).removeprefix(str(path)) for row in range(3)] == LINES
     with pytest.raises(DataError, match="1 fields where the header has 2") as caught:
         read(path)
     assert caught.value.where == f"{path}:3"

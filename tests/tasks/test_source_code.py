@@ -148,21 +148,26 @@ def test_local_class_counts():
     assert source_code.difference(found, found | {name: found[name].replace("here.", "there.")}) is None
 
 
-def typed(code, number):
+@pytest.fixture
+def space(monkeypatch):
+    """The names of an empty module `__main__`, as that of a notebook."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    return vars(sys.modules["__main__"])
+
+
+def typed(space, code, number):
     """A class as a notebook has it: its text is known to Python, and in no file."""
     name = f"<ipython-input-{number}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-    space = vars(sys.modules["__main__"])
     exec(compile(code, name, "exec"), space)
     return space.pop("Typed")
 
 
-def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+def test_class_of_a_notebook_counts_by_its_methods(space):
     code = "class Typed:\n    size = 3\n    def loss(self):\n        return {}\n"
     code += "    @staticmethod\n    def help(): return 1\n"
     one, same, other = (
-        source_code.of_class(typed(code.format(value), number)) for number, value in enumerate((1, 1, 2))
+        source_code.of_class(typed(space, code.format(value), number)) for number, value in enumerate((1, 1, 2))
     )
     assert one == same
     assert (
@@ -171,9 +176,7 @@ def test_class_of_a_notebook_counts_by_its_methods(monkeypatch):
     )
 
 
-def test_class_without_source_has_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    space = vars(sys.modules["__main__"])
+def test_class_without_source_has_none(space):
     exec("class Typed:\n    def loss(self): return 1\n", space)
     assert source_code.of_task(space["Typed"]()) == {}
     assert source_code.of_class(type("Made", (), {})) == {}

@@ -6,9 +6,10 @@ from torchmetrics import MeanMetric
 
 from lockstep import Metrics, Presenter, Task, Trainer
 from lockstep.engine import task_checks
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import LockstepError, TrainingError, UsageError
 from lockstep.tasks import task as contract
 from tests import own_tasks, runs
+from tests.ranks import run_ranks
 
 METHODS = {
     "setup",
@@ -100,14 +101,18 @@ def test_coefficients_as_a_method_are_refused_and_as_a_property_are_read():
 
 
 class LossWithOutput(own_tasks.Classes):
-    """Its evaluations must not call `predict`."""
+    predictions = 0
 
     def loss(self, model, batch):
         loss = super().loss(model, batch)
-        return (loss, model(batch[0]).softmax(dim=1)) if not model.training else loss
+        return (loss, self.output(model, batch)) if not model.training else loss
+
+    def output(self, model, batch):
+        return super().predict(model, batch)
 
     def predict(self, model, batch):
-        raise AssertionError("a second forward pass")
+        self.predictions += 1
+        return super().predict(model, batch)
 
 
 class TwoLosses(own_tasks.Classes):
@@ -116,16 +121,112 @@ class TwoLosses(own_tasks.Classes):
         return loss, 2 * loss
 
 
+class OtherOutput(LossWithOutput):
+    def output(self, model, batch):
+        return model(batch[0])
+
+
+class OtherShape(LossWithOutput):
+    def output(self, model, batch):
+        return super().output(model, batch)[0]
+
+
+class OtherType(LossWithOutput):
+    def output(self, model, batch):
+        return {"logits": super().output(model, batch)}
+
+
+class RandomOutput(LossWithOutput):
+    def output(self, model, batch):
+        return super().output(model, batch) * (0.5 + torch.rand(()))
+
+
+class NoPredict(LossWithOutput):
+    predict = Task.predict
+
+
+EVALUATED = runs.config(train={"steps": 2, "eval_every_steps": 2})
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (OtherOutput, "the output differs by up to "),
+        (OtherShape, "the output has the shape (3,), and (8, 3)"),
+        (OtherType, "the output is a dict, and a Tensor"),
+    ],
+)
+def test_an_output_of_loss_that_is_not_that_of_predict_is_an_error_before_the_first_step(tmp_path, task, words):
+    with pytest.raises(UsageError, match="`loss` gives another output than `predict` for the same batch") as caught:
+        runs.fit(task(), EVALUATED, tmp_path)
+    assert caught.value.where == "Task.loss, Task.predict"
+    assert words in caught.value.what
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("task", [RandomOutput, NoPredict])
+def test_an_output_that_cannot_be_compared_is_left_alone(tmp_path, task):
+    assert "eval/accuracy" in runs.fit(task(), EVALUATED, tmp_path)[1]
+
+
+def error_on_rank(kind, strategy, folder):
+    try:
+        runs.fit(kind(), EVALUATED | {"parallel": {"strategy": strategy}}, folder)
+    except LockstepError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_compare_the_outputs_together(tmp_path, strategy):
+    assert run_ranks(2, error_on_rank, LossWithOutput, strategy, tmp_path / "same") == ["", ""]
+    for error in run_ranks(2, error_on_rank, OtherOutput, strategy, tmp_path / "other"):
+        assert "`loss` gives another output than `predict`" in error
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_tuple_of_three_is_refused_with_what_is_allowed(tmp_path, training):
+    class Three(own_tasks.Classes):
+        def loss(self, model, batch):
+            loss = super().loss(model, batch)
+            return (loss, loss, loss) if model.training == training else loss
+
+    with pytest.raises(TrainingError, match=r"Task\.loss(, in evaluation)?: it returned a tuple of 3") as caught:
+        runs.fit(Three(), EVALUATED, tmp_path)
+    assert "the pair (loss, output) is allowed" in caught.value.remedy
+
+
+def test_metrics_that_are_updated_wrongly_are_told_of_the_class_that_helps(tmp_path):
+    class Dict(own_tasks.Classes):
+        def collate(self, samples):
+            return dict(zip(("x", "y"), super().collate(samples), strict=True))
+
+        def loss(self, model, batch):
+            return super().loss(model, (batch["x"], batch["y"]))
+
+        def predict(self, model, batch):
+            return super().predict(model, (batch["x"], batch["y"]))
+
+        def metrics(self):
+            return MeanMetric()
+
+    with pytest.raises(TrainingError, match=r"Task\.metrics: update\(.*\) failed: KeyError: 1") as caught:
+        runs.fit(Dict(), EVALUATED, tmp_path)
+    assert "return lockstep.Metrics(metrics, update)" in caught.value.remedy
+
+
 def test_tuple_of_losses_is_refused_in_training():
     with pytest.raises(TrainingError, match=r"Task\.loss: it returned a tuple of 2 while the model trains") as caught:
         runs.fit(TwoLosses(), runs.config())
-    assert "as a dict by head" in caught.value.remedy
+    assert "several losses are a dict of scalar tensors by head" in caught.value.remedy
 
 
 def test_an_output_beside_the_loss_spares_predict_and_changes_nothing(tmp_path):
     settings = runs.config(train={"steps": 4, "eval_every_steps": 2})
     weights, results = runs.fit(own_tasks.Classes(), settings, tmp_path / "apart")[:2]
-    again, same = runs.fit(LossWithOutput(), settings, tmp_path / "together")[:2]
+    task = LossWithOutput()
+    again, same = runs.fit(task, settings, tmp_path / "together")[:2]
+    assert task.predictions == 1  # before the first step, which compares it with the output of `loss`
     assert {name: same[name] for name in same if name.startswith("eval/")} == {
         name: results[name] for name in results if name.startswith("eval/")
     }

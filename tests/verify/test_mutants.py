@@ -51,7 +51,8 @@ def clean(tmp_path_factory):
     return verify_base
 
 
-def catches(name, clean, folder):
+def assert_noticed(name, clean, folder):
+    """Assert that the check of a mutant passes its base as it is, and finds a fault in the mutant."""
     mutant = MUTANTS[name]
     right = clean(mutant.base, mutant.check)
     assert not right.error, right.error
@@ -62,13 +63,13 @@ def catches(name, clean, folder):
 
 @pytest.mark.parametrize("name", parameters(mutants_of(DAY), DAY))
 def test_a_broken_engine_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
-    catches(name, clean, tmp_path / "run")
+    assert_noticed(name, clean, tmp_path / "run")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", parameters(name for name in MUTANTS if name not in mutants_of(DAY)))
 def test_every_broken_engine_is_noticed_by_the_check_written_for_it(name, clean, tmp_path):
-    catches(name, clean, tmp_path / "run")
+    assert_noticed(name, clean, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", MUTANTS)

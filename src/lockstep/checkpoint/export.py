@@ -53,14 +53,14 @@ def export_weights(
         tensors: whole tensors, on any device. Tied and non-contiguous tensors are each written separately.
         folder: a new or an empty folder. Missing parents are made.
         about: text for the metadata of the file, besides `{"format": "pt"}`.
-        extras: writes further files into the folder that it is given, which becomes `folder`. What it raises comes
-            through, except an OSError.
+        extras: writes further files into the folder that it is given, which becomes `folder`, before the weights are
+            there. What it raises comes through, except an OSError.
 
     Returns:
         the file with the weights.
 
     Raises:
-        UsageError: `folder` is a file, or is not empty.
+        UsageError: `folder` is a file, or is not empty; or `extras` writes `model.safetensors`.
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
     from safetensors import SafetensorError
@@ -77,9 +77,16 @@ def export_weights(
             )
         missing = [parent for parent in folder.parents if not parent.exists()]
         with atomic.staged_folder(folder, folder.parent / f"{_STAGING}{folder.name}") as staging:
+            extras(staging)
+            if (staging / _WEIGHTS).exists():
+                raise UsageError(
+                    f"it writes {_WEIGHTS}",
+                    where="Presenter.export",
+                    remedy="leave the weights to Lockstep, which writes this file under the names of Task.model, "
+                    "or give the file another name",
+                )
             save_file(_independent(tensors), staging / _WEIGHTS, metadata={"format": "pt", **about})
             (staging / _WEIGHTS).chmod(staging.stat().st_mode & 0o666)  # safetensors lets nobody but the owner read
-            extras(staging)
     except BaseException as error:
         for parent in missing:
             with contextlib.suppress(OSError):
@@ -117,46 +124,58 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
     with contextlib.ExitStack() as opened:
         stored = _open_tensors(source, opened)
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-        for pattern in skip:
-            if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
-                remedy = f"use patterns over names such as: {_listed(own)}"
-                raise UsageError(
-                    f"{pattern!r} matches no tensor of the model and none of {source}",
-                    where="train.init_skip",
-                    remedy=remedy,
-                )
-        wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
-        both = [name for name in wanted if name in given]
-        first: dict[object, str] = {}  # for each tensor of the model, the first of its names that is loaded
-        for name in both:
-            first.setdefault(_memory(own[name]), name)
-        missing = [name for name in wanted if name not in given and _memory(own[name]) not in first]
-        unexpected = sorted(name for name in given if name not in own)
-        differing = [text for name in both if (text := _difference(name, first[_memory(own[name])], own, stored))]
-        if missing or unexpected or differing:
-            kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
-            raise UsageError(
-                f"{source} is of another model: "
-                + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
-                where="train.init_from",
-                remedy="use the task that the weights were made with, or add patterns to train.init_skip "
-                "for the tensors that shall stay as the model makes them",
-            )
-        if not both:
-            raise UsageError(
-                f"leaves nothing of {source} to load",
-                where="train.init_skip",
-                remedy="use narrower patterns, or leave out train.init_from",
-            )
+        loaded = _names_to_load(own, stored, skip, source)
         with torch.no_grad():
-            for name in both:
+            for name in loaded:
                 shard = local_shard(own[name])
                 if is_sharded(own[name]):
                     end = shard.start + len(shard.local) if shard.shape else None
                     shard.local.copy_(stored[name].get_slice(name)[shard.start : end])
                 else:
                     shard.local.copy_(stored[name].get_tensor(name))
-        return sorted(name for name in own if name not in wanted and _memory(own[name]) not in first)
+    filled = {_memory(own[name]) for name in loaded}
+    return sorted(name for name in own if _memory(own[name]) not in filled)
+
+
+def _names_to_load(
+    own: Mapping[str, Tensor], stored: Mapping[str, Any], skip: Sequence[str], source: Path
+) -> list[str]:
+    """The names of the tensors to load, after it is sure that all of them can be loaded.
+
+    Args:
+        own: tensors of the model.
+        stored: for each tensor of the file, the open file that holds it.
+        skip: shell patterns over the names that are left out.
+
+    Raises:
+        UsageError: a pattern matches nothing, a tensor is missing, unknown or of another shape, or nothing is left.
+    """
+    for pattern in skip:
+        if not any(fnmatchcase(name, pattern) for name in own.keys() | stored.keys()):
+            what = f"{pattern!r} matches no tensor of the model and none of {source}"
+            remedy = f"use patterns over names such as: {_listed(own)}"
+            raise UsageError(what, where="train.init_skip", remedy=remedy)
+    wanted, given = _unmatched(own, skip), _unmatched(stored, skip)
+    both = [name for name in wanted if name in given]
+    first: dict[object, str] = {}  # for each tensor of the model, the first of its names that is loaded
+    for name in both:
+        first.setdefault(_memory(own[name]), name)
+    missing = [name for name in wanted if name not in given and _memory(own[name]) not in first]
+    unexpected = sorted(name for name in given if name not in own)
+    differing = [text for name in both if (text := _difference(name, first[_memory(own[name])], own, stored))]
+    if missing or unexpected or differing:
+        kinds = {"missing in the file": missing, "unknown to the model": unexpected, "differing": differing}
+        raise UsageError(
+            f"{source} is of another model: "
+            + "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names),
+            where="train.init_from",
+            remedy="use the task that the weights were made with, or add patterns to train.init_skip "
+            "for the tensors that shall stay as the model makes them",
+        )
+    if not both:
+        remedy = "use narrower patterns, or leave out train.init_from"
+        raise UsageError(f"leaves nothing of {source} to load", where="train.init_skip", remedy=remedy)
+    return both
 
 
 def _independent(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

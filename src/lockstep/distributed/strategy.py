@@ -54,6 +54,13 @@ class FSDPOptions:
     """Number format in which gradients are reduced. None: fp32 where `param_dtype` is set, else the stored format."""
 
 
+_TUPLES = (
+    "return the loss alone; several losses are a dict of scalar tensors by head. In evaluation (if not model.training) "
+    "the pair (loss, output) is allowed, too, where `output` is the result of `predict`: put several outputs into one "
+    "tuple or dict"
+)
+
+
 class Forward(nn.Module):
     """From a batch to the task's loss sums, as one module.
 
@@ -72,12 +79,8 @@ class Forward(nn.Module):
             return call(self.model, batch)
         returned = self.loss(self.model, batch)
         if isinstance(returned, tuple) and returned[1:] != (None,) and self.model.training:
-            raise TrainingError(
-                f"it returned a tuple of {len(returned)} while the model trains",
-                where="Task.loss",
-                remedy="return the loss alone, and several losses as a dict by head; the tuple (loss, output) is for "
-                "evaluation: return it if not model.training",
-            )
+            what = f"it returned a tuple of {len(returned)} while the model trains"
+            raise TrainingError(what, where="Task.loss", remedy=_TUPLES)
         losses, _ = split_output(returned)
         return by_head(losses)
 
@@ -237,6 +240,8 @@ def by_head(losses: Any, where: str = "Task.loss") -> Losses:
     Raises:
         TrainingError: `losses` is neither a scalar tensor of floating-point numbers nor a dict of such tensors.
     """
+    if isinstance(losses, tuple):
+        raise TrainingError(f"it returned a tuple of {len(losses)}", where=where, remedy=_TUPLES)
     remedy = "return the SUM of the loss over its units: a scalar tensor, or a dict of scalar tensors by head"
     heads: Mapping[Any, Any] = losses if isinstance(losses, Mapping) else {"loss": losses}
     if not heads:

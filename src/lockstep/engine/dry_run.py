@@ -10,6 +10,7 @@ import math
 import random
 import warnings
 from collections.abc import Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,8 @@ from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
-from lockstep.engine.evaluate import check_names, measure, split
+from lockstep.engine.evaluate import check_names, measure, predicted, split
+from lockstep.engine.same_output import check_same_output
 from lockstep.errors import DataError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -136,15 +138,21 @@ def look_at_evaluation(
         warnings for the log.
 
     Raises:
-        UsageError: no result has the name `best`.
+        UsageError: no result has the name `best`, or `Task.loss` gives another output than `Task.predict`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro_batch,) = _read(loader, [[number * plan.length // count for number in range(count)]])
     metrics, update = task_checks.metrics(task)
-    by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
+    by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=False)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
     messages = []
     if metrics is not None:
+        if output is None:
+            with precision.autocast():
+                output = forward(micro_batch.batch, partial(predicted, task))
+        else:
+            near = _NEAR[precision.name]
+            check_same_output(task, forward, micro_batch.batch, precision=precision, world=world, near=near)
         messages += _check_shape(output, len(micro_batch.indices))
         metrics.to(world.device)
         with warnings.catch_warnings():

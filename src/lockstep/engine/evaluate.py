@@ -142,14 +142,10 @@ def measure(
 
     def call(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         losses, output = strategy.split_output(task.loss(model, batch))
-        return losses, task.predict(model, batch) if output is None and wants_output else output
+        return losses, predicted(task, model, batch) if output is None and wants_output else output
 
     with precision.autocast():
         losses, output = forward(micro_batch.batch, call)
-    if wants_output and output is None:
-        raise TrainingError(
-            "the output is None", where="Task.predict", remedy="return the output that metrics and users need"
-        )
     where = "Task.loss, in evaluation"
     by_head = strategy.by_head(losses, where)
     if micro_batch.weights is not None and by_head.keys() != micro_batch.weights.keys():
@@ -159,6 +155,19 @@ def measure(
             remedy="return the same keys from both; a single tensor is the head 'loss'",
         )
     return by_head, output
+
+
+def predicted(task: Task, model: nn.Module, batch: Any) -> Any:
+    """The output of `Task.predict`, for metrics.
+
+    Raises:
+        TrainingError: it is None.
+    """
+    output = task.predict(model, batch)
+    if output is None:
+        remedy = "return the output that metrics and users need"
+        raise TrainingError("the output is None", where="Task.predict", remedy=remedy)
+    return output
 
 
 def split(output: Any, count: int, name: str = "") -> list[Any]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
-import importlib.util
 import pkgutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TypeGuard
 
+from lockstep import plugins
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.observe import writers
 from lockstep.observe.writer import RunInfo, WriteGuard, Writer, guard_writers
@@ -27,8 +23,16 @@ def open_writers(run: RunInfo, names: Sequence[str], *, quiet: bool) -> list[Wri
     Raises:
         UsageError: see `find_writer`.
     """
-    classes = [find_writer(name) for name in dict.fromkeys([*names, *([] if quiet else [_CONSOLE])])]
-    return guard_writers({kind.name or kind.__name__: partial(kind, run) for kind in classes})
+    makers: dict[str, Callable[[], Writer]] = {}
+    entries: dict[str, str] = {}
+    for name in dict.fromkeys([*names, *([] if quiet else [_CONSOLE])]):
+        kind = find_writer(name)
+        label = kind.name or kind.__name__
+        label = f"{label} of {name}" if label in makers else label
+        makers[label] = partial(kind, run)
+        if name in names:
+            entries[label] = f"{name} (class {kind.__name__})"
+    return guard_writers(makers, entries)
 
 
 def files_of_writers(names: Sequence[str]) -> set[str]:
@@ -54,7 +58,8 @@ def find_writer(name: str) -> type[Writer]:
         return _from_file(Path(f"{path}.py"), class_name)
     if name in _built_in():
         module = importlib.import_module(f"{writers.__name__}.{name}")
-        (writer,) = _writers_of(module)
+        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+        (writer,) = (value for value in own if plugins.is_subclass(value, Writer))
         return writer
     return _from_entry_point(name)
 
@@ -63,66 +68,35 @@ def _built_in() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(writers.__path__)]
 
 
-def _writers_of(module: ModuleType) -> list[type[Writer]]:
-    """The writers that `module` itself defines."""
-    return [value for value in vars(module).values() if _is_writer(value) and value.__module__ == module.__name__]
-
-
-def _is_writer(value: object) -> TypeGuard[type[Writer]]:
-    return isinstance(value, type) and issubclass(value, Writer) and value is not Writer
-
-
 def _from_file(path: Path, class_name: str) -> type[Writer]:
+    where = f"log.writers: {path}"
     if not path.is_file():
-        raise UsageError("no such file", where=f"log.writers: {path}", remedy="give the path as FILE.py:MyWriter")
-    module_name = f"lockstep_writer_{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(path.parent.resolve()))  # for imports of neighbouring files
+        raise UsageError("no such file", where=where, remedy="give the path as FILE.py:MyWriter")
     try:
-        spec.loader.exec_module(module)
+        module = plugins.import_file(path.resolve(), prefix="lockstep_writer_", where=where)
+    except UsageError:
+        raise
     except Exception as error:
-        raise UsageError(
-            f"cannot be imported: {type(error).__name__}: {error}",
-            where=f"log.writers: {path}",
-            remedy="repair the file, or leave the writer out",
-        ) from error
-    finally:
-        sys.path.remove(str(path.parent.resolve()))
-    writer: object = getattr(module, class_name, None)
-    if not _is_writer(writer):
-        names = ", ".join(kind.__name__ for kind in _writers_of(module)) or "none"
-        raise UsageError(
-            f"no subclass of Writer is called {class_name!r}",
-            where=f"log.writers: {path}",
-            remedy=f"the file has: {names}",
-        )
-    return writer
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(what, where=where, remedy="repair the file, or leave the writer out") from error
+    return plugins.class_of(module, class_name, Writer, where=where)
 
 
 def _from_entry_point(name: str) -> type[Writer]:
-    points = importlib.metadata.entry_points(group=GROUP)
-    if name not in points.names:
-        known = sorted({*_built_in(), *points.names})
+    entries = plugins.entry_points(GROUP)
+    if name not in entries:
+        known = sorted({*_built_in(), *entries})
         raise UsageError(
             f"there is no writer {name!r}",
             where="log.writers",
             remedy=f"{did_you_mean(name, known)}There are: {', '.join(known)}, and FILE.py:MyWriter",
         )
-    point = points[name]
-    package = point.dist.name if point.dist else "an installed package"
-    where = f"log.writers: {name}, which is {point.value} of {package}"
+    entry = entries[name]
     try:
-        writer = point.load()
-    except Exception as error:
-        raise UsageError(
-            f"cannot be imported: {type(error).__name__}: {error}",
-            where=where,
-            remedy=f"repair or remove {package}, or leave the writer out",
-        ) from error
-    if not _is_writer(writer):
-        raise UsageError("is not a subclass of lockstep.observe.writer.Writer", where=where, remedy=f"repair {package}")
+        writer: object = plugins.load(entry)
+        if not plugins.is_subclass(writer, Writer):
+            raise plugins.unusable(entry, "is not a subclass of lockstep.observe.writer.Writer")
+    except UsageError as error:
+        remedy = f"{error.remedy}, or leave the writer out"
+        raise UsageError(error.what, where=f"log.writers: {name} of {error.where}", remedy=remedy) from error
     return writer

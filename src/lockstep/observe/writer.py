@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 
@@ -67,10 +68,12 @@ class WriteGuard(Writer):
         name: what the warning calls the writer.
         make: makes the writer. While it raises, it is called again with every record, message and progress.
         tell: shows the warning, and the writer's `note`, to the other writers. The warning also goes to stderr.
+        entry: the entry of `log.writers` that names the writer, and the class, for the warning that the writer cannot
+            be made. Empty if no entry names the writer.
     """
 
-    def __init__(self, name: str, make: Callable[[], Writer], tell: Callable[[str], None]) -> None:
-        self.name, self.make, self.tell = name, make, tell
+    def __init__(self, name: str, make: Callable[[], Writer], tell: Callable[[str], None], *, entry: str = "") -> None:
+        self.name, self.make, self.tell, self.entry = name, make, tell, entry
         self.writer: Writer | None = None
         self.has_failed = False
 
@@ -107,16 +110,22 @@ class WriteGuard(Writer):
             self.has_failed = True
             reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
             text = f"warning: {self.name} cannot be written: {reason}; training goes on"
+            if self.entry and not self.writer:
+                text = f"warning: {self.name} cannot be opened: {reason}; training goes on"
+                text += f"\n  remedy: remove the cause, or leave {self.entry} out of log.writers"
             with contextlib.suppress(Exception):
                 print(text, file=sys.stderr, flush=True)
             self.tell(text)
 
 
-def guard_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[WriteGuard]:
+def guard_writers(
+    makers: Mapping[str, Callable[[], Writer]], entries: Mapping[str, str] = MappingProxyType({})
+) -> list[WriteGuard]:
     """Open writers, each behind a guard. When one of them fails, the others show the warning.
 
     Args:
         makers: what makes each writer, by the name for warnings.
+        entries: the entry of `log.writers` and the class of each writer, by the same names.
     """
     guards: list[WriteGuard] = []
 
@@ -128,7 +137,8 @@ def guard_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[WriteGuard
 
         return tell
 
-    guards += [WriteGuard(name, make, tell_others(name)) for name, make in makers.items()]
+    for name, make in makers.items():
+        guards.append(WriteGuard(name, make, tell_others(name), entry=entries.get(name, "")))
     for guard in guards:
         guard.open()
     return guards

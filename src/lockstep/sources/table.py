@@ -119,8 +119,7 @@ class Source:
 
         Raises:
             DataError: the source cannot be read, has rows of different lengths, is not UTF-8, or is of an unknown kind.
-            The
-                error names file and line, or byte.
+                The error names file and line, or byte.
         """
         if self.name == EMBEDDED:
             return replace(_read_csv(self.files()[0], header=True, delimiter=",", quoted=True), name=EMBEDDED)

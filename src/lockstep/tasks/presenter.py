@@ -59,8 +59,7 @@ class Presenter:
 
         Args:
             values: the results of `Task.metrics` by name. Results with two or more dimensions, such as a confusion
-            matrix,
-                are not logged as numbers, so this is the place to show them.
+                matrix, are not logged as numbers, so this is the place to show them.
             samples: a few pairs (raw sample, output of this sample).
         """
         return ""
@@ -72,5 +71,8 @@ class Presenter:
         return []
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer) into
-        `folder`."""
+        """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).
+
+        Args:
+            folder: exists, and is empty. The weights come later: a file of that name is an error.
+        """

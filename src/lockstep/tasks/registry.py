@@ -8,12 +8,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import plugins
 from lockstep.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
     from importlib.resources.abc import Traversable
 
     from lockstep.tasks.options import TaskOptions
@@ -30,27 +31,27 @@ _SHIPPED_RECIPES = "lockstep.recipes"
 
 def kinds() -> list[str]:
     """Names that `task.kind` may have, besides `FILE.py:Class`."""
-    return [*_SHIPPED_TASKS, *(name for name in _entry_points("lockstep.tasks") if name not in _SHIPPED_TASKS)]
+    return [*_SHIPPED_TASKS, *(name for name in plugins.entry_points("lockstep.tasks") if name not in _SHIPPED_TASKS)]
 
 
 def options_class(kind: str) -> type[TaskOptions] | None:
     """The options of a kind of task. None if there is no such kind.
 
     Raises:
-        UsageError: an entry point declares the kind and cannot be loaded. The error names the distribution.
+        UsageError: an entry point declares the kind and cannot be loaded. Names the distribution.
     """
     if kind in _SHIPPED_TASKS:
         found: type[TaskOptions] = _attribute(_SHIPPED_TASKS[kind])
         return found
-    entry = _entry_points("lockstep.tasks").get(kind)
+    entry = plugins.entry_points("lockstep.tasks").get(kind)
     if entry is None:
         return None
     from lockstep.tasks.options import TaskOptions  # before the entry: it may name this module by its path
 
-    loaded = _load(entry)
+    loaded = plugins.load(entry)
     if not (inspect.isclass(loaded) and issubclass(loaded, TaskOptions) and hasattr(loaded, "task")):
-        what = f"{entry.value} is not a subclass of lockstep.tasks.options.TaskOptions with an attribute `task`"
-        raise UsageError(what, where=_origin(entry), remedy="repair this distribution, or uninstall it")
+        what = "is not a subclass of lockstep.tasks.options.TaskOptions with an attribute `task`"
+        raise plugins.unusable(entry, what)
     return loaded
 
 
@@ -67,12 +68,11 @@ def recipes() -> dict[str, Traversable]:
     """The YAML files of all recipes by name: the shipped ones first.
 
     Raises:
-        UsageError: an entry point declares a package of recipes that cannot be loaded. The error names the
-        distribution.
+        UsageError: an entry point declares a package of recipes that cannot be loaded. Names the distribution.
     """
     found = _yaml_files(resources.files(_SHIPPED_RECIPES))
-    for entry in _entry_points("lockstep.recipes").values():
-        files = _yaml_files(resources.files(_load(entry)))
+    for entry in plugins.entry_points("lockstep.recipes").values():
+        files = _yaml_files(resources.files(plugins.load(entry)))
         found |= {name: file for name, file in files.items() if name not in found}
     return found
 
@@ -87,16 +87,14 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
     """Make the task that the config's section `task` describes.
 
     Args:
-        section: `kind` and the options. A named kind gets its options as one object; a class in a user's file gets them
-        as
-            keyword arguments.
+        section: `kind` and the options. A named kind gets its options as one object; a class in a user's file gets
+            them as keyword arguments.
         train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and
-        `eval`.
+            `eval`.
 
     Raises:
-        UsageError: there is no such file or class, or its constructor does not take a key. The error names the keys
-        that it
-            takes.
+        UsageError: there is no such file or class, the class lacks a method, or its constructor does not take a key.
+            Names the keys that it takes.
     """
     if "kind" not in section:
         raise UsageError(
@@ -110,9 +108,7 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
         task_class: type[Task] = _attribute(options.task)
         arguments = {"options": options.model_validate(arguments)}
     else:
-        from lockstep.tasks.user_file import load_class
-
-        task_class = load_class(section["kind"])
+        task_class = _class_in_file(section["kind"])
     return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation}))
 
 
@@ -142,33 +138,20 @@ def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, 
     return arguments
 
 
-def _entry_points(group: str) -> dict[str, EntryPoint]:
-    """The entry points of a group by name, sorted.
+def _class_in_file(kind: str) -> type[Task]:
+    """The class that `FILE.py:Class` names.
 
     Raises:
-        UsageError: two distributions declare the same name.
+        UsageError: there is no such file or no such Task class, or the class lacks a method that must be written.
     """
-    from importlib.metadata import entry_points  # takes time, and is not needed for the shipped names
+    from lockstep.tasks.task import Task
 
-    found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
-        other = found.setdefault(entry.name, entry)
-        if other.value != entry.value:
-            what = f"{entry.name!r} is declared twice, as {other.value} and as {entry.value}"
-            raise UsageError(what, where=f"{_origin(other)}, {_origin(entry)}", remedy="uninstall one of them")
-    return dict(sorted(found.items()))
-
-
-def _load(entry: EntryPoint) -> Any:
-    try:
-        return entry.load()
-    except Exception as error:
-        what = f"{entry.value} cannot be loaded for {entry.group} {entry.name!r}: {type(error).__name__}: {error}"
-        raise UsageError(what, where=_origin(entry), remedy="repair this distribution, or uninstall it") from error
-
-
-def _origin(entry: EntryPoint) -> str:
-    return f"distribution {entry.dist.name} {entry.dist.version}" if entry.dist else "entry point"
+    path, _, name = kind.rpartition(":")
+    if not Path(path).is_file():
+        remedy = "the task's Python file must be where it was when the run began"
+        raise UsageError("no such file", where=path, remedy=remedy)
+    module = plugins.import_file(Path(path).resolve(), prefix="lockstep_user_", where=path, is_main=True)
+    return plugins.class_of(module, name, Task, where=path)  # type: ignore[type-abstract]  # a base may be abstract
 
 
 def _attribute(path: str) -> Any:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import atomic
-from lockstep.tasks.user_file import package_of
+from lockstep.plugins import package_of
 
 Parts = dict[str, str]  # from the name of a part to its text
 Units = dict[str, tuple[str, int]]  # from the name of a function to its code and first line; see `_units`
@@ -38,8 +38,7 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
     Args:
         kind: `FILE.py:Class`, if the config names a file. If the task is of this class, its parts are files.
         kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another
-        file
-            has changed itself.
+            file has changed itself.
     """
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from lockstep.errors import UsageError
+from lockstep.errors import TrainingError, UsageError
 from lockstep.tasks.presenter import Presenter
 
 if TYPE_CHECKING:
@@ -25,8 +26,22 @@ Losses = dict[str, Tensor]
 
 
 def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> None:
-    """Feed a batch to the metrics. This is for batches that are (input, target) pairs."""
-    metrics.update(output, batch[1])
+    """Feed a batch to the metrics. This is for batches that are (input, target) pairs.
+
+    Raises:
+        TrainingError: the batch is no pair, or the metrics cannot take the output and the target.
+    """
+    try:
+        metrics.update(output, batch[1])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise TrainingError(
+            f"update(output of predict, batch[1]) failed: {type(error).__name__}: {error}",
+            where="Task.metrics",
+            remedy="return lockstep.Metrics(metrics, update) from Task.metrics, where update(metrics, output, batch) "
+            "feeds the metrics in another way; or change what predict returns",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -132,8 +147,7 @@ class Task(abc.ABC):
         """torchmetrics objects for the evaluation, or None.
 
         By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs,
-        return
-        `lockstep.Metrics(metrics, update)`.
+        return `lockstep.Metrics(metrics, update)`.
         """
         return None
 

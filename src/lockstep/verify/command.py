@@ -55,14 +55,7 @@ def verify(
         UsageError: an unknown check, a folder that cannot be written, a config that does not fit the model.
         LockstepError: the task does not run, or the results cannot be written.
     """
-    unknown = [name for name in checks if name not in CHECKS]
-    if unknown:
-        hint = did_you_mean(unknown[0], CHECKS)
-        raise UsageError(
-            f"there is no check {unknown[0]!r}", where="--checks", remedy=f"{hint}There are: {', '.join(CHECKS)}"
-        )
-    if steps is not None and steps < _FEWEST_STEPS:
-        raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
+    _check_arguments(checks, steps)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
     start = time.perf_counter()
@@ -93,17 +86,23 @@ def verify(
     return result
 
 
+def _check_arguments(checks: Sequence[str], steps: int | None) -> None:
+    """Raises UsageError where there is no such check, or the steps are too few to check anything."""
+    unknown = [name for name in checks if name not in CHECKS]
+    if unknown:
+        remedy = f"{did_you_mean(unknown[0], CHECKS)}There are: {', '.join(CHECKS)}"
+        raise UsageError(f"there is no check {unknown[0]!r}", where="--checks", remedy=remedy)
+    if steps is not None and steps < _FEWEST_STEPS:
+        raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
+
+
 def _make_folder(run_dir: Path) -> Path:
     """A new folder in `run_dir`, in which experiments write."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="verify-", dir=run_dir))
     except OSError as error:
-        raise UsageError(
-            f"cannot write: {error.strerror}",
-            where=str(error.filename or run_dir),
-            remedy="choose another place with --run-dir",
-        ) from error
+        raise _cannot_write(UsageError, error, run_dir, remedy="choose another place with --run-dir") from error
 
 
 def _write(result: VerifyResult, run_dir: Path) -> None:
@@ -111,11 +110,11 @@ def _write(result: VerifyResult, run_dir: Path) -> None:
         atomic.write_text(run_dir / "verify.json", json.dumps(report.to_json(result), indent=1, allow_nan=False))
         atomic.write_text(run_dir / "verify.html", html_report.to_html(result))
     except OSError as error:
-        raise LockstepError(
-            f"cannot write: {error.strerror}",
-            where=str(error.filename or run_dir),
-            remedy="free disk space, or give --run-dir",
-        ) from error
+        raise _cannot_write(LockstepError, error, run_dir, remedy="free disk space, or give --run-dir") from error
+
+
+def _cannot_write(kind: type[LockstepError], error: OSError, run_dir: Path, *, remedy: str) -> LockstepError:
+    return kind(f"cannot write: {error.strerror}", where=str(error.filename or run_dir), remedy=remedy)
 
 
 def _check_that_task_runs(experiments: Experiments, run_dir: Path) -> None:

@@ -124,7 +124,9 @@ def test_predictions_that_are_drawn_show_nothing():
 
 def test_all_predicted_alike_where_truths_differ_is_a_fault():
     assert described(rows([1, 1, 1], [0, 1, 0])).status == "fault"
-    assert described(rows([1, 1, 1], [1, 1, 1])).status == "passed"
+    same = described(rows([1, 1, 1], [1, 1, 1]))
+    assert same.status == "passed"
+    assert same.reason.startswith("1 different prediction for 3 samples with 1 different truth, equal to")
 
 
 def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():

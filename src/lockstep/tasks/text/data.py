@@ -113,8 +113,7 @@ def read_texts(
 
     Raises:
         DataError: the source cannot be read, has no such columns, or has texts that are empty or have no label. The
-        error
-            names file and line.
+            error names file and line.
     """
 
     def make(folder: Path) -> None:

@@ -68,9 +68,10 @@ class TextOptions(TaskOptions):
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
     quoting: Literal["minimal", "none"] | None = None
-    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters. None: `none`
-    for
-    .tsv, `minimal` for .csv."""
+    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters.
+
+    None: `none` for .tsv, `minimal` for .csv.
+    """
 
     def suggestions(self) -> dict[str, dict[str, Any]]:
         """Learning rate, length and schedule.

@@ -37,8 +37,7 @@ class Text(Task):
 
     Args:
         train, eval: a file, a folder that `datasets` saved, or a name on the hub. A folder and a name may end with
-        `:SPLIT`.
-            Without `eval`, a share of the training texts is held back for evaluation.
+            `:SPLIT`. Without `eval`, a share of the training texts is held back for evaluation.
     """
 
     presenter = TextPresenter

@@ -11,7 +11,7 @@ from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.reference.evaluation import evaluate_checkpoint, predict_checkpoint
-from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
@@ -122,8 +122,8 @@ def predictions(experiments: Experiments) -> CheckResult:
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)
     return passed(
-        f"{len(different)} different predictions for {len(rows)} samples with {len(truths)} different truths, "
-        "equal to those of a plain loop",
+        f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')} with "
+        f"{counted(len(truths), 'different truth')}, equal to those of a plain loop",
         **more,
     )
 

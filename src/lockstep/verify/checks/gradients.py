@@ -9,7 +9,7 @@ from lockstep.engine.schedule import Schedule, scaled_lr
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
-from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
 _EPSILON_64, _EPSILON_32 = 2.0**-52, 2.0**-23
@@ -155,7 +155,8 @@ def collectives(experiments: Experiments) -> CheckResult:
     micro_batches = -(-experiments.global_batch // (experiments.small_micro_batch * nproc))
     waits, notes = _host_waits(recordings, experiments)
     text = (
-        f"{len(quietest[0].reductions)} reductions of {reduced:,} elements in a step of {micro_batches} micro-batches, "
+        f"{counted(len(quietest[0].reductions), 'reduction')} of {reduced:,} elements "
+        f"in a step of {micro_batches} micro-batches, "
         f"for {elements:,} parameters"
     )
     more: dict[str, Any] = {

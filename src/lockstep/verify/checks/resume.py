@@ -11,7 +11,7 @@ from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
-from lockstep.verify.result import CheckResult, fault, not_shown, passed
+from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 from lockstep.verify.worker_functions import TrainingRun
 from lockstep.verify.workers import WorkerEnded
 
@@ -137,7 +137,7 @@ def _compare_resumed(
             **more,
         )
     if not different:
-        repeated = f" ({killed_after - start} steps done again)" if killed_after > start else ""
+        repeated = f" ({counted(killed_after - start, 'step')} done again)" if killed_after > start else ""
         return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
     if _first_difference(undisturbed, experiments.undisturbed_again()) is not None:
         return not_shown("the same run twice already differs, see determinism", **more)
