@@ -6,7 +6,8 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +37,21 @@ class Pixels(NamedTuple):
     """Standard deviation of each channel. None: it does not say."""
 
 
+class Preparation(NamedTuple):
+    """How pictures are prepared for a trained model."""
+
+    size: int
+    """Height and width in pixels."""
+    resize_to: int | None
+    """Length of the shorter side before the centre is cut out. None: the whole picture is resized."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    interpolation: str
+    """bilinear or bicubic."""
+
+
 class Models(Protocol):
     """Makes models of one library by name."""
 
@@ -60,6 +76,14 @@ class Models(Protocol):
         """
         ...
 
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
+        ...
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        """Write what the library needs to load the weights of `model` into `folder`."""
+        ...
+
 
 def models_for(options: ClassificationOptions, folder: Path | None) -> Models:
     """What makes the models that `options` ask for.
@@ -80,15 +104,15 @@ def logits_of(model: nn.Module, images: Tensor) -> Tensor:
 
     Position embeddings of transformers' models are interpolated to the size of the images.
     """
-    options = {"interpolate_pos_encoding": True} if _interpolates(type(model)) else {}
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
     output = model(images, **options)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 
 
 @functools.cache
-def _interpolates(kind: type[nn.Module]) -> bool:
-    return "interpolate_pos_encoding" in inspect.signature(kind.forward).parameters
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
 @dataclass(frozen=True)
@@ -116,6 +140,12 @@ class ConvNetModels:
             remedy = "the nearest that it can is 4"
             raise UsageError(f"{CONVNET} cannot take pictures of {size} pixels", where="task.image_size", remedy=remedy)
         return ConvNet(self.options.channels, len(classes), size, width), []
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        pass
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -198,6 +228,30 @@ class TransformersModels:
                 parameter.requires_grad_(False)
         return model, new
 
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        config = self.config(size)
+        hugging_face.set_labels(config, classes)
+        config.save_pretrained(folder)
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+        size = preparation.size
+        whole = {"size": {"height": size, "width": size}, "do_center_crop": False}
+        cut = {"size": {"shortest_edge": preparation.resize_to}, "crop_size": {"height": size, "width": size}}
+        processor = {
+            "image_processor_type": "BitImageProcessor",  # it resizes, cuts out the centre and normalises, as we do
+            "do_resize": True,
+            "resample": {"bilinear": 2, "bicubic": 3}[preparation.interpolation],
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": preparation.mean,
+            "image_std": preparation.std,
+            "do_convert_rgb": len(preparation.mean) == 3,
+            **(whole if preparation.resize_to is None else cut | {"do_center_crop": True}),
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
 
 @dataclass(frozen=True)
 class TimmModels:
@@ -259,3 +313,9 @@ class TimmModels:
             remedy = f"give keys that timm's {self.name} takes"
             raise UsageError(str(error), where="task.scratch.sizes", remedy=remedy) from error
         return model
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        pass
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        pass

@@ -23,6 +23,15 @@ class ScratchOptions(Section):
     """Keys of the architecture's config, such as `depths`. `convnet` has the key `width`."""
 
 
+class ColumnsOptions(Section):
+    """Columns of a table or a data set, by name or by place counted from 0. None: the column with a usual name."""
+
+    image: str | int | None = None
+    """The pictures, or their paths."""
+    label: str | int | None = None
+    """The labels. For tar shards: the field of KEY.json."""
+
+
 class ClassificationOptions(ImageOptions):
     """Image classification with a model of transformers or timm, or with a small convolutional network."""
 
@@ -34,6 +43,9 @@ class ClassificationOptions(ImageOptions):
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Whether to replace the last layer of a model that already classifies."""
+    columns: ColumnsOptions = ColumnsOptions()
+    subset: str | None = None
+    """Configuration of a data set on the hub."""
     mixup_alpha: Annotated[float, Field(ge=0)] = 0.0
     """Shares of mixup are drawn from Beta(alpha, alpha). 0: no mixup."""
     cutmix_alpha: Annotated[float, Field(ge=0)] = 0.0

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from lockstep.sources.image_records import ImageRecords, unlabelled_pictures
 from lockstep.sources.labels import count_labels
 from lockstep.tasks import confusion
-from lockstep.tasks.batch_norm import batch_norm_names
-from lockstep.tasks.classification.models import models_for
+from lockstep.tasks.classification.models import Preparation, models_for
 from lockstep.tasks.presenter import Presenter
 
 if TYPE_CHECKING:
@@ -94,8 +93,15 @@ class ClassificationPresenter(Presenter):
         model is of transformers: its config and the config of an image processor."""
         task = self.task
         (folder / "classification.json").write_text(json.dumps(asdict(task.about), indent=1))
-        size = task.options.size_for_evaluation(task.about.size)
-        models_for(task.options, task.folder).export(model, task.about, size=size, folder=folder)
+        about, options = task.about, task.options
+        preparation = Preparation(
+            size=options.size_for_evaluation(about.size),
+            resize_to=options.eval_resize,
+            mean=about.mean,
+            std=about.std,
+            interpolation=options.augment.interpolation,
+        )
+        models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:

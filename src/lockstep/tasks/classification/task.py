@@ -21,8 +21,8 @@ from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
-from lockstep.sources.digits import DIGITS_CLASSES, Digits
-from lockstep.sources.image_records import ImageRecord, ImageRecords, evaluation_source, read_image_records
+from lockstep.sources.digits import Digits
+from lockstep.sources.image_records import ImageRecord, evaluation_source, read_image_records
 from lockstep.sources.labels import count_labels
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
