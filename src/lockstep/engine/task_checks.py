@@ -38,10 +38,12 @@ def model(task: Task) -> nn.Module:
 def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     """The metrics of a task, and the function that updates them with a batch.
 
-    A single metric and a dict of metrics become a collection. The collection is reset. It has no compute groups: in
-    groups, torchmetrics updates one metric for all metrics whose states are equal after the first batch, and states may
-    be equal by chance. Top-1 and top-5 accuracy are, where all samples of this batch are predicted right. It is None where the task has no
+    A single metric and a dict of metrics become a collection. The collection is reset. It is None where the task has no
     metrics.
+
+    The collection has no compute groups. In a group, torchmetrics updates one metric for all metrics whose states are
+    equal after the first batch. They may be equal by chance: those of top-1 and top-5 accuracy are, where all samples
+    of this batch are predicted right.
 
     Raises:
         UsageError: the task returned something else than metrics.
@@ -60,7 +62,7 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     elif isinstance(found, Metric):
         found = MetricCollection(found, compute_groups=False)
     elif type(found) is MetricCollection:
-        by_name = dict(found.items(keep_base=True, copy_state=False))
+        by_name: dict[str, Metric | MetricCollection] = dict(found.items(keep_base=True, copy_state=False))
         found = MetricCollection(by_name, prefix=found.prefix, postfix=found.postfix, compute_groups=False)
     if not isinstance(found, MetricCollection):
         remedy = "return a torchmetrics.MetricCollection, a dict such as {'accuracy': MulticlassAccuracy(10)}, or None"

@@ -37,7 +37,7 @@ def mix(image: Tensor, partner: Tensor, *, mixup_alpha: float, cutmix_alpha: flo
     """
     cuts = float(torch.rand(())) < 0.5 if mixup_alpha and cutmix_alpha else cutmix_alpha > 0
     alpha = cutmix_alpha if cuts else mixup_alpha
-    share = float(torch.distributions.Beta(alpha, alpha, validate_args=False).sample())  # type: ignore[no-untyped-call]
+    share = float(torch.distributions.Beta(alpha, alpha, validate_args=False).sample())
     return cutmix(image, partner, share) if cuts else (mixup(image, partner, share), share)
 
 

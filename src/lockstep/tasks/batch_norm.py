@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -32,12 +33,12 @@ def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
         UsageError: `group`, and a layer is of a kind that GroupNorm cannot replace.
     """
     if choice == "sync" and torch.cuda.is_available():
-        synchronised: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        return synchronised
+        convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+        return convert(model)
     if choice == "frozen":
         for module in model.modules():
             if isinstance(module, _Normed):
-                module.__class__ = _frozen(type(module))
+                module.__class__ = _frozen(type(module))  # type: ignore[assignment,arg-type]
                 module.eval()
     if choice == "group":
         _exchange_for_groups(model)

@@ -199,8 +199,8 @@ class Classification(Task):
         if training:
             return train_picture(picture, options.size_at(epoch, default), options.augment).image
         size, augment = options.size_for_evaluation(default), options.augment
-        resize_to, interpolation = options.eval_resize, augment.interpolation
-        return eval_picture(picture, size, resize_to=resize_to, interpolation=interpolation).image
+        resize, interpolation = options.eval_resize, augment.interpolation
+        return eval_picture(picture, size, resize=resize, interpolation=interpolation).image
 
     def _mix(self, item: dict[str, Any], epoch: int) -> None:
         """Mix a prepared sample with another training sample, which is drawn, read and augmented here.
