@@ -265,7 +265,7 @@ def test_keys_are_shown_as_they_are_written():
         ({"log": {"writers": [3]}}, "log.writers.0", "3"),
         ({"task": {"kind": "toy", "hidden": "wide"}}, "task.hidden", "'wide'"),
         ({"task": {"kind": "classification", "channels": 2}}, "task.channels", "2"),
-        ({"task": {"kind": "classification", "width": 10}}, "task.width", "10"),
+        ({"task": {"kind": "classification", "top_k": 0}}, "task.top_k", "0"),
         ({"task": "toy"}, "task", "'toy'"),
     ],
 )

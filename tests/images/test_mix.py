@@ -65,8 +65,6 @@ def test_both_kinds_are_drawn_equally_often():
 
 
 def test_memory_format_is_kept():
-    image, partner = (
-        picture.unsqueeze(0).contiguous(memory_format=torch.channels_last)[0] for picture in pair()
-    )
+    image, partner = (picture.unsqueeze(0).contiguous(memory_format=torch.channels_last)[0] for picture in pair())
     for kind in ({"mixup_alpha": 1.0, "cutmix_alpha": 0.0}, {"mixup_alpha": 0.0, "cutmix_alpha": 1.0}):
         assert mix(image, partner, **kind)[0].permute(1, 2, 0).is_contiguous()

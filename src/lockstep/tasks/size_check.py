@@ -1,8 +1,10 @@
-"""Before training: can a model take pictures of these sizes?"""
+"""Before training: can a model take pictures of these sizes, one after the other?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,87 +13,99 @@ from lockstep.errors import UsageError
 
 _FARTHEST = 64  # pixels to both sides in which the nearest size is looked for
 
+_Forward = Callable[[nn.Module, Tensor], object]
+_State = dict[str, Any]
 
-def check_image_sizes(
-    model: nn.Module,
-    sizes: Iterable[int],
-    *,
-    channels: int,
-    forward: Callable[[nn.Module, Tensor], object],
-    where: str,
-) -> None:
-    """Run `model` on one black picture of each size. Its weights and its mode stay as they are.
 
-    The pictures are on the meta device, where nothing is computed. If that fails, a size is tried on the CPU, because
-    some models read values while they run. Nothing is checked if the model itself is on the meta device.
+def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, forward: _Forward, where: str) -> None:
+    """Run copies of `model` on one black picture of each size.
+
+    The copies and the pictures are on the meta device, where nothing is computed. Models that read values cannot run
+    there, and run on the CPU. Nothing is checked if the model itself is on the meta device.
 
     Args:
-        sizes: height and width in pixels.
-        forward: called with the model and pictures (1, channels, size, size).
+        sizes: heights and widths in pixels.
+        forward: called with a model and pictures (1, channels, size, size).
         where: the key of the sizes, for the error.
 
     Raises:
-        UsageError: the model cannot take a size. The error names the nearest size that it can take.
+        UsageError: the model cannot take a size, and the error names the nearest size that it can take; or what the
+            model computes depends on the sizes of earlier pictures, so that a run that goes on would not be the same.
     """
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if any(tensor.device.type == "meta" for tensor in tensors.values()):
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
         return
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        for size in sizes:
-            error = _fault(model, tensors, forward, channels=channels, size=size)
-            if error is not None:
-                near = (size + sign * step for step in range(1, _FARTHEST + 1) for sign in (1, -1) if size > step)
-                nearest = next(
-                    (other for other in near if _fault(model, tensors, forward, channels=channels, size=other) is None),
-                    None,
-                )
-                remedy = (
-                    "use a size that suits the model" if nearest is None else f"the nearest that it can is {nearest}"
-                )
-                text = (str(error).strip().splitlines() or [""])[0]
-                raise UsageError(
-                    f"the model cannot take pictures of {size}x{size} pixels: {type(error).__name__}: {text}",
-                    where=where,
-                    remedy=remedy,
-                ) from error
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def _fault(
-    model: nn.Module,
-    tensors: dict[str, Tensor],
-    forward: Callable[[nn.Module, Tensor], object],
-    *,
-    channels: int,
-    size: int,
-) -> Exception | None:
-    """What goes wrong with a picture of this size. None: nothing."""
-    dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-    on_meta = {name: tensor.detach().to("meta") for name, tensor in tensors.items()}
-    with torch.no_grad():
-        try:
-            picture = torch.zeros(1, channels, size, size, dtype=dtype, device="meta")
-            torch.func.functional_call(
-                _Call(model, forward), {f"model.{name}": on_meta[name] for name in on_meta}, picture
+    trial = _Trial(model, channels=channels, forward=forward)
+    states: dict[int, _State] = {}
+    for size in sizes:
+        error, states[size] = trial.run([size])
+        if error is not None:
+            near = (other for step in range(1, _FARTHEST + 1) for other in (size + step, size - step) if other > 0)
+            nearest = next((other for other in near if trial.run([other])[0] is None), None)
+            text = (str(error).strip().splitlines() or [""])[0]
+            raise UsageError(
+                f"the model cannot take pictures of {size}x{size} pixels: {type(error).__name__}: {text}",
+                where=where,
+                remedy="use a size that suits the model"
+                if nearest is None
+                else f"the nearest that it can is {nearest}",
+            ) from error
+    for order in (list(sizes), list(reversed(sizes))):
+        _, after = trial.run(order)
+        alone = states[order[-1]]
+        changed = next((name for name in alone if after.get(name) != alone[name]), None)
+        if changed is not None:
+            what = f"{changed} is {alone[changed]!r} after a picture of {order[-1]} pixels, but {after.get(changed)!r}"
+            raise UsageError(
+                f"the model remembers the sizes of earlier pictures: {what} if {order[0]} pixels came before",
+                where=where,
+                remedy="use one size for training and evaluation, or another model",
             )
-        except Exception:  # a model that reads values cannot run on meta
+
+
+class _Trial:
+    """Runs copies of a model, because some models change when they run."""
+
+    def __init__(self, model: nn.Module, *, channels: int, forward: _Forward) -> None:
+        self.model, self.channels, self.forward = model, channels, forward
+        self.devices = ["meta", "cpu"]
+
+    def run(self, sizes: Sequence[int]) -> tuple[Exception | None, _State]:
+        """Run a new copy on pictures of these sizes, one after the other.
+
+        Returns:
+            what went wrong, or None; and the numbers and texts that the modules of the copy have afterwards, by name.
+        """
+        fault: Exception | None = None
+        for device in self.devices:
+            trained = _copy(self.model, device).eval()
             try:
-                forward(model, torch.zeros(1, channels, size, size, dtype=dtype))
+                with torch.no_grad():
+                    for size in sizes:
+                        dtype = next(trained.parameters()).dtype
+                        self.forward(trained, torch.zeros(1, self.channels, size, size, dtype=dtype, device=device))
+                self.devices = [device]
+                return None, _state(trained)
             except Exception as error:
-                return error
-    return None
+                fault = error
+        return fault, {}
 
 
-class _Call(nn.Module):
-    """`forward(model, images)` as a module, because `functional_call` takes a module."""
+def _copy(model: nn.Module, device: str) -> nn.Module:
+    """A copy of the modules. On the CPU it shares the tensors of `model`; on the meta device they have no values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        on_meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = parameter if device == "cpu" else on_meta
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer if device == "cpu" else buffer.to("meta")
+    return copy.deepcopy(model, memo)
 
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Tensor], object]) -> None:
-        super().__init__()
-        self.model, self.call = model, forward
 
-    def forward(self, images: Tensor) -> object:
-        return self.call(self.model, images)
+def _state(model: nn.Module) -> _State:
+    kinds = (int, float, str, tuple)
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, kinds) and key != "training"
+    }

@@ -34,7 +34,8 @@ class ConvNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         features = self.features(images)
         # Equal windows that may overlap: adaptive pooling is not deterministic on CUDA.
-        stride = [side // self.grid for side in features.shape[-2:]]
-        window = [side - (self.grid - 1) * step for side, step in zip(features.shape[-2:], stride, strict=True)]
+        height, width = features.shape[-2:]
+        stride = (height // self.grid, width // self.grid)
+        window = (height - (self.grid - 1) * stride[0], width - (self.grid - 1) * stride[1])
         logits: Tensor = self.head(functional.avg_pool2d(features, window, stride).flatten(1))
         return logits
