@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
     from importlib.resources.abc import Traversable
 
+    from lockstep.images.cache import CacheOptions
     from lockstep.tasks.options import TaskOptions
     from lockstep.tasks.task import Task
 
