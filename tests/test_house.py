@@ -80,6 +80,7 @@ ALLOWED = {
         "data",
         "distributed",
         "engine",
+        "images",
         "observe",
         "tasks",
         "build",

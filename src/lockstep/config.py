@@ -45,6 +45,21 @@ class DataConfig(Section):
     """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
     """Whether the last, partial batch of an epoch is left out."""
+    cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
+    """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
+    None: no cache."""
+    cache_gb: Annotated[PositiveFloat, DOES_NOT_DETERMINE] = 100.0
+    """Largest size of the cache in 10^9 bytes, for the training data and for the evaluation data."""
+    cache_size: PositiveInt | None = None
+    """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
+    and other samples. None: pictures are kept as they are."""
+
+    @model_validator(mode="after")
+    def _size_of_a_cache(self) -> DataConfig:
+        # Otherwise another value of `cache`, which is free to change, would change the samples.
+        if self.cache_size is not None and self.cache is None:
+            raise ValueError("cache_size needs cache: decoded")
+        return self
 
 
 class BatchConfig(Section):

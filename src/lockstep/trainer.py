@@ -28,6 +28,7 @@ from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
 from lockstep.errors import CheckpointError, exits_are_failures
+from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.task import Task, methods_not_called
@@ -264,7 +265,9 @@ class Trainer:
     def task(self) -> Task:
         """A new object of the config's task."""
         build.seed_everything(self.config)
-        return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
+        data = self.config.data
+        cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
+        return registry.build_task(self.config.task, data.train, data.eval, cache)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

@@ -180,4 +180,5 @@ def test_metrics_that_agree_on_the_first_batch_are_not_taken_for_the_same(as_col
     scores, names = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), [f"{'my_' * as_collection}top{k}" for k in (2, 3)]
     metrics.update(scores, torch.tensor([0]))  # right by both
     metrics.update(scores, torch.tensor([2]))  # right by top-3 only
-    assert {name: float(value) for name, value in metrics.compute().items()} == dict(zip(names, (0.5, 1.0), strict=True))
+    values = {name: float(value) for name, value in metrics.compute().items()}
+    assert values == dict(zip(names, (0.5, 1.0), strict=True))

@@ -320,6 +320,23 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_bits(folder, tmp_path, ste
     assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
+def test_a_cache_of_decoded_pictures_changes_no_bit(folder, tmp_path):
+    augment = {"random_erasing": {"probability": 1.0}, "scale": [0.4, 1.0]}
+    task = {"kind": "classification", **EVERYTHING, "augment": augment, "batch_norm": "batch"}
+    settings = runs.config(
+        task=task,
+        data={"train": folder, "eval": folder},
+        batch={"global": 10},
+        train={"steps": 9, "eval_every_steps": 9},
+    )
+    results = []
+    for name, data in (("plain", {}), ("cached", {"cache": "decoded"}), ("again", {"cache": "decoded"})):
+        trainer = Trainer(settings | {"data": settings["data"] | data}, run_dir=tmp_path / name, quiet=True)
+        trainer.fit()
+        results.append(trainer.model.state_dict())
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
+
+
 # ---- what the run keeps
 
 

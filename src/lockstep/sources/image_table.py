@@ -184,8 +184,10 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
 
 def holds_pictures(path: Path) -> bool:
     """Whether a Parquet file holds pictures themselves (a column of `bytes` and `path`), not only their paths."""
-    import pyarrow.parquet
-
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        return False  # the reader of tables says what to install
     try:
         schema = pyarrow.parquet.read_schema(path)
     except (OSError, pyarrow.ArrowException):

@@ -106,9 +106,12 @@ class ClassificationPresenter(Presenter):
 
 def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
     """Lines about the samples that were read, by class, and the classes without any."""
-    counts = count_labels(classes, data.labels)
+    records = getattr(data, "records", data)
+    counts = count_labels(classes, records.labels)
     lines = [f"{name}: {len(data):,} images", f"  by class: {confusion.listed(counts)}"]
-    lines += [f"  {note}" for note in getattr(data, "notes", ())]
+    lines += [f"  {note}" for note in getattr(records, "notes", ())]
+    cache = getattr(data, "cache", None)
+    lines += [] if cache is None else [f"  {cache.summary()}"]
     absent = [label for label, count in counts.items() if not count]
     if absent:
         shown = ", ".join(absent[:_SHOWN]) + (", ..." if len(absent) > _SHOWN else "")

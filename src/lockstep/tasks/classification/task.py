@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from torch.utils.data import Dataset
 from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import eval_picture, train_picture
+from lockstep.images.cache import CacheOptions
 from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
+from lockstep.sources.decoded_images import DecodedImage, DecodedImages
 from lockstep.sources.digits import Digits
 from lockstep.sources.image_records import ImageRecord, evaluation_source, read_image_records
 from lockstep.sources.labels import count_labels
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
 Batch = dict[str, Tensor]
-Sample = ImageRecord | tuple[Tensor, int]
+Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
 
 _KEPT = "classification.json"
 _DIGITS = "digits"
@@ -72,12 +74,15 @@ class Classification(Task):
     Args:
         train, eval: `digits`, or a source of pictures: see `sources.image_records.read_image_records`. Without `eval`,
             the evaluation part of the folder `train` is used, if it has such a part.
+        cache: keep decoded pictures on disk, as `data.cache` says.
     """
 
     presenter = ClassificationPresenter
 
-    def __init__(self, options: ClassificationOptions, train: str, eval: str | None = None) -> None:
-        self.options, self.train_source = options, train
+    def __init__(
+        self, options: ClassificationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
+    ) -> None:
+        self.options, self.train_source, self.cache = options, train, cache
         self.eval_source = eval or (None if train == _DIGITS else evaluation_source(train))
         self.folder: Path | None = None
         """The folder that is kept with the run. None without a run."""
@@ -106,7 +111,7 @@ class Classification(Task):
         """The classes, and what the model expects of pictures."""
         if self.folder is not None:
             return About(**json.loads((self.folder / _KEPT).read_text()))
-        records, options = self._read(self.train_source, "train", None), self.options
+        records, options = self._records(self.train_source, "train", None), self.options
         if len(records.classes) < 2:
             what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
             raise DataError(what, where=self.train_source, remedy="give pictures of two classes or more")
@@ -130,35 +135,39 @@ class Classification(Task):
 
     # ---- data
 
-    def _read(self, source: str, split: str, classes: list[str] | None) -> Any:
+    def _records(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         if source == _DIGITS:
             return Digits(training=split == "train")
-        options = self.options
+        columns, subset = self.options.columns, self.options.subset
         return read_image_records(
             source,
             key=f"data.{split}",
-            split="train" if split == "train" else "eval",
+            split=split,
             classes=classes,
-            image=options.columns.image,
-            label=options.columns.label,
-            subset=options.subset,
+            image=columns.image,
+            label=columns.label,
+            subset=subset,
         )
 
+    def _data(self, source: str, split: Literal["train", "eval"]) -> Digits | DecodedImages:
+        records = self._records(source, split, self.classes)
+        if isinstance(records, Digits):
+            return records
+        return DecodedImages(records, channels=self.options.channels, cache=self.cache)
+
     @cached_property
-    def _train(self) -> Any:
-        return self._read(self.train_source, "train", self.classes)
+    def _train(self) -> Digits | DecodedImages:
+        return self._data(self.train_source, "train")
+
+    @cached_property
+    def _eval(self) -> Digits | DecodedImages | None:
+        return None if self.eval_source is None else self._data(self.eval_source, "eval")
 
     def train_data(self) -> Dataset[Any]:
-        data: Dataset[Any] = self._train
-        return data
+        return self._train
 
     def eval_data(self) -> Dataset[Any] | None:
-        data: Dataset[Any] | None = self._eval
-        return data
-
-    @cached_property
-    def _eval(self) -> Any:
-        return None if self.eval_source is None else self._read(self.eval_source, "eval", self.classes)
+        return self._eval
 
     # ---- the model
 
@@ -192,10 +201,10 @@ class Classification(Task):
 
     def _image(self, sample: Sample, epoch: int, training: bool) -> Tensor:
         options, default = self.options, self.about.size
-        if isinstance(sample[0], bytes):
-            picture = Picture.from_pixels(decode(sample[0], channels=options.channels))
-        else:
-            picture = Picture(sample[0])
+        pixels = sample[0]
+        if isinstance(pixels, bytes):
+            pixels = decode(pixels, channels=options.channels)
+        picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
             return train_picture(picture, options.size_at(epoch, default), options.augment).image
         size, augment = options.size_for_evaluation(default), options.augment
