@@ -7,13 +7,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
 
 app = typer.Typer(
     add_completion=False,
@@ -27,7 +30,12 @@ Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
 ]
-Nproc = Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")]
+Nproc = Annotated[
+    str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 1.")
+]
+Machine = Annotated[
+    str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How this machine runs it: lockstep presets.")
+]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
@@ -44,10 +52,22 @@ def recipes() -> None:
 
 
 @app.command()
+def presets() -> None:
+    """List the presets: how kinds of machines run a training, for --preset."""
+    from lockstep import config_preset
+
+    known = config_preset.presets()
+    wide = max(map(len, known))
+    for name, about in known.items():
+        print(f"{name:<{wide}}  {about}")
+
+
+@app.command()
 def train(
     target: Target,
     overrides: Overrides = None,
-    nproc: Nproc = "1",
+    nproc: Nproc = None,
+    preset: Machine = None,
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")
@@ -75,6 +95,7 @@ def train(
             from lockstep import config_file
 
             settings = config_file.load(target, overrides or [])
+            settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
             if not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
@@ -84,20 +105,22 @@ def train(
             *(["--run-dir", str(run_dir)] if run_dir else []),
             *(["--fresh"] if fresh else []),
             *(["--debug"] if debug else []),
+            *(["--preset", preset] if preset else []),
         ]
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         _launch(["train", target, *(overrides or []), *options], nproc, 3 if max_restarts is None else max_restarts)
 
 
 @app.command()
-def evaluate(run_dir: RunDir, nproc: Nproc = "1", debug: Debug = False) -> None:
+def evaluate(run_dir: RunDir, nproc: Nproc = None, preset: Machine = None, debug: Debug = False) -> None:
     """Evaluate the newest checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
         from lockstep import config_file
 
-        settings = config_file.read_run(run_dir)
+        settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
         if _is_launcher(nproc):
-            _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc)
+            options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
+            _launch(["evaluate", str(run_dir), *options], nproc)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
@@ -186,7 +209,11 @@ def export(
 def verify(
     target: Target,
     overrides: Overrides = None,
-    nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
+    nproc: Annotated[
+        str | None,
+        typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 2."),
+    ] = None,
+    preset: Machine = None,
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
@@ -206,6 +233,7 @@ def verify(
                 where="environment variable RANK",
                 remedy="call it without torchrun, with --nproc",
             )
+        settings, nproc = _on_machine(settings, preset, nproc, overrides or [], default="2")
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
@@ -221,6 +249,38 @@ def verify(
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:
             raise typer.Exit(3)
+
+
+def _on_machine(
+    settings: RunConfig, preset: str | None, nproc: str | None, overrides: Sequence[str] = (), default: str = "1"
+) -> tuple[RunConfig, str]:
+    """The config with the keys of a preset, and the number of ranks as text.
+
+    Args:
+        nproc: of the command line. It takes precedence over the preset's.
+        default: the number of ranks where neither the command line nor the preset gives a number.
+
+    Raises:
+        UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
+    """
+    if preset is None:
+        return settings, nproc or default
+    from lockstep import config_preset
+    from lockstep.distributed.signals import LAUNCHED
+
+    chosen = config_preset.read(preset)
+    changed = chosen.apply(settings, overrides)
+    nproc = nproc or chosen.nproc or default
+    _check_nproc(nproc)
+    if changed.device == "cuda" and "RANK" not in os.environ:
+        import torch
+
+        ranks = None if nproc == "auto" else int(nproc)
+        chosen.check_fits(changed, ranks, gpus=torch.cuda.device_count())
+    if _is_first() and LAUNCHED not in os.environ:
+        for line in chosen.notes(settings, changed):
+            print(line, file=sys.stderr, flush=True)
+    return changed, nproc
 
 
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:

@@ -22,7 +22,7 @@ from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed import signals
-from lockstep.distributed.precision import Precision
+from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
@@ -270,6 +270,7 @@ class Trainer:
     def _join(self) -> Iterator[World]:
         config = self.config
         with join_world(config.device, config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+            check_supported(config.precision, world.device)
             yield world
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:

@@ -65,7 +65,7 @@ def evaluate(
     """
     metrics, update = task_checks.metrics(task)
     if metrics is not None:
-        metrics.to(world.device)
+        update = metric_sync.place(metrics, update, world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
     shown: list[tuple[int, Any]] = []
