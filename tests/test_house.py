@@ -46,6 +46,7 @@ ALLOWED = {
         "verify",
     },
     "observe.predictions": {"errors", "atomic", "observe"},
+    "observe.progress": set(),
     "build": {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"},
     "run_directory": {
         "errors",
@@ -95,6 +96,7 @@ ALLOWED = {
         "distributed",
         "checkpoint",
         "observe.predictions",
+        "observe.progress",
         "trainer",
         "run_directory",
         "verify",

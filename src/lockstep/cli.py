@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,7 @@ from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_fail
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.trainer import Trainer
 
 app = typer.Typer(
     add_completion=False,
@@ -38,6 +40,21 @@ Machine = Annotated[
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
+
+
+class OnError(enum.StrEnum):
+    """What happens if an input cannot be read."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+_POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
+    None: None,
+    OnError.RAISE: "raise",
+    OnError.SKIP: "skip",
+}
+_NAMED = 10  # inputs that could not be read are named up to this number
 
 
 @app.command()
@@ -137,31 +154,75 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[INPUT]...",
-            help="Files; for text also texts, and - for standard input. Without INPUT: samples of the evaluation data.",
+            help="For images: files, folders and patterns such as 'photos/**/*.jpg'. For text: files, texts, and - for "
+            "standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
+    on_error: Annotated[
+        OnError | None,
+        typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
+    ] = None,
+    nproc: Nproc = None,
+    preset: Machine = None,
     debug: Debug = False,
 ) -> None:
-    """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
+    """Predict with the newest checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
     with _reporting(debug):
         from lockstep import config_file
         from lockstep.observe import predictions
 
         settings = config_file.read_run(run_dir)
+        if top_k is not None:
+            settings = config_file.with_task_option(settings, "top_k", top_k, where="--top-k")
         if out is not None:
-            predictions.check(out)  # before anything is computed
+            predictions.check(out, skips=on_error == "skip")  # before anything is computed
+        settings, nproc = _on_machine(settings, preset, nproc)
+        if _is_launcher(nproc):
+            given = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
+            options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+            _launch(["predict", *options, *(["--debug"] if debug else []), "--", str(run_dir), *(inputs or [])], nproc)
+            return
         from lockstep.trainer import Trainer
 
-        described = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
-        if out is None:
-            for row in described:
-                print(predictions.text(row))
-        else:
-            left_out = predictions.write(out, described)
-            lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
-            print(f"{len(described)} predictions: {out}{lacking}", file=sys.stderr)
+        _predict(Trainer(settings, run_dir=run_dir), inputs or [], samples, out, on_error)
+
+
+def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
+    """Predict, write each prediction as it comes, and say on stderr what was written and what could not be read."""
+    from lockstep.observe import predictions, progress
+
+    unreadable: list[str] = []
+    count = 0
+    # Where the predictions themselves go to the terminal, they show the progress.
+    has_bar = _is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
+    with contextlib.ExitStack() as stack:
+        # Other ranks pass no predictions on.
+        rows = stack.enter_context(predictions.opened(out)) if _is_first() else None
+        bar = stack.enter_context(progress.bar("predicting", shown=has_bar))
+
+        def add(row: dict[str, Any], readable: bool) -> None:
+            nonlocal count
+            count += readable
+            if not readable:
+                unreadable.append(row["error"])
+            if rows is not None:
+                rows.add(row, readable)
+            bar.advance()
+
+        trainer.describe_each(add, inputs, samples, on_error=_POLICY[on_error], begin=bar.begin)
+    if rows is not None and out is not None:
+        lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
+        print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
+    if unreadable:
+        more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        listed = "\n  ".join(unreadable[:_NAMED])
+        print(
+            f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read:\n  {listed}{more}",
+            file=sys.stderr,
+        )
 
 
 @app.command()

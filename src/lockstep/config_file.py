@@ -76,6 +76,22 @@ def read_run(run_dir: Path) -> RunConfig:
     return parse(_of_today(read_yaml(path)), str(path), needs_task=False)
 
 
+def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
+    """`config` with another value of an option of its task.
+
+    Args:
+        where: the place of the value, for errors.
+
+    Raises:
+        UsageError: this kind of task has no such option, or not such a value. (A user's own class says so when it is
+            made.)
+    """
+    task, problems = _check_task(config.task | {key: value}, lambda _: where)
+    if task is None:
+        raise UsageError("\n  ".join(["the configuration has errors:", *problems]))
+    return config.model_copy(update={"task": task})
+
+
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:
     """What an earlier version of Lockstep recorded, with today's keys: `log.tensorboard` became `log.writers`."""
     log = values.get("log")

@@ -189,7 +189,7 @@ class MicroBatches(Dataset[MicroBatch]):
         return DataError(
             f"sample {index} cannot be read: {type(error).__name__}: {error}",
             where=self._name(index),
-            remedy="repair or remove it, or set data.on_error=skip to train without it",
+            remedy="repair or remove it, or set data.on_error=skip (predict: --on-error skip) to go on without it",
         )
 
     def _name(self, index: int) -> str:

@@ -54,6 +54,8 @@ class Presenter:
         """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
         return {}
 
+    show.default = show  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """A text about an evaluation, for the log. An empty text is not logged.
 

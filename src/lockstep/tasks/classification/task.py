@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -13,7 +12,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from lockstep.errors import DataError
-from lockstep.sources.images import DIGITS_CLASSES, Digits, Images, LabelledImage, image_folder
+from lockstep.sources.images import DIGITS_CLASSES, IMAGE_SUFFIXES, Digits, Images, LabelledImage, image_folder
+from lockstep.sources.input_files import find_files
 from lockstep.tasks.classification.convnet import ConvNet
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.presenter import Presenter
@@ -26,12 +26,12 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ClassificationPresenter(Presenter):
-    """Shows the most probable class. INPUT arguments are image files."""
+    """Shows the most probable class. INPUT arguments are image files, folders and patterns."""
 
     task: Classification
 
     def inputs(self, arguments: Sequence[str]) -> Images:
-        paths = [Path(name) for name in arguments]
+        paths = find_files(arguments, IMAGE_SUFFIXES)
         return Images(paths, [-1] * len(paths), size=self.task.image_size, channels=self.task.options.channels)
 
     def describe(self, output: Tensor) -> dict[str, Any]:
