@@ -27,6 +27,7 @@ class Presenter:
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """Samples from the INPUT arguments of `lockstep predict`.
 
+        Every rank calls this, and finds the same samples.
         They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data
         set names the source of a sample.
 
