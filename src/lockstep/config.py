@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, model_validator
@@ -307,7 +307,8 @@ class RunConfig(Section):
     name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"
     """Name of the run directory in `runs/`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    device: Annotated[Literal["auto", "cpu", "cuda"], DOES_NOT_DETERMINE] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], DOES_NOT_DETERMINE] = "auto"
+    """auto: a GPU of CUDA for each rank where there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
     task: dict[str, Any] = Field(default_factory=dict)
     """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
@@ -333,6 +334,24 @@ def training_keys(config: RunConfig) -> dict[str, Any]:
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of the keys that determine the training, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(training_keys(config), sort_keys=True).encode()).hexdigest()
+
+
+def all_keys(
+    section: type[BaseModel] = RunConfig, prefix: str = "", otherwise: bool = True
+) -> Iterator[tuple[str, bool]]:
+    """The dotted path of each key that the config may have, and whether the key determines the training.
+
+    Args:
+        prefix: the path of `section`, with a dot at its end.
+        otherwise: whether keys of `section` without a marker determine the training.
+    """
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        counts = determines(field.metadata, otherwise)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from all_keys(field.annotation, f"{path}.", counts)
+        else:
+            yield path, counts
 
 
 def _training_keys(section: BaseModel, prefix: str, otherwise: bool) -> dict[str, Any]:

@@ -9,8 +9,9 @@ generalised Feistel network on Z_a x Z_b with cycle walking; the round function 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ Indices = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
 _BLOCK = 8192
+_WINDOW = 128  # micro-batches of a prediction that are cut together, where samples are sorted by length
 
 
 def derive_seed(*words: int, state: int = 0) -> int:
@@ -222,11 +224,27 @@ class EvaluationPlan:
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
 
-    def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
-        """plans[rank][micro-batch], the same number for each of `world` ranks.
+    def in_turns(self, rank: int, world: int) -> Iterator[MicroBatchPlan]:
+        """The micro-batches of one rank, where `world` ranks take the micro-batches in turn.
 
-        Each rank gets a consecutive part of the micro-batches of a single process.
+        Every rank has the same number of them. After each turn the outputs of the first samples are complete, up to a
+        window of samples: samples of similar length share a micro-batch only within such a window. So outputs can be
+        written in the order of the samples while the others are computed. The micro-batches do not depend on `world`.
         """
+        micros = self._in_windows()
+        while turn := list(itertools.islice(micros, world)):
+            yield MicroBatchPlan(turn[rank], 0, False) if rank < len(turn) else MicroBatchPlan((0,), 0, True)
+
+    def _in_windows(self) -> Iterator[tuple[int, ...]]:
+        window = self.micro_batch * _WINDOW
+        for start in range(0, self.length, window):
+            lengths = None if self.lengths is None else self.lengths[start : start + window]
+            part = EvaluationPlan(min(window, self.length - start), self.micro_batch, lengths)
+            for indices in part._micro_batches():
+                yield tuple(start + index for index in indices)
+
+    def _micro_batches(self) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch of a single process, in its order."""
         order = (
             np.arange(self.length)
             if self.lengths is None
@@ -237,6 +255,14 @@ class EvaluationPlan:
         ]
         if self.lengths is not None and micros:
             micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]
+        return micros
+
+    def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
+        """plans[rank][micro-batch], the same number for each of `world` ranks.
+
+        Each rank gets a consecutive part of the micro-batches of a single process.
+        """
+        micros = self._micro_batches()
         per_rank = -(-len(micros) // world)
         ranks: list[list[MicroBatchPlan]] = []
         for rank in range(world):

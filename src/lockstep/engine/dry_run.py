@@ -45,7 +45,7 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
             otherwise specialise on the shapes of these few samples.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [world.device] if world.device.type == "cuda" else []
+    devices = [world.device] if world.device.type in ("cuda", "mps") else []
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
@@ -146,7 +146,7 @@ def look_at_evaluation(
     messages = []
     if metrics is not None:
         messages += _check_shape(output, len(micro_batch.indices))
-        metrics.to(world.device)
+        update = metric_sync.place(metrics, update, world.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # metrics warn of classes that these few samples lack
             update(metrics, output, micro_batch.batch)

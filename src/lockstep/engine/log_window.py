@@ -125,7 +125,7 @@ class LogWindow:
         losses = [loss for result in self.results for by_head in result.losses for loss in by_head.values()]
         norms = [result.grad_norm for result in self.results if result.grad_norm is not None and result.applied]
         # One tensor for all, so that the device is read once.
-        if not losses or bool(torch.stack([value.double() for value in (*losses, *norms)]).isfinite().all()):
+        if not losses or bool(_as_float64([*losses, *norms]).isfinite().all()):
             return None
         for result in self.results:
             for indices, by_head in zip(result.indices, result.losses, strict=False):
@@ -171,4 +171,11 @@ def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def _total(values: list[Tensor]) -> float:
-    return float(torch.stack(values).double().sum()) if values else 0.0
+    return float(_as_float64(values).sum()) if values else 0.0
+
+
+def _as_float64(values: list[Tensor]) -> Tensor:
+    """Scalars on a device as one tensor of float64: on their device, or on the CPU if the device is mps."""
+    if values[0].device.type == "mps":  # it has no float64
+        return torch.stack([value.float() for value in values]).cpu().double()
+    return torch.stack([value.double() for value in values])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +65,7 @@ class PictureFiles:
 
     def path(self, index: int) -> str:
         """The path of a picture."""
-        return os.path.join(self.root, self.names[index])
+        return os.path.join("" if self.root == Path() else self.root, self.names[index])
 
     def read(self, index: int) -> bytes:
         try:
@@ -171,33 +170,3 @@ def _pictures_below(folder: Path) -> list[str]:
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
         found += [prefix + name for name in files if is_picture(name)]
     return sorted(found)
-
-
-def find_pictures(arguments: Sequence[str]) -> list[str]:
-    """The picture files that arguments of a command name, in the order of the arguments.
-
-    Args:
-        arguments: files (of any suffix), folders (all pictures below, sorted by path) and patterns with `*`, `?`, `[]`
-            or `**` (sorted by path).
-
-    Raises:
-        DataError: an argument names nothing, or a folder without a picture.
-    """
-    return [path for argument in arguments for path in _named_by(argument)]
-
-
-def _named_by(argument: str) -> Iterator[str]:
-    if os.path.isfile(argument):
-        yield argument
-        return
-    if os.path.isdir(argument):
-        found = [os.path.join(argument, name) for name in _pictures_below(Path(argument))]
-        what, remedy = "no picture in this folder", _remedy(Path(argument))
-    else:
-        found = sorted(path for path in glob.glob(argument, recursive=True) if os.path.isfile(path))
-        parent = Path(argument).parent
-        hint = did_you_mean(Path(argument).name, os.listdir(parent)) if parent.is_dir() else ""
-        what, remedy = "no such file or folder", f"{hint}Give picture files, folders or patterns such as 'DIR/*.jpg'"
-    if not found:
-        raise DataError(what, where=argument, remedy=remedy)
-    yield from found

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataError, did_you_mean
 from lockstep.sources import image_files, image_shards, image_table
 from lockstep.sources.image_files import PictureFiles, Pictures
+from lockstep.sources.input_files import find_files
 from lockstep.sources.labels import match_labels
 from lockstep.sources.table import Source
 
@@ -277,7 +278,8 @@ def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
     The labels are -1. The order is that of the arguments, and within one of them that of the paths.
 
     Raises:
-        DataError: an argument names nothing, or shards stand beside files.
+        DataError: shards stand beside files.
+        UsageError: an argument names nothing.
     """
     shards = [argument for argument in arguments if image_shards.names_shards(argument)]
     if shards:
@@ -286,5 +288,5 @@ def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
             raise DataError("shards are not read together with other arguments", where=shards[0], remedy=remedy)
         pictures, _, codes, notes = image_shards.read_shards(shards[0], label="label", labelled=False)
         return ImageRecords(pictures, np.full(len(codes), -1), [], notes)
-    paths = image_files.find_pictures(arguments)
+    paths = [str(path) for path in find_files(arguments, image_files.SUFFIXES)]
     return ImageRecords(PictureFiles(Path(), paths), np.full(len(paths), -1), [])

@@ -27,6 +27,7 @@ class Presenter:
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """Samples from the INPUT arguments of `lockstep predict`.
 
+        Every rank calls this, and finds the same samples.
         They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data
         set names the source of a sample.
 
@@ -53,6 +54,8 @@ class Presenter:
     def show(self, sample: Any) -> dict[str, Any]:
         """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
         return {}
+
+    show.default = show  # type: ignore[attr-defined]  # see `data.loader.is_default`
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """A text about an evaluation, for the log. An empty text is not logged.

@@ -63,6 +63,12 @@ def verify(
         )
     if steps is not None and steps < _FEWEST_STEPS:
         raise UsageError(f"{steps} steps are too few", where="--steps", remedy=f"give {_FEWEST_STEPS} or more")
+    if config["device"] == "mps":
+        raise UsageError(
+            "verify trains in float64 and on several ranks, and mps has neither",
+            where="device=mps",
+            remedy="use device=cpu: the checks are about the training, and not about the device",
+        )
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
     start = time.perf_counter()
