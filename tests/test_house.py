@@ -208,6 +208,7 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.config_file",
         "import lockstep.tasks.text.options",
         "import lockstep.images.options",
+        "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
     ],
 )

@@ -136,10 +136,8 @@ class ConvNetModels:
         if not isinstance(width, int) or isinstance(width, bool) or width < 4 or width % 4:
             remedy = "use a multiple of 4, at least 4"
             raise UsageError(f"{width!r} channels", where="task.scratch.sizes.width", remedy=remedy)
-        if size < 4:
-            remedy = "the nearest that it can is 4"
-            raise UsageError(f"{CONVNET} cannot take pictures of {size} pixels", where="task.image_size", remedy=remedy)
-        return ConvNet(self.options.channels, len(classes), size, width), []
+        smallest = self.options.all_sizes(size)[0]
+        return ConvNet(self.options.channels, len(classes), smallest, width), []
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass

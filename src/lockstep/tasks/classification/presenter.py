@@ -46,6 +46,11 @@ class ClassificationPresenter(Presenter):
         label = int(sample[1])
         return self.task.classes[label] if label >= 0 else None
 
+    def picture(self, sample: Sample, prepared: Mapping[str, Any], output: Tensor | None) -> Any:
+        """The image of a prepared sample as people see it: uint8 (height, width, 3)."""
+        image: Tensor = prepared["images"]
+        return image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """Precision, recall and F1 by class, and the confusion matrix; of many classes the most frequent confusions."""
         counts, classes = values.get("confusion"), self.task.classes
