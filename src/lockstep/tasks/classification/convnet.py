@@ -12,8 +12,8 @@ class ConvNet(nn.Module):
     (batch, channels, height, width) -> (batch, classes) logits.
 
     Args:
-        image_size: height and width in pixels of the smallest images. A quarter of it, but at most 7, is the side of the
-            grid. Larger images give the same grid.
+        image_size: height and width in pixels of the smallest images. The side of the grid is a quarter of it, but at
+            most 7. Larger images give the same grid.
         width: channels after the first convolution.
     """
 
