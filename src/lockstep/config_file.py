@@ -208,10 +208,10 @@ def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
     """A copy of `value` in the types of YAML (tuples become lists), so that YAML reads it back unchanged."""
     if isinstance(value, Mapping):
-        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
-        return {
-            key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)
-        }
+        # An epoch may be a key: `batch.micro: {0: 256, 20: 128}`. A bool is an int: YAML reads `yes` as True.
+        known = {key: type(key) in (str, int) for key in value}
+        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not known[key]]
+        return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if known[key]}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}{number}.", where, problems) for number, item in enumerate(value)]
     if value is not None and type(value) not in (bool, int, float, str):
