@@ -32,6 +32,12 @@ def _best(text: str) -> str:
     return text
 
 
+def _from_epoch_0(by_epoch: dict[int, int]) -> dict[int, int]:
+    if 0 not in by_epoch or min(by_epoch) < 0:
+        raise ValueError("gives no value for epoch 0; write {0: 256, 20: 128}, with epochs that are counted from 0")
+    return dict(sorted(by_epoch.items()))
+
+
 class DataConfig(Section):
     """The training and evaluation data."""
 
@@ -71,8 +77,14 @@ class BatchConfig(Section):
 
     global_: PositiveInt | None = Field(None, alias="global")
     """Samples of an update. None: 32."""
-    micro: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Largest number of samples of a forward pass. None: as few forward passes as possible."""
+    micro: Annotated[
+        PositiveInt | Annotated[dict[int, PositiveInt], AfterValidator(_from_epoch_0)] | None, DOES_NOT_DETERMINE
+    ] = None
+    """Largest number of samples of a forward pass. None: as few forward passes as possible.
+
+    `{0: 256, 20: 128}`: 256 samples from epoch 0 on, and 128 samples from epoch 20 on. Epochs are counted from 0.
+    Evaluations use the smallest of these numbers.
+    """
     per_rank: PositiveInt | None = None
     """Samples of a forward pass on each rank."""
     accumulate: PositiveInt | None = None
@@ -86,11 +98,17 @@ class BatchConfig(Section):
             raise ValueError("accumulate needs per_rank")
         if self.micro and self.per_rank:
             raise ValueError("per_rank is the micro-batch; leave micro out")
-        if self.micro and self.micro > (self.global_ or _GLOBAL_BATCH):
+        largest = max(self.micro.values()) if isinstance(self.micro, dict) else self.micro
+        if largest and largest > (self.global_ or _GLOBAL_BATCH):
             raise ValueError(
-                f"micro ({self.micro}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
+                f"micro ({largest}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
             )
         return self
+
+    @property
+    def smallest_micro(self) -> int | None:
+        """The smallest number that `micro` has for any epoch."""
+        return min(self.micro.values()) if isinstance(self.micro, dict) else self.micro
 
     def resolve(self, world: int) -> BatchConfig:
         """This section with `global` and `micro` as numbers, for a first launch on `world` ranks."""

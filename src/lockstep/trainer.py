@@ -120,7 +120,7 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        asked = build.asked_micro_batch(self.config, world)
+        asked = build.asked_micro_batches(self.config, world)
         micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.order import MicroBatchPlan, StepPlan, count_micro_batches, derive_seed
+from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
@@ -290,9 +290,9 @@ class StepIterator:
         return next(self._steps)
 
     def halve(self, step: int) -> None:
-        """Begin again at `step` with the same samples, in micro-batches of half the size."""
+        """Begin again at `step` with the same samples, in micro-batches of half the size. No later ones are larger."""
         self._steps.close()
-        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch // 2))
+        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch_at(step) // 2))
         self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
 
@@ -304,8 +304,7 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
-            count = count_micro_batches(plan.samples(step), plan.world, plan.micro_batch)
-            yield list(itertools.islice(micro_batches, count))
+            yield list(itertools.islice(micro_batches, plan.count(step)))
 
 
 class _Order(torch.utils.data.Sampler[MicroBatchPlan]):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -91,6 +91,16 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     return places.astype(np.int64).reshape(np.shape(positions))
 
 
+def at_epoch(values: Mapping[int, int], epoch: int) -> int:
+    """The value of a step function of the epoch.
+
+    Args:
+        values: from an epoch, counted from 0, to the value that holds from this epoch on. It has a value for epoch 0.
+        epoch: counted from 0.
+    """
+    return values[max(first for first in values if first <= epoch)]
+
+
 class MicroBatchPlan(NamedTuple):
     """The samples of one micro-batch."""
 
@@ -151,7 +161,7 @@ class StepPlan:
     global_batch: int
     """Samples per step, over all ranks."""
     micro_batch: int
-    """Most samples in a forward pass."""
+    """Most samples in a forward pass, in every epoch."""
     world: int = 1
     """Number of ranks."""
     seed: int = 0
@@ -160,6 +170,8 @@ class StepPlan:
     """Leave out the last, partial global batch of each epoch."""
     lengths: npt.NDArray[np.integer] | None = None
     """Length of each sample (such as tokens), if known: samples of similar length then share a micro-batch."""
+    micro_by_epoch: Mapping[int, int] | None = None
+    """Most samples in a forward pass from an epoch on, see `at_epoch`. `micro_batch` limits all of them."""
     _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
 
     @property
@@ -172,14 +184,23 @@ class StepPlan:
         start = (step % self.steps_per_epoch) * self.global_batch
         return min(self.global_batch, self.length - start)
 
+    def micro_batch_at(self, step: int) -> int:
+        """Most samples in a forward pass of step `step`."""
+        if self.micro_by_epoch is None:
+            return self.micro_batch
+        return min(self.micro_batch, at_epoch(self.micro_by_epoch, step // self.steps_per_epoch))
+
+    def count(self, step: int) -> int:
+        """Number of micro-batches of each rank in step `step`."""
+        return count_micro_batches(self.samples(step), self.world, self.micro_batch_at(step))
+
     def smallest_micro_batch(self) -> tuple[int, int]:
-        """Size of the smallest micro-batch of an epoch (without fillers), and the first step of such a micro-batch."""
+        """Size of the smallest micro-batch of the training (without fillers), and the first step that has it."""
         sizes = []
-        for step in (0, self.steps_per_epoch - 1):
-            count = self.samples(step)
-            sizes.append(
-                (max(1, count // (self.world * count_micro_batches(count, self.world, self.micro_batch))), step)
-            )
+        for epoch in self.micro_by_epoch or (0,):
+            for step in (0, self.steps_per_epoch - 1):
+                step += epoch * self.steps_per_epoch
+                sizes.append((max(1, self.samples(step) // (self.world * self.count(step))), step))
         return min(sizes)
 
     def indices(self, step: int) -> tuple[Indices, int]:
@@ -200,7 +221,7 @@ class StepPlan:
         """The micro-batches of one rank in step `step`."""
         indices, epoch = self.indices(step)
         lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
-        return split_for_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
+        return split_for_rank(indices, epoch, self.world, self.micro_batch_at(step), rank, lengths)
 
     def _block(self, epoch: int, number: int) -> Indices:
         # A step takes a few dozen positions. Computing thousands at once spreads NumPy's cost per call over many steps.

@@ -70,6 +70,14 @@ class Presenter:
 
     report.default = report  # type: ignore[attr-defined]  # see `data.loader.is_default`
 
+    def epoch_header(self, epoch: int) -> str:
+        """What the log says of the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+
+        Args:
+            epoch: counted from 0, as `Task.prepare` gets it.
+        """
+        return ""
+
     def log_header(self) -> list[str]:
         """Lines about the data and the model, for the head of the log."""
         return []
