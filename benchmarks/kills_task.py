@@ -24,4 +24,6 @@ class Digits(Classification):
     """Numbers as in recipes/digits.yaml."""
 
     def __init__(self, train="digits", eval="digits", width=32):
-        super().__init__(ClassificationOptions(channels=1, width=width, shift=1), train, eval)
+        augment = {"crop": "shift", "shift": 1, "flip": 0, "fill": 0}
+        options = {"channels": 1, "scratch": {"sizes": {"width": width}}, "augment": augment}
+        super().__init__(ClassificationOptions.model_validate(options), train, eval)

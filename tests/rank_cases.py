@@ -113,6 +113,37 @@ def evaluate_and_predict(lengths, micro):
     return answers
 
 
+def predict_each_of_files(length, broken, micro):
+    """(index, None) of each sample in the order in which outputs come, or (index, the reason) if it cannot be read."""
+    from lockstep.data.loader import Loader, MicroBatches
+    from lockstep.data.order import EvaluationPlan
+    from lockstep.distributed.precision import Precision
+    from lockstep.distributed.world import join_world
+    from lockstep.engine.evaluate import Unreadable, predict_each
+
+    class Predicting(own_tasks.FromFiles):
+        def predict(self, model, batch):
+            return batch[0]
+
+    task = Predicting(length, broken)
+    with join_world("cpu") as world:
+        micro_batches = MicroBatches(task.files, task, 0, training=False, on_error="skip")
+        each = predict_each(
+            task,
+            Forward(task.model(), task.loss),
+            Loader(micro_batches, 0, world.device),
+            plan=EvaluationPlan(length, micro),
+            world=world,
+            precision=Precision("fp32", world.device),
+        )
+        answers = []
+        for index, output in each:
+            is_bad = isinstance(output, Unreadable)
+            assert is_bad or torch.equal(output, task.files[index][0])
+            answers.append((index, output.what if is_bad else None))
+        return answers
+
+
 def evaluate_run(run_dir, kind, options, strategy="ddp"):
     return Trainer(runs.config(parallel={"strategy": strategy}), run_dir=Path(run_dir), quiet=True).evaluate(
         getattr(own_tasks, kind)(**options)
@@ -321,6 +352,23 @@ def command(*arguments):
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.stderr
     return done.stdout
+
+
+def refusal(*arguments):
+    """What the command line says on this rank of something that it refuses."""
+    from typer.testing import CliRunner
+
+    from lockstep.cli import app
+
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code
+    return done.stderr
+
+
+def refusal_with_other_files(run_dir, folder):
+    """Predict where each rank finds other files in the same folder."""
+    files = sorted(Path(folder).iterdir())[: 1 + int(os.environ["RANK"])]
+    return refusal("predict", run_dir, *files)
 
 
 def fit_with_equal_neighbours(settings, neighbours):

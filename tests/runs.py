@@ -73,7 +73,7 @@ def fit_in_memory(task, settings):
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
         config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        micro_batch = build.asked_micro_batch(config, world)
+        micro_batch = max(size for _, size in build.asked_micro_batches(config, world))
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
         intervals = build.intervals(config, prepared.plan)
         hooks = loop.Hooks()

@@ -77,18 +77,18 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
 
 
 def test_all_errors_are_told_at_once(call):
-    done = call("train", "digits", "optim.lrr=1", "train.epochs=x", "task.widht=3", "seeed=1")
-    for expected in ("optim.lr?", "train.epochs", "task.width?", "did you mean seed?"):
+    done = call("train", "digits", "optim.lrr=1", "train.epochs=x", "task.chanels=3", "seeed=1")
+    for expected in ("optim.lr?", "train.epochs", "task.channels?", "did you mean seed?"):
         assert expected in done.stderr
 
 
 def test_missing_data_exits_with_1_and_names_the_folder(call, tmp_path):
-    done = call("train", "image_folder", "data.train=nowhere")
+    done = call("train", "image_folder", "data.train=./nowhere")
     assert done.exit_code == 1
-    assert "nowhere: no such folder" in done.stderr
+    assert "nowhere: no such file or folder" in done.stderr
     (tmp_path / "empty" / "cats").mkdir(parents=True)
     # The failed start trained nothing, so its directory is free for another config.
-    assert "no images found" in call("train", "image_folder", "data.train=empty").stderr
+    assert "cats: no picture in a class folder" in call("train", "image_folder", "data.train=./empty").stderr
 
 
 def test_debug_shows_the_traceback_of_a_known_error(call):

@@ -265,7 +265,7 @@ def test_keys_are_shown_as_they_are_written():
         ({"log": {"writers": [3]}}, "log.writers.0", "3"),
         ({"task": {"kind": "toy", "hidden": "wide"}}, "task.hidden", "'wide'"),
         ({"task": {"kind": "classification", "channels": 2}}, "task.channels", "2"),
-        ({"task": {"kind": "classification", "width": 10}}, "task.width", "10"),
+        ({"task": {"kind": "classification", "top_k": 0}}, "task.top_k", "0"),
         ({"task": "toy"}, "task", "'toy'"),
     ],
 )
@@ -705,7 +705,7 @@ def test_the_keys_that_determine_a_training_are_these():
     assert keys == {
         "seed",
         "precision",
-        *(f"data.{key}" for key in ("train", "eval", "on_error", "drop_last")),
+        *(f"data.{key}" for key in ("train", "eval", "on_error", "drop_last", "cache_size")),
         *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
         *(f"train.{key}" for key in ("ema_decay", "init_from", "init_skip", "unfreeze")),
         *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),

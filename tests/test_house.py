@@ -24,17 +24,19 @@ ALLOWED = {
     "engine.schedule": set(),
     "distributed": {"errors"},
     "data": {"errors", "atomic", "locks", "data"},
-    "sources": {"errors", "data.order"},
+    "sources": {"errors", "atomic", "locks", "data.order", "data", "images"},
+    "images": {"errors", "atomic", "locks", "config_section"},
     "checkpoint": {"errors", "atomic", "distributed"},
     "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
     "observe": {"errors", "atomic", "plugins", "observe"},
     "tasks.task": {"errors", "tasks.presenter"},
     "tasks.presenter": {"errors"},
     "tasks.registry": {"errors", "plugins", "tasks"},
-    "tasks": {"errors", "atomic", "plugins", "config_section", "data", "sources", "tasks"},
+    "tasks": {"errors", "atomic", "plugins", "config_section", "data", "images", "sources", "tasks"},
     "config_section": set(),
     "config": {"config_section"},
     "config_file": {"errors", "config", "config_section", "tasks.registry"},
+    "config_preset": {"errors", "config", "config_file"},
     "verify": {
         "errors",
         "atomic",
@@ -49,6 +51,7 @@ ALLOWED = {
         "verify",
     },
     "observe.predictions": {"errors", "atomic", "observe"},
+    "observe.progress": set(),
     "build": COMPOSED,
     "run_directory": {
         "errors",
@@ -63,14 +66,16 @@ ALLOWED = {
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
     "training_run": {*COMPOSED, "build", "run_directory", "resume"},
-    "trainer": {*COMPOSED, "config_file", "build", "run_directory", "resume", "training_run"},
+    "trainer": {*COMPOSED, "config_file", "images", "build", "run_directory", "resume", "training_run"},
     "__main__": {"cli"},
     "cli": {
         "errors",
         "config_file",
+        "config_preset",
         "distributed",
         "checkpoint",
         "observe.predictions",
+        "observe.progress",
         "trainer",
         "run_directory",
         "verify",
@@ -152,7 +157,14 @@ def test_imports_are_found_however_they_are_written(tmp_path):
 
 def test_only_the_composition_root_and_the_command_line_know_the_config():
     knowing = {module for module, path in MODULES.items() if {"config", "config_file"} & set(imports(path))}
-    assert knowing - {"config_file"} == {"trainer", "training_run", "run_directory", "build", "resume", "cli"}
+    assert knowing - {"config_file", "config_preset"} == {
+        "trainer",
+        "training_run",
+        "run_directory",
+        "build",
+        "resume",
+        "cli",
+    }
 
 
 def test_only_distributed_knows_torch_distributed():
@@ -172,6 +184,8 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.config",
         "import lockstep.config_file",
         "import lockstep.tasks.text.options",
+        "import lockstep.images.options",
+        "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
     ],
 )

@@ -11,6 +11,7 @@ import lockstep
 from tests import runs
 
 PACKAGE = Path(lockstep.__file__).parent
+AUGMENT = {"crop": "shift", "shift": 1, "flip": 0, "fill": 0}  # as in recipes/digits.yaml
 STEP = 6  # the step that is traced, counted from 1: neither the first step nor a step that logs
 
 
@@ -53,7 +54,7 @@ def walk(run_dir):
     loop.train_step = traced
     try:
         settings = runs.config(
-            task={"kind": "classification", "channels": 1, "shift": 1},
+            task={"kind": "classification", "channels": 1, "augment": AUGMENT},
             data={"train": "digits", "eval": "digits"},
             batch={"global": 64},
             optim={"clip_norm": 1.0},

@@ -314,15 +314,20 @@ def make_optimizer(
 # ---- the data
 
 
-def asked_micro_batch(config: RunConfig, world: World) -> int:
-    """The size of micro-batches, in samples, that the config asks for."""
+def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
+    """The sizes of micro-batches that the config asks for: pairs of an epoch and the size in samples from it on."""
     batch = config.batch
     global_batch = batch.global_ or 1
-    return min(batch.micro or global_batch, -(-global_batch // world.data_size))
+    by_epoch = batch.micro if isinstance(batch.micro, dict) else {0: batch.micro or global_batch}
+    whole = -(-global_batch // world.data_size)
+    return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
 
 
 def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
     """Which samples every step takes.
+
+    Args:
+        micro_batch: largest number of samples in a forward pass, also where the config asks for more.
 
     Raises:
         DataError: the data set is empty, or smaller than the only batch of an epoch.
@@ -337,7 +342,14 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
             f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
         )
     return StepPlan(
-        length, global_batch, micro_batch, world.data_size, config.seed, config.data.drop_last, _sample_lengths(data)
+        length,
+        global_batch,
+        micro_batch,
+        world.data_size,
+        config.seed,
+        config.data.drop_last,
+        _sample_lengths(data),
+        config.batch.micro if isinstance(config.batch.micro, dict) else None,
     )
 
 
@@ -357,7 +369,7 @@ def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[A
         data = required_evaluation_data(task)
     else:
         data = task_checks.data(data, "the data to predict")
-    micro_batch = config.batch.micro or min(config.batch.global_ or 32, 256)
+    micro_batch = config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
     plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data))  # type: ignore[arg-type]
     return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
 
@@ -396,6 +408,7 @@ def intervals(config: RunConfig, plan: StepPlan) -> Intervals:
         save=checkpoint.every_steps or 2**62,
         save_s=60 * (checkpoint.every_minutes or 0),
         save_evaluated=checkpoint.keep_best is not None,
+        epoch_lines=train.steps is None and plan.steps_per_epoch >= config.log.every_steps,
     )
 
 

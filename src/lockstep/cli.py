@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +18,7 @@ from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_fail
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.trainer import Trainer
 
 app = typer.Typer(
     add_completion=False,
@@ -30,13 +32,33 @@ Target = Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
 ]
-Nproc = Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")]
+Nproc = Annotated[
+    str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 1.")
+]
+Machine = Annotated[
+    str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How this machine runs it: lockstep presets.")
+]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Cold = Annotated[
     bool,
     typer.Option("--cold", help="Start each rank as a new interpreter that imports torch itself."),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
+
+
+class OnError(enum.StrEnum):
+    """What happens if an input cannot be read."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
+_POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
+    None: None,
+    OnError.RAISE: "raise",
+    OnError.SKIP: "skip",
+}
+_NAMED = 10  # inputs that could not be read are named up to this number
 
 
 @app.command()
@@ -51,10 +73,22 @@ def recipes() -> None:
 
 
 @app.command()
+def presets() -> None:
+    """List the presets: how kinds of machines run a training, for --preset."""
+    from lockstep import config_preset
+
+    known = config_preset.presets()
+    wide = max(map(len, known))
+    for name, about in known.items():
+        print(f"{name:<{wide}}  {about}")
+
+
+@app.command()
 def train(
     target: Target,
     overrides: Overrides = None,
-    nproc: Nproc = "1",
+    nproc: Nproc = None,
+    preset: Machine = None,
     run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")
@@ -83,6 +117,7 @@ def train(
             from lockstep import config_file
 
             settings = config_file.load(target, overrides or [])
+            settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
             if not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
@@ -92,6 +127,7 @@ def train(
             *(["--run-dir", str(run_dir)] if run_dir else []),
             *(["--fresh"] if fresh else []),
             *(["--debug"] if debug else []),
+            *(["--preset", preset] if preset else []),
         ]
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         restarts = 3 if max_restarts is None else max_restarts
@@ -100,14 +136,17 @@ def train(
 
 
 @app.command()
-def evaluate(run_dir: RunDir, nproc: Nproc = "1", cold: Cold = False, debug: Debug = False) -> None:
+def evaluate(
+    run_dir: RunDir, nproc: Nproc = None, preset: Machine = None, cold: Cold = False, debug: Debug = False
+) -> None:
     """Evaluate the newest checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
         from lockstep import config_file
 
-        settings = config_file.read_run(run_dir)
+        settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
         if _is_launcher(nproc):
-            _launch(["evaluate", str(run_dir), *(["--debug"] if debug else [])], nproc, settings, cold=cold)
+            options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
+            _launch(["evaluate", str(run_dir), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
@@ -124,31 +163,77 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[INPUT]...",
-            help="Files; for text also texts, and - for standard input. Without INPUT: samples of the evaluation data.",
+            help="For images: files, folders and patterns such as 'photos/**/*.jpg'. For text: files, texts, and - for "
+            "standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
     out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
+    on_error: Annotated[
+        OnError | None,
+        typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
+    ] = None,
+    nproc: Nproc = None,
+    preset: Machine = None,
+    cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Predict with the newest checkpoint of a run; prints one JSON object per sample."""
+    """Predict with the newest checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
     with _reporting(debug):
         from lockstep import config_file
         from lockstep.observe import predictions
 
         settings = config_file.read_run(run_dir)
+        if top_k is not None:
+            settings = config_file.with_task_option(settings, "top_k", top_k, where="--top-k")
         if out is not None:
-            predictions.check(out)  # before anything is computed
+            predictions.check(out, skips=on_error == "skip")  # before anything is computed
+        settings, nproc = _on_machine(settings, preset, nproc)
+        if _is_launcher(nproc):
+            given = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
+            options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
+            arguments = ["predict", *options, *(["--debug"] if debug else []), "--", str(run_dir), *(inputs or [])]
+            _launch(arguments, nproc, settings, cold=cold)
+            return
         from lockstep.trainer import Trainer
 
-        described = Trainer(settings, run_dir=run_dir).describe(inputs or [], samples)
-        if out is None:
-            for row in described:
-                print(predictions.text(row))
-        else:
-            left_out = predictions.write(out, described)
-            lacking = f"; left out: {', '.join(left_out)}" if left_out else ""
-            print(f"{len(described)} predictions: {out}{lacking}", file=sys.stderr)
+        _predict(Trainer(settings, run_dir=run_dir), inputs or [], samples, out, on_error)
+
+
+def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
+    """Predict, write each prediction as it comes, and say on stderr what was written and what could not be read."""
+    from lockstep.observe import predictions, progress
+
+    unreadable: list[str] = []
+    count = 0
+    # Where the predictions themselves go to the terminal, they show the progress.
+    has_bar = _is_first() and sys.stderr.isatty() and not (out is None and sys.stdout.isatty())
+    with contextlib.ExitStack() as stack:
+        # Other ranks pass no predictions on.
+        rows = stack.enter_context(predictions.opened(out)) if _is_first() else None
+        bar = stack.enter_context(progress.bar("predicting", shown=has_bar))
+
+        def add(row: dict[str, Any], readable: bool) -> None:
+            nonlocal count
+            count += readable
+            if not readable:
+                unreadable.append(row["error"])
+            if rows is not None:
+                rows.add(row, readable)
+            bar.advance()
+
+        trainer.describe_each(add, inputs, samples, on_error=_POLICY[on_error], begin=bar.begin)
+    if rows is not None and out is not None:
+        lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
+        print(f"{count} predictions: {out}{lacking}", file=sys.stderr)
+    if unreadable:
+        more = f"\n  and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
+        listed = "\n  ".join(unreadable[:_NAMED])
+        print(
+            f"warning: {len(unreadable)} input{'s' * (len(unreadable) > 1)} could not be read:\n  {listed}{more}",
+            file=sys.stderr,
+        )
 
 
 @app.command()
@@ -196,7 +281,11 @@ def export(
 def verify(
     target: Target,
     overrides: Overrides = None,
-    nproc: Annotated[str, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = "2",
+    nproc: Annotated[
+        str | None,
+        typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU. Default: the preset's, or 2."),
+    ] = None,
+    preset: Machine = None,
     checks: Annotated[str, typer.Option(metavar="A,B,C", help="Which checks; default: all.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter trials.")] = False,
     steps: Annotated[int | None, typer.Option(help="Steps of each comparison. Default: 12, with --quick 8.")] = None,
@@ -216,6 +305,7 @@ def verify(
                 where="environment variable RANK",
                 remedy="call it without torchrun, with --nproc",
             )
+        settings, nproc = _on_machine(settings, preset, nproc, overrides or [], default="2")
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
@@ -231,6 +321,38 @@ def verify(
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:
             raise typer.Exit(3)
+
+
+def _on_machine(
+    settings: RunConfig, preset: str | None, nproc: str | None, overrides: Sequence[str] = (), default: str = "1"
+) -> tuple[RunConfig, str]:
+    """The config with the keys of a preset, and the number of ranks as text.
+
+    Args:
+        nproc: of the command line. It takes precedence over the preset's.
+        default: the number of ranks where neither the command line nor the preset gives a number.
+
+    Raises:
+        UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
+    """
+    if preset is None:
+        return settings, nproc or default
+    from lockstep import config_preset
+    from lockstep.distributed.signals import LAUNCHED
+
+    chosen = config_preset.read(preset)
+    changed = chosen.apply(settings, overrides)
+    nproc = nproc or chosen.nproc or default
+    _check_nproc(nproc)
+    if changed.device == "cuda" and "RANK" not in os.environ:
+        import torch
+
+        ranks = None if nproc == "auto" else int(nproc)
+        chosen.check_fits(changed, ranks, gpus=torch.cuda.device_count())
+    if _is_first() and LAUNCHED not in os.environ:
+        for line in chosen.notes(settings, changed):
+            print(line, file=sys.stderr, flush=True)
+    return changed, nproc
 
 
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:

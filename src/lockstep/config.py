@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, model_validator
@@ -32,6 +32,12 @@ def _best(text: str) -> str:
     return text
 
 
+def _from_epoch_0(by_epoch: dict[int, int]) -> dict[int, int]:
+    if 0 not in by_epoch or min(by_epoch) < 0:
+        raise ValueError("gives no value for epoch 0; write {0: 256, 20: 128}, with epochs that are counted from 0")
+    return dict(sorted(by_epoch.items()))
+
+
 class DataConfig(Section):
     """The training and evaluation data."""
 
@@ -45,6 +51,21 @@ class DataConfig(Section):
     """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
     """Whether the last, partial batch of an epoch is left out."""
+    cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
+    """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
+    None: no cache."""
+    cache_gb: Annotated[PositiveFloat, DOES_NOT_DETERMINE] = 100.0
+    """Largest size of the cache in 10^9 bytes, for the training data and for the evaluation data."""
+    cache_size: PositiveInt | None = None
+    """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
+    and other samples. None: pictures are kept as they are."""
+
+    @model_validator(mode="after")
+    def _size_of_a_cache(self) -> DataConfig:
+        # Otherwise another value of `cache`, which is free to change, would change the samples.
+        if self.cache_size is not None and self.cache is None:
+            raise ValueError("cache_size needs cache: decoded")
+        return self
 
 
 class BatchConfig(Section):
@@ -56,8 +77,14 @@ class BatchConfig(Section):
 
     global_: PositiveInt | None = Field(None, alias="global")
     """Samples of an update. None: 32."""
-    micro: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
-    """Largest number of samples of a forward pass. None: as few forward passes as possible."""
+    micro: Annotated[
+        PositiveInt | Annotated[dict[int, PositiveInt], AfterValidator(_from_epoch_0)] | None, DOES_NOT_DETERMINE
+    ] = None
+    """Largest number of samples of a forward pass. None: as few forward passes as possible.
+
+    `{0: 256, 20: 128}`: 256 samples from epoch 0 on, and 128 samples from epoch 20 on. Epochs are counted from 0.
+    Evaluations use the smallest of these numbers.
+    """
     per_rank: PositiveInt | None = None
     """Samples of a forward pass on each rank."""
     accumulate: PositiveInt | None = None
@@ -71,11 +98,17 @@ class BatchConfig(Section):
             raise ValueError("accumulate needs per_rank")
         if self.micro and self.per_rank:
             raise ValueError("per_rank is the micro-batch; leave micro out")
-        if self.micro and self.micro > (self.global_ or _GLOBAL_BATCH):
+        largest = max(self.micro.values()) if isinstance(self.micro, dict) else self.micro
+        if largest and largest > (self.global_ or _GLOBAL_BATCH):
             raise ValueError(
-                f"micro ({self.micro}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
+                f"micro ({largest}) is above global ({self.global_ or _GLOBAL_BATCH}); use micro <= global"
             )
         return self
+
+    @property
+    def smallest_micro(self) -> int | None:
+        """The smallest number that `micro` has for any epoch."""
+        return min(self.micro.values()) if isinstance(self.micro, dict) else self.micro
 
     def resolve(self, world: int) -> BatchConfig:
         """This section with `global` and `micro` as numbers, for a first launch on `world` ranks."""
@@ -292,7 +325,8 @@ class RunConfig(Section):
     name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"
     """Name of the run directory in `runs/`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    device: Annotated[Literal["auto", "cpu", "cuda"], DOES_NOT_DETERMINE] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], DOES_NOT_DETERMINE] = "auto"
+    """auto: a GPU of CUDA for each rank where there is one, otherwise the CPU. mps: the GPU of a Mac, for one rank."""
     task: dict[str, Any] = Field(default_factory=dict)
     """`kind`, and the options of this kind of task or the constructor's arguments of a user's class."""
     data: DataConfig = DataConfig()
@@ -318,6 +352,24 @@ def training_keys(config: RunConfig) -> dict[str, Any]:
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of the keys that determine the training, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(training_keys(config), sort_keys=True).encode()).hexdigest()
+
+
+def all_keys(
+    section: type[BaseModel] = RunConfig, prefix: str = "", otherwise: bool = True
+) -> Iterator[tuple[str, bool]]:
+    """The dotted path of each key that the config may have, and whether the key determines the training.
+
+    Args:
+        prefix: the path of `section`, with a dot at its end.
+        otherwise: whether keys of `section` without a marker determine the training.
+    """
+    for name, field in section.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        counts = determines(field.metadata, otherwise)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from all_keys(field.annotation, f"{path}.", counts)
+        else:
+            yield path, counts
 
 
 def _training_keys(section: BaseModel, prefix: str, otherwise: bool) -> dict[str, Any]:

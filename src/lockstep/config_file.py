@@ -73,7 +73,23 @@ def read_run(run_dir: Path) -> RunConfig:
             where=str(run_dir),
             remedy="give the directory of a run, such as runs/digits",
         )
-    return parse(_of_today(_read_yaml(path)), str(path), needs_task=False)
+    return parse(_of_today(read_yaml(path)), str(path), needs_task=False)
+
+
+def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
+    """`config` with another value of an option of its task.
+
+    Args:
+        where: the place of the value, for errors.
+
+    Raises:
+        UsageError: this kind of task has no such option, or not such a value. (A user's own class says so when it is
+            made.)
+    """
+    task, problems = _check_task(config.task | {key: value}, lambda _: where)
+    if task is None:
+        raise UsageError("\n  ".join(["the configuration has errors:", *problems]))
+    return config.model_copy(update={"task": task})
 
 
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +191,7 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
             raise UsageError(
                 "no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file"
             )
-        values = _read_yaml(Path(target))
+        values = read_yaml(Path(target))
     else:
         recipe = registry.shipped_recipe(target)
         if recipe is None:
@@ -187,20 +203,30 @@ def _read(target: str) -> tuple[dict[str, Any], str]:
                     remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
                 )
             recipe = known[target]
-        values = _parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
+        values = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
     values.setdefault("name", Path(target).stem)
     return values, target
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file.
+
+    Raises:
+        UsageError: the file cannot be read, or is not a mapping of sections in YAML.
+    """
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    return _parse_yaml(content, str(path))
+    return parse_yaml(content, str(path))
 
 
-def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
+def parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
+    """The sections in the `content` of a YAML file. `where` names the file in errors.
+
+    Raises:
+        UsageError: the content is not a mapping of sections in YAML.
+    """
     try:
         values = yaml.load(content.decode() if isinstance(content, bytes) else content, _Loader)
     except (
@@ -218,10 +244,10 @@ def _parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
     """A copy of `value` in the types of YAML (tuples become lists), so that YAML reads it back unchanged."""
     if isinstance(value, Mapping):
-        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not isinstance(key, str)]
-        return {
-            key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if isinstance(key, str)
-        }
+        # An epoch may be a key: `batch.micro: {0: 256, 20: 128}`. A bool is an int: YAML reads `yes` as True.
+        known = {key: type(key) in (str, int) for key in value}
+        problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not known[key]]
+        return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if known[key]}
     if isinstance(value, list | tuple):
         return [_plain(item, f"{path}{number}.", where, problems) for number, item in enumerate(value)]
     if value is not None and type(value) not in (bool, int, float, str):

@@ -244,11 +244,14 @@ def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
 
 
-def remember_micro_batch(folder: Path, world: World, *, asked: int, size: int, from_any_rank: bool = False) -> None:
+def remember_micro_batch(
+    folder: Path, world: World, *, asked: list[list[int]], size: int, from_any_rank: bool = False
+) -> None:
     """Note that micro-batches of more than `size` samples do not fit into memory on this number of ranks.
 
     Args:
-        asked: the size that the config asks for. For another size, or another number of ranks, the note is ignored.
+        asked: the sizes that the config asks for, see `build.asked_micro_batches`. For other sizes, or another number
+            of ranks, the note is ignored.
         from_any_rank: this rank writes, whichever it is. Otherwise rank 0 writes.
     """
     if world.rank == 0 or from_any_rank:
@@ -257,8 +260,8 @@ def remember_micro_batch(folder: Path, world: World, *, asked: int, size: int, f
             atomic.write_text(folder / _MICRO_BATCH, json.dumps(note))
 
 
-def remembered_micro_batch(folder: Path, world: World, *, asked: int) -> int:
-    """The size of micro-batches to begin with, in samples: `asked`, or a smaller size that an earlier start noted.
+def remembered_micro_batch(folder: Path, world: World, *, asked: list[list[int]]) -> int:
+    """The largest micro-batch, in samples: the largest in `asked`, or a smaller size that an earlier start noted.
 
     It is the same on all ranks.
     """
@@ -268,7 +271,8 @@ def remembered_micro_batch(folder: Path, world: World, *, asked: int) -> int:
             note = json.loads((folder / _MICRO_BATCH).read_text())
     note = world.broadcast(note)
     counts = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
-    return min(asked, max(1, int(note["micro"]))) if counts else asked
+    largest = max(size for _, size in asked)
+    return min(largest, max(1, int(note["micro"]))) if counts else largest
 
 
 def retention(config: RunConfig) -> Retention:

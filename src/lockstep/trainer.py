@@ -6,10 +6,10 @@ import abc
 import contextlib
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,16 +21,18 @@ from lockstep.build import BuiltModel, PreparedRun
 from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, is_default
 from lockstep.distributed import signals
-from lockstep.distributed.precision import Precision
+from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import CheckpointError, exits_are_failures
+from lockstep.errors import CheckpointError, DataError, UsageError, exits_are_failures
+from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
+from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, has_report, report
 
@@ -119,7 +121,7 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        asked = build.asked_micro_batch(self.config, world)
+        asked = build.asked_micro_batches(self.config, world)
         micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:
@@ -191,34 +193,113 @@ class Trainer:
                     task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
                 )
 
-    @exits_are_failures()
-    def describe(self, inputs: Sequence[str] = (), samples: int = 8, task: Task | None = None) -> list[dict[str, Any]]:
-        """Predictions in a form for people: a dict for each sample.
+    def describe(
+        self,
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Predictions in a form for people: a dict for each sample on rank 0, nothing on the other ranks.
+
+        For the arguments, see `describe_each`.
+        """
+        rows: list[dict[str, Any]] = []
+        self.describe_each(lambda row, _: rows.append(row), inputs, samples, task, on_error=on_error)
+        return rows
+
+    def describe_each(
+        self,
+        add: Callable[[dict[str, Any], bool], None],
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+        begin: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Predict, and pass each prediction to `add` in a form for people as soon as it is known. All ranks call it.
+
+        The predictions come in the order of the samples. Ranks share the work, and none keeps what was passed on.
 
         Args:
+            add: is called on rank 0 with a dict for each sample, and with whether the sample could be read.
             inputs: read by the task (files, texts). Empty: the first `samples` evaluation samples, beside their truth.
+            on_error: `raise` the error if a sample cannot be read; or `skip` the sample: its dict then has the reason
+                under `error`. None: as the config's `data.on_error`.
+            begin: is called on rank 0 before the first prediction, with the number of samples.
+
+        Raises:
+            DataError: a sample cannot be read; or with `skip`, none of many samples in a row can be read.
+            UsageError: the task reads no such inputs.
         """
-        task = task or self.task()
-        if self._kept.is_dir():
-            task.setup(self._kept, trained=True)
-        presenter = task_checks.presenter(task)
-        if inputs:
-            data = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
-            count = len(data)  # type: ignore[arg-type]
-            place = getattr(data, "where", lambda number: inputs[number] if count == len(inputs) else number)
-            heads = [{"input": place(number)} for number in range(count)]
-        else:
+        config = self.config
+        if on_error is not None:
+            config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
+        with self._join() as world:
+            task = task or self.task()
+            if self._kept.is_dir():
+                self._set_up(task, world, trained=True)
+            presenter = task_checks.presenter(task)
+            data, head = self._described(task, presenter, world, inputs, samples)
+            strategy = self._trained(task, world).strategy
+            evaluated = build.evaluation_data(config, task, world, data)
+            shows = not is_default(presenter.show)
+
+            def finish(indices: Sequence[int], output: Any) -> list[dict[str, Any]]:
+                return [
+                    head(index)
+                    | (task_checks.row(presenter.show(data[index]), "Presenter.show") if shows else {})
+                    | task_checks.row(presenter.describe(part), "Presenter.describe")
+                    for index, part in zip(indices, evaluation.split(output, len(indices)), strict=True)
+                ]
+
+            if world.rank == 0:
+                begin(len(data))
+            with strategy.inference() as forward:
+                rows = evaluation.predict_each(
+                    task,
+                    forward,
+                    evaluated.loader,
+                    plan=evaluated.plan,
+                    world=world,
+                    precision=Precision(config.precision, world.device),
+                    finish=finish,
+                )
+                with contextlib.closing(rows):
+                    for index, row in rows:
+                        if isinstance(row, evaluation.Unreadable):
+                            add(head(index, readable=False) | {"error": row.what}, False)
+                        else:
+                            add(row, True)
+
+    def _described(
+        self, task: Task, presenter: Presenter, world: World, inputs: Sequence[str], samples: int
+    ) -> tuple[Any, Callable[..., dict[str, Any]]]:
+        """The samples to describe, and a function that says where a sample comes from, and if it can be read its truth.
+
+        The function is called with the index of a sample, and with `readable=False` where the sample cannot be read.
+        """
+        if not inputs:
             evaluated = build.required_evaluation_data(task)
-            count = min(samples, len(evaluated))  # type: ignore[arg-type]
-            data = Subset(evaluated, range(count))
-            heads = [{"sample": number, "truth": presenter.truth(data[number])} for number in range(count)]
-        outputs = self.predict(task, data) or []
-        return [
-            head
-            | task_checks.row(presenter.show(data[number]), "Presenter.show")
-            | task_checks.row(presenter.describe(output), "Presenter.describe")
-            for number, (head, output) in enumerate(zip(heads, outputs, strict=True))
-        ]
+            chosen = Subset(evaluated, range(min(samples, len(evaluated))))  # type: ignore[arg-type]
+
+            def number_and_truth(index: int, readable: bool = True) -> dict[str, Any]:
+                return {"sample": index} | ({"truth": presenter.truth(chosen[index])} if readable else {})
+
+            return chosen, number_and_truth
+        if "-" in inputs and world.size > 1:
+            what = f"{world.size} ranks cannot all read standard input"
+            raise UsageError(what, where="INPUT -", remedy="write it into a file, or use --nproc 1")
+        data: Any = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
+        count = len(data)
+        counts = world.broadcast(world.gather(count))
+        if len(set(counts)) > 1:
+            what = f"the ranks found {', '.join(map(str, counts))} samples in the same inputs"
+            raise DataError(what, where="INPUT", remedy="wait until no process changes these files, and start again")
+        where = getattr(data, "where", lambda index: inputs[index] if count == len(inputs) else index)
+        return data, lambda index, readable=True: {"input": where(index)}
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
         """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
@@ -265,12 +346,15 @@ class Trainer:
     def task(self) -> Task:
         """A new object of the config's task."""
         build.seed_everything(self.config)
-        return registry.build_task(self.config.task, self.config.data.train, self.config.data.eval)
+        data = self.config.data
+        cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
+        return registry.build_task(self.config.task, data.train, data.eval, cache)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
         config = self.config
         with join_world(config.device, config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+            check_supported(config.precision, world.device)
             yield world
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:

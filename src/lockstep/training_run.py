@@ -80,6 +80,7 @@ class TrainingRun:
             describe_checkpoints=saver.kept,
             elapsed_s=lambda: self.consensus.elapsed_s,
             stop_requested=self.consensus,
+            epoch_header=partial(epoch_header, self.task),
             on_out_of_memory=self.halve_micro_batch,
         )
         self.flag.saves = True
@@ -103,7 +104,8 @@ class TrainingRun:
         except Preempted:
             raise self._preempted(saver) from None
         except MemoryShortage:
-            self._remember_micro_batch(-(-prepared.plan.micro_batch // 2), from_any_rank=True)
+            before = prepared.plan.micro_batch_at(state.step - 1)  # the step that failed has counted already
+            self._remember_micro_batch(-(-before // 2), from_any_rank=True)
             raise
         finally:
             saver.close()
@@ -232,7 +234,8 @@ class TrainingRun:
             TrainingError: the micro-batch is one sample.
         """
         prepared = self.prepared
-        step, before = prepared.state.step, prepared.plan.micro_batch
+        step = prepared.state.step
+        before = prepared.plan.micro_batch_at(step)
         if before == 1:
             remedy = (
                 "use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16"
@@ -246,7 +249,7 @@ class TrainingRun:
 
     def _remember_micro_batch(self, size: int, from_any_rank: bool = False) -> None:
         world = self.prepared.state.world
-        asked = build.asked_micro_batch(self.config, world)
+        asked = build.asked_micro_batches(self.config, world)
         run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
 
     @property
@@ -259,6 +262,14 @@ class TrainingRun:
 def _tell(writers: Sequence[Writer], text: str) -> None:
     for writer in writers:
         writer.message(text)
+
+
+def epoch_header(task: Task, epoch: int) -> str:
+    """What the task's presenter says about an epoch, counted from 0."""
+    try:
+        return task_checks.presenter(task).epoch_header(epoch)
+    except Exception as error:
+        return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"
 
 
 def has_report(task: Task) -> bool:

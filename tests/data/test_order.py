@@ -499,6 +499,31 @@ def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_o
     assert len({len(rank) for rank in plan.by_rank(world)}) == 1
 
 
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_ranks_that_take_turns_complete_the_first_samples_first(monkeypatch, has_lengths):
+    monkeypatch.setattr("lockstep.data.order._WINDOW", 3)
+    for length, micro, world in itertools.product(range(0, 51, 3), range(1, 8), range(1, 6)):
+        lengths = np.arange(length) * 7 % 5 if has_lengths else None
+        plan = EvaluationPlan(length, micro, lengths)
+        alone = [micro_batch.indices for micro_batch in plan.in_turns(0, 1)]
+        ranks = [list(plan.in_turns(rank, world)) for rank in range(world)]
+        assert len({len(rank) for rank in ranks}) == 1
+        turns = [micro_batch for turn in zip(*ranks, strict=True) for micro_batch in turn]
+        assert [micro_batch.indices for micro_batch in turns if not micro_batch.filler] == alone
+        assert sum(micro_batch.filler for micro_batch in turns) < world
+        assert sorted(index for indices in alone for index in indices) == list(range(length))
+        window = 3 * micro if has_lengths else micro
+        for number, indices in enumerate(alone):
+            assert all(index // window == number * micro // window for index in indices)
+
+
+def test_the_turns_of_a_billion_samples_take_no_memory():
+    plan = EvaluationPlan(10**9, 64)
+    first, peak = peak_memory(lambda: list(itertools.islice(plan.in_turns(3, 8), 2)))
+    assert [micro_batch.indices[0] for micro_batch in first] == [3 * 64, 11 * 64]
+    assert peak < 10**6
+
+
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), micro=st.integers(1, 7))
 def test_evaluation_by_length_pads_least(lengths, micro):
     """Whoever cuts n samples into batches of at most m pads no less than who cuts the sorted ones."""

@@ -44,17 +44,19 @@ def tasks(tmp_path):
 @launched(
     ("train", "digits", "train.epochs=1", "--nproc", 2, "--run-dir", "{folder}/run"),
     ("evaluate", "{folder}/run", "--nproc", 2),
+    ("predict", "{folder}/run", "--samples", 3, "--nproc", 2),
 )
 def test_nproc_trains_evaluates_and_predicts(launch):
-    trained, evaluated = launch.done
+    trained, evaluated, predicted = launch.done
     assert trained.returncode == 0, trained.stderr
     assert "2 x cpu" in trained.stdout
     assert "step 23/23" in trained.stdout
     results = json.loads(evaluated.stdout)
     logged = [json.loads(line) for line in (launch.folder / "run" / "metrics.jsonl").read_text().splitlines()][-1]
     assert results == {name: logged[name] for name in results}
-    (predicted,) = run_ranks(1, rank_cases.command, "predict", launch.folder / "run", "--samples", 3)
-    rows = [json.loads(line) for line in predicted.splitlines()]
+    (alone,) = run_ranks(1, rank_cases.command, "predict", launch.folder / "run", "--samples", 3)
+    assert predicted.stdout == alone, predicted.stderr
+    rows = [json.loads(line) for line in alone.splitlines()]
     assert [row["sample"] for row in rows] == [0, 1, 2]
     assert all(row["truth"] in "0123456789" and 0 < row["probability"] <= 1 for row in rows)
 

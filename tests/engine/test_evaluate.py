@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
-from lockstep.engine.evaluate import predict, split
+from lockstep.engine.evaluate import predict, predict_each, split
 from lockstep.engine.metric_sync import compute
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
@@ -295,3 +296,46 @@ def test_metrics_that_a_task_makes_once_begin_anew_in_each_evaluation(tmp_path):
     assert {name: value for name, value in once.items() if "eval/" in name} == {
         name: value for name, value in anew.items() if "eval/" in name
     }
+
+
+class Part:
+    """Something that lives as long as the output of a sample is kept."""
+
+    def __init__(self, index):
+        self.index = index
+
+
+def test_outputs_are_given_one_by_one_and_none_is_kept():
+    task = own_tasks.Classes(eval_length=50)
+    world, alive = World(0, 1, 0, torch.device("cpu")), weakref.WeakSet()
+
+    def parts_of(indices, output):
+        parts = [Part(index) for index in indices]
+        alive.update(parts)
+        return parts
+
+    each = predict_each(
+        task,
+        Forward(task.model(), task.loss),
+        Loader(MicroBatches(task.eval_data(), task, 0, training=False), 0, world.device),
+        plan=EvaluationPlan(50, MICRO),
+        world=world,
+        precision=Precision("fp32", world.device),
+        finish=parts_of,
+    )
+    found, most = [], 0
+    for index, part in each:
+        found.append((index, part.index))
+        most = max(most, len(alive))
+    assert found == [(index, index) for index in range(50)]
+    assert most <= 2 * MICRO
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_come_in_the_order_of_the_samples_also_where_some_cannot_be_read(world):
+    expected, *others = run_ranks(world, rank_cases.predict_each_of_files, 19, [0, 7, 8, 18], MICRO)
+    assert others == [[]] * (world - 1)
+    assert [index for index, _ in expected] == list(range(19))
+    assert [index for index, what in expected if what] == [0, 7, 8, 18]
+    assert expected[7][1].startswith("folder/007.png: sample 7 cannot be read: OSError: truncated file")
+    assert "remedy" not in expected[7][1]

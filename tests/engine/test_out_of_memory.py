@@ -78,9 +78,11 @@ def test_without_leave_to_halve_the_error_is_torchs_own(tmp_path):
 
 def test_note_counts_for_the_size_and_ranks_that_it_was_made_for(tmp_path):
     world = World(0, 1, 0, torch.device("cpu"))
-    assert run_directory.remembered_micro_batch(tmp_path, world, asked=32) == 32
-    run_directory.remember_micro_batch(tmp_path, world, asked=32, size=8)
-    assert run_directory.remembered_micro_batch(tmp_path, world, asked=32) == 8
-    assert run_directory.remembered_micro_batch(tmp_path, world, asked=16) == 16
+    asked = [[0, 32], [5, 24]]
+    assert run_directory.remembered_micro_batch(tmp_path, world, asked=asked) == 32
+    run_directory.remember_micro_batch(tmp_path, world, asked=asked, size=8)
+    assert run_directory.remembered_micro_batch(tmp_path, world, asked=asked) == 8
+    assert run_directory.remembered_micro_batch(tmp_path, world, asked=[[0, 32], [5, 16]]) == 32
+    assert run_directory.remembered_micro_batch(tmp_path, world, asked=[[0, 16]]) == 16
     (tmp_path / "micro.json").write_text("{")
-    assert run_directory.remembered_micro_batch(tmp_path, world, asked=32) == 32
+    assert run_directory.remembered_micro_batch(tmp_path, world, asked=asked) == 32

@@ -163,3 +163,22 @@ def test_one_metric_is_evaluated(tmp_path):
     settings = runs.config(train={"steps": 2, "eval_every_steps": 2})
     several = runs.fit(own_tasks.Classes(), settings, tmp_path / "several")[1]
     assert runs.fit(One(), settings, tmp_path / "one")[1]["eval/MulticlassAccuracy"] == several["eval/accuracy"]
+
+
+@pytest.mark.parametrize("as_collection", [True, False])
+def test_metrics_that_agree_on_the_first_batch_are_not_taken_for_the_same(as_collection):
+    """torchmetrics would update one of them for both from then on."""
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Ranked(own_tasks.Plain):
+        def metrics(self):
+            metrics = {f"top{k}": MulticlassAccuracy(4, average="micro", top_k=k) for k in (2, 3)}
+            return MetricCollection(metrics, prefix="my_") if as_collection else metrics
+
+    metrics, _ = task_checks.metrics(Ranked())
+    scores, names = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), [f"{'my_' * as_collection}top{k}" for k in (2, 3)]
+    metrics.update(scores, torch.tensor([0]))  # right by both
+    metrics.update(scores, torch.tensor([2]))  # right by top-3 only
+    values = {name: float(value) for name, value in metrics.compute().items()}
+    assert values == dict(zip(names, (0.5, 1.0), strict=True))

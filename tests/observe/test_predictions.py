@@ -115,6 +115,41 @@ def test_a_disk_that_fills_up_while_writing_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def write_and_fail(path, rows, error=None):
+    with predictions.opened(path) as receiver:
+        for row in rows:
+            receiver.add(row)
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl", "rows.npz"])
+def test_an_error_of_who_predicts_leaves_the_old_file_and_is_not_about_writing(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("old")
+    with pytest.raises(FileNotFoundError, match="model"):
+        write_and_fail(path, [{"text": "new"}], FileNotFoundError("model"))
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_ends_the_prediction_early(tmp_path):
+    (tmp_path / ".rows.jsonl.new").symlink_to("/dev/full")
+    rows = ({"text": "x" * 100} for _ in range(1000))
+    with pytest.raises(UsageError, match="No space left on device"):
+        write_and_fail(tmp_path / "rows.jsonl", rows)
+    assert len(list(rows)) > 500  # they were not asked for
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_has_the_columns_of_all_rows_and_waits_in_no_file_with_a_name(tmp_path):
+    with predictions.opened(tmp_path / "rows.csv") as rows:
+        rows.add({"a": 1.5})
+        rows.add({"a": float("nan"), "b": "\ud800"}, readable=False)
+        assert [path.name for path in tmp_path.iterdir()] in ([], [".rows.csv.new"])
+    assert (tmp_path / "rows.csv").read_bytes() == b"a,b\r\n1.5,\r\nnan,\\ud800\r\n"
+
+
 @pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.json", "rows.csv.gz", ".csv"])
 def test_another_suffix_is_a_usage_error(tmp_path, name):
     with pytest.raises(UsageError, match="unknown suffix") as caught:

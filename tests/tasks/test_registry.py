@@ -7,6 +7,7 @@ import yaml
 
 from lockstep import Task, config_file
 from lockstep.errors import UsageError
+from lockstep.images.cache import CacheOptions
 from lockstep.tasks import registry
 
 OPTIONS = """
@@ -99,6 +100,18 @@ def test_wrong_options_are_named_like_those_of_shipped_tasks(line):
         config_file.parse({"task": {"kind": "lin"}})
     with pytest.raises(UsageError, match=r"data\.eval: Line has no use for 'there'\n.*Line takes: train"):
         registry.build_task({"kind": "line"}, "here", "there")
+    with pytest.raises(UsageError, match=r"data\.cache: Line has no use for a cache of decoded pictures"):
+        registry.build_task({"kind": "line"}, "here", None, CacheOptions(10**9))
+
+
+def test_a_task_with_a_parameter_for_the_cache_gets_it(tmp_path):
+    text = "from lockstep.tasks.toy.task import Toy\n\nclass Mine(Toy.__base__):\n"
+    text += "    def __init__(self, train, cache=None):\n        self.cache = cache\n"
+    text += "    model = train_data = loss = None\n"
+    (tmp_path / "mine.py").write_text(text)
+    section = {"kind": f"{tmp_path}/mine.py:Mine"}
+    assert registry.build_task(section, "here", None, CacheOptions(5, 256)).cache == CacheOptions(5, 256)
+    assert registry.build_task(section, "here", None).cache is None
 
 
 def test_recipes_of_another_distribution_are_listed_and_read(line):

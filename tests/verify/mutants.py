@@ -473,15 +473,15 @@ _engine(
     "predictions",
     (
         "engine.evaluate:predict",
-        "return [merged.get(index) for index in range(plan.length)]",
-        "return list(merged.values())[::-1]",
+        "return outputs if world.rank == 0 else None",
+        "return outputs[::-1] if world.rank == 0 else None",
     ),
 )
 _engine(
     "prediction in training mode",
     "predictions",
     (
-        "engine.evaluate:predict",
+        "engine.evaluate:predict_each",
         "output = forward(micro_batch.batch, task.predict)",
         "forward.train(); output = forward(micro_batch.batch, task.predict)",
     ),
@@ -780,7 +780,7 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(shard.local, non_blocking=True)",
+        "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)",
         "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
     ),
 )
@@ -923,7 +923,7 @@ _engine(
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=True)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
@@ -1132,7 +1132,7 @@ _engine(
     "partial last batch dropped",
     "evaluation",
     (
-        "data.order:EvaluationPlan.by_rank",
+        "data.order:EvaluationPlan._micro_batches",
         "range(0, self.length, self.micro_batch)]",
         "range(0, self.length - self.micro_batch + 1, self.micro_batch)]",
     ),

@@ -141,7 +141,7 @@ class Saver:
             shard, buffer = shards[name], self.buffers.get(name)
             if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
                 buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=shard.local.is_cuda)
-            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=True))
+            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=shard.local.is_cuda))
             on_device |= shard.local.is_cuda
         if on_device:
             torch.cuda.current_stream(self.world.device).synchronize()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep.data.order import MicroBatchPlan, StepPlan, count_micro_batches, derive_seed
+from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
@@ -189,7 +189,7 @@ class MicroBatches(Dataset[MicroBatch]):
         return DataError(
             f"sample {index} cannot be read: {type(error).__name__}: {error}",
             where=self._name(index),
-            remedy="repair or remove it, or set data.on_error=skip to train without it",
+            remedy="repair or remove it, or set data.on_error=skip (predict: --on-error skip) to go on without it",
         )
 
     def _name(self, index: int) -> str:
@@ -258,6 +258,8 @@ class Loader:
             micro_batch.batch = map_tensors(
                 micro_batch.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
             )
+        if self.device.type == "mps":
+            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: _without_float64(t).to(self.device))
         if self.copies is None:
             return micro_batch
         # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
@@ -267,6 +269,11 @@ class Loader:
         compute.wait_stream(self.copies)
         map_tensors(micro_batch.batch, lambda t: t.record_stream(compute))
         return micro_batch
+
+
+def _without_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, as float32 if it is float64, which mps does not have. Labels that are Python's floats are float64."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
 
 
 class StepIterator:
@@ -283,9 +290,9 @@ class StepIterator:
         return next(self._steps)
 
     def halve(self, step: int) -> None:
-        """Begin again at `step` with the same samples, in micro-batches of half the size."""
+        """Begin again at `step` with the same samples, in micro-batches of half the size. No later ones are larger."""
         self._steps.close()
-        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch // 2))
+        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch_at(step) // 2))
         self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
 
@@ -297,8 +304,7 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
-            count = count_micro_batches(plan.samples(step), plan.world, plan.micro_batch)
-            yield list(itertools.islice(micro_batches, count))
+            yield list(itertools.islice(micro_batches, plan.count(step)))
 
 
 class _Order(torch.utils.data.Sampler[MicroBatchPlan]):

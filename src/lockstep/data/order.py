@@ -9,8 +9,9 @@ generalised Feistel network on Z_a x Z_b with cycle walking; the round function 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ Indices = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
 _BLOCK = 8192
+_WINDOW = 128  # micro-batches of a prediction that are cut together, where samples are sorted by length
 
 
 def derive_seed(*words: int, state: int = 0) -> int:
@@ -89,6 +91,16 @@ def permute(positions: npt.ArrayLike, length: int, seed: int, epoch: int = 0) ->
     return places.astype(np.int64).reshape(np.shape(positions))
 
 
+def at_epoch(values: Mapping[int, int], epoch: int) -> int:
+    """The value of a step function of the epoch.
+
+    Args:
+        values: from an epoch, counted from 0, to the value that holds from this epoch on. It has a value for epoch 0.
+        epoch: counted from 0.
+    """
+    return values[max(first for first in values if first <= epoch)]
+
+
 class MicroBatchPlan(NamedTuple):
     """The samples of one micro-batch."""
 
@@ -149,7 +161,7 @@ class StepPlan:
     global_batch: int
     """Samples per step, over all ranks."""
     micro_batch: int
-    """Most samples in a forward pass."""
+    """Most samples in a forward pass, in every epoch."""
     world: int = 1
     """Number of ranks."""
     seed: int = 0
@@ -158,6 +170,8 @@ class StepPlan:
     """Leave out the last, partial global batch of each epoch."""
     lengths: npt.NDArray[np.integer] | None = None
     """Length of each sample (such as tokens), if known: samples of similar length then share a micro-batch."""
+    micro_by_epoch: Mapping[int, int] | None = None
+    """Most samples in a forward pass from an epoch on, see `at_epoch`. `micro_batch` limits all of them."""
     _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
 
     @property
@@ -170,14 +184,23 @@ class StepPlan:
         start = (step % self.steps_per_epoch) * self.global_batch
         return min(self.global_batch, self.length - start)
 
+    def micro_batch_at(self, step: int) -> int:
+        """Most samples in a forward pass of step `step`."""
+        if self.micro_by_epoch is None:
+            return self.micro_batch
+        return min(self.micro_batch, at_epoch(self.micro_by_epoch, step // self.steps_per_epoch))
+
+    def count(self, step: int) -> int:
+        """Number of micro-batches of each rank in step `step`."""
+        return count_micro_batches(self.samples(step), self.world, self.micro_batch_at(step))
+
     def smallest_micro_batch(self) -> tuple[int, int]:
-        """Size of the smallest micro-batch of an epoch (without fillers), and the first step of such a micro-batch."""
+        """Size of the smallest micro-batch of the training (without fillers), and the first step that has it."""
         sizes = []
-        for step in (0, self.steps_per_epoch - 1):
-            count = self.samples(step)
-            sizes.append(
-                (max(1, count // (self.world * count_micro_batches(count, self.world, self.micro_batch))), step)
-            )
+        for epoch in self.micro_by_epoch or (0,):
+            for step in (0, self.steps_per_epoch - 1):
+                step += epoch * self.steps_per_epoch
+                sizes.append((max(1, self.samples(step) // (self.world * self.count(step))), step))
         return min(sizes)
 
     def indices(self, step: int) -> tuple[Indices, int]:
@@ -198,7 +221,7 @@ class StepPlan:
         """The micro-batches of one rank in step `step`."""
         indices, epoch = self.indices(step)
         lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
-        return split_for_rank(indices, epoch, self.world, self.micro_batch, rank, lengths)
+        return split_for_rank(indices, epoch, self.world, self.micro_batch_at(step), rank, lengths)
 
     def _block(self, epoch: int, number: int) -> Indices:
         # A step takes a few dozen positions. Computing thousands at once spreads NumPy's cost per call over many steps.
@@ -222,11 +245,27 @@ class EvaluationPlan:
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
 
-    def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
-        """plans[rank][micro-batch], the same number for each of `world` ranks.
+    def in_turns(self, rank: int, world: int) -> Iterator[MicroBatchPlan]:
+        """The micro-batches of one rank, where `world` ranks take the micro-batches in turn.
 
-        Each rank gets a consecutive part of the micro-batches of a single process.
+        Every rank has the same number of them. After each turn the outputs of the first samples are complete, up to a
+        window of samples: samples of similar length share a micro-batch only within such a window. So outputs can be
+        written in the order of the samples while the others are computed. The micro-batches do not depend on `world`.
         """
+        micros = self._in_windows()
+        while turn := list(itertools.islice(micros, world)):
+            yield MicroBatchPlan(turn[rank], 0, False) if rank < len(turn) else MicroBatchPlan((0,), 0, True)
+
+    def _in_windows(self) -> Iterator[tuple[int, ...]]:
+        window = self.micro_batch * _WINDOW
+        for start in range(0, self.length, window):
+            lengths = None if self.lengths is None else self.lengths[start : start + window]
+            part = EvaluationPlan(min(window, self.length - start), self.micro_batch, lengths)
+            for indices in part._micro_batches():
+                yield tuple(start + index for index in indices)
+
+    def _micro_batches(self) -> list[tuple[int, ...]]:
+        """The samples of each micro-batch of a single process, in its order."""
         order = (
             np.arange(self.length)
             if self.lengths is None
@@ -237,6 +276,14 @@ class EvaluationPlan:
         ]
         if self.lengths is not None and micros:
             micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]
+        return micros
+
+    def by_rank(self, world: int) -> list[list[MicroBatchPlan]]:
+        """plans[rank][micro-batch], the same number for each of `world` ranks.
+
+        Each rank gets a consecutive part of the micro-batches of a single process.
+        """
+        micros = self._micro_batches()
         per_rank = -(-len(micros) // world)
         ranks: list[list[MicroBatchPlan]] = []
         for rank in range(world):

@@ -47,6 +47,8 @@ def seed_forward(seed: int, device: torch.device) -> None:
     seed_all(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
+    elif device.type == "mps":
+        torch.mps.manual_seed(seed)
 
 
 class SampleSeeding:

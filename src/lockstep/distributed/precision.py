@@ -7,7 +7,34 @@ from typing import Literal
 
 import torch
 
+from lockstep.errors import UsageError
+
 PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+
+def check_supported(name: PrecisionName, device: torch.device) -> None:
+    """Check, before anything is computed, that the device can compute in this precision.
+
+    On a GPU without bf16, torch would compute bf16 slowly in float32. On an old macOS it would not autocast at all.
+
+    Raises:
+        UsageError: the GPU has no bf16.
+    """
+    if name != "bf16":
+        return
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            gpu = torch.cuda.get_device_name(device)
+            raise UsageError(
+                f"{gpu} has no bf16: its compute capability is {'.'.join(map(str, capability))}, and bf16 needs 8.0",
+                where="precision=bf16",
+                remedy="use precision=fp16, as --preset p3 does",
+            )
+    if device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise UsageError(
+            "mps has bf16 from macOS 14 on", where="precision=bf16", remedy="use precision=fp16 or precision=fp32"
+        )
 
 
 class Precision:

@@ -14,7 +14,7 @@ from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward, Losses, backward_roots
 from lockstep.distributed.world import World
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, UsageError
 
 
 class Single:
@@ -41,7 +41,10 @@ class Single:
         return self.unwrapped.model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
-        return make().to(self.world.device), []
+        model = make()
+        if self.world.device.type == "mps":
+            _check_no_float64(model)
+        return model.to(self.world.device), []
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
         self.forward = self.unwrapped = forward
@@ -115,6 +118,19 @@ class Single:
         """For each trainable parameter: whether no loss depends on it."""
         used = leaves(losses)
         return {name: id(p) not in used for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def _check_no_float64(model: nn.Module) -> None:
+    """Raises UsageError if a parameter or buffer is float64, which mps does not have."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    names = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        raise UsageError(
+            f"mps has no float64, and these tensors of the model are float64: {', '.join(names[:5])}{more}",
+            where="device=mps",
+            remedy="make the model in float32, or use device=cpu",
+        )
 
 
 def leaves(losses: Losses) -> set[int]:

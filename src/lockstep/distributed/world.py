@@ -162,12 +162,20 @@ class World:
         return replace(self, group=group)
 
 
-def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
+def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
     """The device of a local rank: `auto` takes CUDA where there is a GPU.
 
+    Args:
+        wanted: auto, cpu, cuda or mps.
+        local_size: ranks on this machine.
+        size: ranks on all machines.
+
     Raises:
-        UsageError: `cuda` is wanted and absent, or a node has fewer GPUs than ranks.
+        UsageError: `cuda` or `mps` is wanted and absent, a node has fewer GPUs than ranks, or there are several ranks
+            with `mps`.
     """
+    if wanted == "mps":
+        return _mps(max(size, local_size))
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
@@ -182,6 +190,21 @@ def pick_device(wanted: str, local_rank: int, local_size: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def _mps(ranks: int) -> torch.device:
+    if ranks > 1:
+        raise UsageError(
+            f"{ranks} ranks, but mps is a device for one rank: a Mac has one GPU, and gloo and NCCL do not know it",
+            where="device=mps",
+            remedy="use --nproc 1, or device=cpu",
+        )
+    if not torch.backends.mps.is_available():
+        what = "this machine has no Metal device, or its macOS is too old for torch"
+        if not torch.backends.mps.is_built():
+            what = "this build of torch has no mps"
+        raise UsageError(what, where="device=mps", remedy="use device=cpu or device=auto")
+    return torch.device("mps", 0)
+
+
 @contextlib.contextmanager
 def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | None = None) -> Iterator[World]:
     """Join the ranks that RANK, WORLD_SIZE and LOCAL_RANK describe (set by torchrun), and leave them at the end.
@@ -190,13 +213,13 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     `FailureBoard`.
 
     Args:
-        device: auto, cpu or cuda.
+        device: auto, cpu, cuda or mps.
         timeout_s: seconds without progress on any rank after which all end with a report; see `Watchdog`.
         folder: where the report is written. None: there is no watchdog.
     """
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     world = World(rank, size, local_rank, place, heartbeat.own())

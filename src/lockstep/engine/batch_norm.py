@@ -63,7 +63,9 @@ def check_smallest_micro_batch(
             raise
         samples = plan.samples(step)
         is_full = samples == plan.global_batch
-        steps = f"step {step + 1} of each epoch" if step else "each step"
+        epoch, within = divmod(step, plan.steps_per_epoch)
+        steps = f"step {within + 1} of each epoch" if within else "each step"
+        steps += f" from epoch {epoch + 1} on" if epoch else ""
         remedy = "set data.drop_last=true, or choose another batch.global"
         if is_full:
             remedy = "choose a larger batch.micro or batch.global"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
-from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan, count_micro_batches
+from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
@@ -47,7 +47,7 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
             otherwise specialise on the shapes of these few samples.
     """
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [world.device] if world.device.type == "cuda" else []
+    devices = [world.device] if world.device.type in ("cuda", "mps") else []
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
@@ -79,7 +79,7 @@ def look_at_losses(
     Returns:
         a warning, where the loss is a mean; else nothing.
     """
-    indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch))].tolist()
+    indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch_at(0)))].tolist()
     if len(indices) < 2:
         return []
     half = len(indices) // 2
@@ -104,7 +104,7 @@ def look_at_losses(
     heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)]
     if not heads:
         return []
-    samples = plan.samples(0) / (plan.world * count_micro_batches(plan.samples(0), plan.world, plan.micro_batch))
+    samples = plan.samples(0) / (plan.world * plan.count(0))
     share = samples * _units(parts[0], heads[0]) / parts[0].samples
     if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
         return []
@@ -154,7 +154,7 @@ def look_at_evaluation(
             near = _NEAR[precision.name]
             check_same_output(task, forward, micro_batch.batch, precision=precision, world=world, near=near)
         messages += _check_shape(output, len(micro_batch.indices))
-        metrics.to(world.device)
+        update = metric_sync.place(metrics, update, world.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # metrics warn of classes that these few samples lack
             update(metrics, output, micro_batch.batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.data.loader import Loader, MicroBatch, map_tensors
-from lockstep.data.order import EvaluationPlan, derive_seed
+from lockstep.data.order import EvaluationPlan, MicroBatchPlan, derive_seed
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
@@ -28,8 +28,19 @@ Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
 """Gets the values of the metrics, and pairs (index, output) of some samples."""
 _RESULTS = ("loss", "samples", "bad")
+Finish = Callable[[tuple[int, ...], Any], Any]
+"""Gets the indices of a micro-batch and its output. Returns what travels to rank 0: an output, or a list with an item
+for each sample."""
 _SHOWN = 4  # samples that `Show` gets
 _EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the seeds of training
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """Stands in the place of an output, where the sample could not be read."""
+
+    what: str
+    """What is wrong with it, and its file."""
 
 
 def _nothing(*_: Any) -> None:
@@ -65,7 +76,7 @@ def evaluate(
     """
     metrics, update = task_checks.metrics(task)
     if metrics is not None:
-        metrics.to(world.device)
+        update = metric_sync.place(metrics, update, world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
     shown: list[tuple[int, Any]] = []
@@ -114,21 +125,56 @@ def predict(
     Raises:
         DataError: an output cannot be split into samples.
     """
-    outputs: list[tuple[tuple[int, ...], Any]] = []
-    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world):
+    each = predict_each(task, forward, loader, plan=plan, world=world, precision=precision)
+    # A view would keep the memory of its batch.
+    outputs = [None if isinstance(output, Unreadable) else map_tensors(output, Tensor.clone) for _, output in each]
+    return outputs if world.rank == 0 else None
+
+
+def _compacted(indices: tuple[int, ...], output: Any) -> Any:
+    split(output, len(indices))  # raises before the other micro-batches are computed
+    return map_tensors(output, metric_sync.compact)
+
+
+def predict_each(
+    task: Task,
+    forward: nn.Module,
+    loader: Loader,
+    *,
+    plan: EvaluationPlan,
+    world: World,
+    precision: Precision,
+    finish: Finish = _compacted,
+) -> Generator[tuple[int, Any], None, None]:
+    """The task's output for each sample of `plan`, as soon as it is known. All ranks iterate to the end.
+
+    Ranks take the micro-batches in turn, and rank 0 collects the outputs after each turn. So no rank holds more outputs
+    than those of a turn; where samples have lengths, rank 0 may hold those of a window, see `EvaluationPlan.in_turns`.
+
+    Args:
+        finish: is called on the rank that computed the output. Default: the output itself, on the CPU.
+
+    Yields:
+        on rank 0: the index of each sample in ascending order, and its part of what `finish` returned, or
+        `Unreadable`. On other ranks: nothing.
+
+    Raises:
+        DataError: an output cannot be split into samples.
+    """
+    waiting: dict[int, Any] = {}
+    expected = 0
+    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, in_turns=True):
         with precision.autocast():
             output = forward(micro_batch.batch, task.predict)
-        if not micro_batch.filler:
-            split(output, len(micro_batch.indices))  # raises before the other micro-batches are computed
-            outputs.append((micro_batch.indices, map_tensors(output, metric_sync.compact)))
-    gathered = world.data_gather(outputs)  # whole batches, because pickle adds many bytes to each small tensor
-    if gathered is None:
-        return None
-    merged: dict[int, Any] = {}
-    for indices, output in (batch for rank in gathered for batch in rank):
-        parts = map_tensors(split(output, len(indices)), Tensor.clone)  # a view would keep the memory of its batch
-        merged |= zip(indices, parts, strict=True)
-    return [merged.get(index) for index in range(plan.length)]
+        indices = () if micro_batch.filler else micro_batch.indices
+        finished = finish(indices, output) if indices else []
+        # Whole batches travel, because pickle adds many bytes to each small tensor.
+        for numbers, values, bad in world.data_gather((indices, finished, micro_batch.bad)) or ():
+            waiting |= zip(numbers, split(values, len(numbers)), strict=True)
+            waiting |= {index: Unreadable(message.partition("\n  remedy:")[0]) for index, message in bad}
+        while expected in waiting:
+            yield expected, waiting.pop(expected)
+            expected += 1
 
 
 def measure(
@@ -209,10 +255,22 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
 
 
 def _micro_batches(
-    forward: nn.Module, loader: Loader, *, plan: EvaluationPlan, world: World, tick: Tick = _nothing
+    forward: nn.Module,
+    loader: Loader,
+    *,
+    plan: EvaluationPlan,
+    world: World,
+    tick: Tick = _nothing,
+    in_turns: bool = False,
 ) -> Generator[MicroBatch, None, None]:
-    """This rank's micro-batches. Until the last of them, the model is in evaluation mode, and gradients are off."""
-    plans = plan.by_rank(world.data_size)[world.data_rank]
+    """This rank's micro-batches. Until the last of them, the model is in evaluation mode, and gradients are off.
+
+    Args:
+        in_turns: whether ranks take micro-batches in turn. Otherwise each rank takes consecutive micro-batches.
+    """
+    plans: Iterable[MicroBatchPlan] = plan.in_turns(world.data_rank, world.data_size)
+    if not in_turns:
+        plans = plan.by_rank(world.data_size)[world.data_rank]
     was_training = forward.training
     forward.eval()
     try:

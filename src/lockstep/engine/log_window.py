@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,12 +32,20 @@ class LogWindow:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
         self.gauge = MemoryGauge(world.device)
         self.started = time.perf_counter()
+        self.sums_epochs = False
+        """Whether `epoch_losses` will be called."""
         self.reset()
+        self._reset_epoch()
 
     def reset(self) -> None:
         """Begin a new window."""
         self.results: list[StepResult] = []
+        self.in_epoch = 0  # this many of `results` are in the sums of the epoch
         self.wait_s = self.step_s = 0.0
+
+    def _reset_epoch(self) -> None:
+        self.epoch_sums: dict[str, float] = {}  # of this rank, by head
+        self.epoch_units: dict[str, float] = {}  # of all ranks, by head
 
     def add(self, result: StepResult, *, wait_s: float, step_s: float) -> None:
         """Add a step.
@@ -60,7 +68,7 @@ class LogWindow:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
         """
         size, rank = self.world.size, self.world.rank
-        sums, units = self._losses()
+        sums, units = _losses(self.results)
         fault = self._first_fault()
         counts_samples = self.world.counts_samples
         unreadable = [message for result in self.results for message in result.bad if counts_samples]
@@ -95,8 +103,32 @@ class LogWindow:
             entry |= {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)}
         if self.world.device.type == "cuda":
             entry["memory/reserved_mb"] = max(reserved)
+        if self.sums_epochs:
+            self._add_to_epoch()
         self.reset()
         return entry, messages
+
+    def epoch_losses(self) -> dict[str, float]:
+        """Close an epoch and begin a new epoch. All ranks call it after the same step, if `sums_epochs`.
+
+        Returns:
+            `loss`, and `loss/<head>` where there are several heads: means over the units of all steps since the last
+            call, on all ranks. Empty where there was no unit.
+        """
+        self._add_to_epoch()
+        sums, units = self.epoch_sums, self.epoch_units
+        self._reset_epoch()
+        totals = self.world.all_sum(list(sums.values())) if sums else []
+        return combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
+
+    def _add_to_epoch(self) -> None:
+        """Add the steps of this window to the sums of the epoch that do not have them yet."""
+        sums, units = _losses(self.results[self.in_epoch :])
+        self.in_epoch = len(self.results)
+        for head, values in sums.items():
+            here = _total(values) if self.world.counts_samples else 0.0
+            self.epoch_sums[head] = self.epoch_sums.get(head, 0.0) + here
+            self.epoch_units[head] = self.epoch_units.get(head, 0.0) + units[head]
 
     def check_finite(self) -> None:
         """Check the losses and gradients since the last entry. All ranks call it after the same step.
@@ -108,24 +140,12 @@ class LogWindow:
         if self.world.all_sum([float(fault is not None)])[0]:
             self._raise_first(fault)
 
-    def _losses(self) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
-        """Of the window: the loss sums of this rank's micro-batches by head, and the units of all ranks by head."""
-        sums: dict[str, list[Tensor]] = {}
-        units: dict[str, float] = {}
-        for result in self.results:
-            for by_head, counts in zip(result.losses, result.counted, strict=False):
-                for head, value in by_head.items():
-                    sums.setdefault(head, []).extend([value] if counts else [])
-            for head in result.losses[0] if result.losses else ():
-                units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
-        return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
-
     def _first_fault(self) -> _Fault | None:
         """The first loss or gradient norm on this rank that is not finite."""
         losses = [loss for result in self.results for by_head in result.losses for loss in by_head.values()]
         norms = [result.grad_norm for result in self.results if result.grad_norm is not None and result.applied]
         # One tensor for all, so that the device is read once.
-        if not losses or bool(torch.stack([value.double() for value in (*losses, *norms)]).isfinite().all()):
+        if not losses or bool(_as_float64([*losses, *norms]).isfinite().all()):
             return None
         for result in self.results:
             for indices, by_head in zip(result.indices, result.losses, strict=False):
@@ -161,6 +181,19 @@ class LogWindow:
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
 
 
+def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
+    """Of some steps: the loss sums of this rank's micro-batches by head, and the units of all ranks by head."""
+    sums: dict[str, list[Tensor]] = {}
+    units: dict[str, float] = {}
+    for result in results:
+        for by_head, counts in zip(result.losses, result.counted, strict=False):
+            for head, value in by_head.items():
+                sums.setdefault(head, []).extend([value] if counts else [])
+        for head in result.losses[0] if result.losses else ():
+            units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
+    return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
+
+
 def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """The learning rate of the first parameter group; with several groups, also the rate of each group."""
     rates = {str(group["name"]): float(group["lr"]) for group in optimizer.param_groups}
@@ -171,4 +204,11 @@ def _learning_rates(optimizer: Optimizer) -> dict[str, float]:
 
 
 def _total(values: list[Tensor]) -> float:
-    return float(torch.stack(values).double().sum()) if values else 0.0
+    return float(_as_float64(values).sum()) if values else 0.0
+
+
+def _as_float64(values: list[Tensor]) -> Tensor:
+    """Scalars on a device as one tensor of float64: on their device, or on the CPU if the device is mps."""
+    if values[0].device.type == "mps":  # it has no float64
+        return torch.stack([value.float() for value in values]).cpu().double()
+    return torch.stack([value.double() for value in values])

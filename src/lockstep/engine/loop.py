@@ -13,6 +13,7 @@ from lockstep.data.order import StepPlan
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
 from lockstep.distributed.strategy import Strategy
+from lockstep.engine.epoch_log import EpochLog
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.out_of_memory import StepTooLarge
@@ -43,6 +44,8 @@ class Intervals:
     """Seconds: a save is also due when so much time has passed since the last save. 0 means never."""
     save_evaluated: bool = False
     """Also save before each evaluation, so that the best weights can be kept."""
+    epoch_lines: bool = False
+    """Whether a line is written where an epoch begins, and where it ends."""
 
     def due(self, every: int, step: int, stop: int) -> bool:
         """Whether what happens every `every` steps happens after `step` steps of a training that ends at `stop`."""
@@ -65,6 +68,8 @@ class Hooks:
     """Seconds since the training began: the same number on all ranks."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether any rank was asked to stop: the same answer on all ranks."""
+    epoch_header: Callable[[int], str] = lambda epoch: ""
+    """What the task says where an epoch begins. Called on ranks with writers only."""
     on_out_of_memory: Callable[[], None] | None = None
     """Cut the batches from this step on into smaller micro-batches. None: a step that does not fit is an error."""
 
@@ -102,6 +107,10 @@ def fit(
     evaluate, save = memory.measured("evaluation", hooks.evaluate), memory.measured("saving", hooks.save)
     heartbeat, results = state.world.heartbeat, dict(evaluated or {})
     log = _Log(state, window, memory, writers, dict(results))
+    epochs = EpochLog(
+        state, window, plan, stop=stop, lines=intervals.epoch_lines, header=hooks.epoch_header, writers=writers
+    )
+    epoch_end = state.step
     saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
     shown = done = time.perf_counter()
     heartbeat.step = state.step
@@ -110,9 +119,13 @@ def fit(
         if state.step and not results and intervals.due(intervals.evaluate, state.step, stop):
             results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before this evaluation
             hooks.add_metrics(results)
+            if state.step % plan.steps_per_epoch == 0:
+                epochs.end(results, trained=False)
         heartbeat.enter(Phase.FIRST_STEP)
         for micro_batches in batches:
             ready, step = time.perf_counter(), state.step + 1
+            if step > epoch_end:
+                epoch_end = epochs.begin()
             logs = intervals.due(intervals.log, step, stop)
             evaluates = intervals.due(intervals.evaluate, step, stop)
             saves = save_is_late or intervals.due(intervals.save, step, stop)
@@ -133,6 +146,8 @@ def fit(
             results = {}
             if logs:
                 log.window_entry()
+            if step == epoch_end and not evaluates:
+                epochs.end(results)
             if done - shown > _PROGRESS_S:
                 shown = done
                 log.progress()
@@ -148,6 +163,8 @@ def fit(
                 has_evaluated = True
                 if saves:
                     hooks.add_metrics(results)
+                if step == epoch_end:
+                    epochs.end(results)
             save_is_late = intervals.save_s > 0 and hooks.elapsed_s() - saved_s >= intervals.save_s
             done = time.perf_counter()
     except Preempted:

@@ -11,10 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.data.loader import map_tensors
 from lockstep.distributed.world import World
 
 if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
+
+    from lockstep.tasks.task import MetricsUpdate
+
+
+def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device) -> MetricsUpdate:
+    """Move the metrics to the device of the batches, and return the function that feeds a batch to them.
+
+    On mps, metrics stay on the CPU and get copies: mps has no float64, and lacks operations that some metrics use.
+    """
+    if device.type != "mps":
+        metrics.to(device)
+        return update
+
+    def update_on_cpu(metrics: MetricCollection, output: Any, batch: Any) -> None:
+        update(metrics, map_tensors(output, lambda t: t.cpu()), map_tensors(batch, lambda t: t.cpu()))
+
+    return update_on_cpu
 
 
 def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], dict[str, Any]]:

@@ -41,6 +41,10 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     A single metric and a dict of metrics become a collection. The collection is reset. It is None where the task has no
     metrics.
 
+    The collection has no compute groups. In a group, torchmetrics updates one metric for all metrics whose states are
+    equal after the first batch. They may be equal by chance: those of top-1 and top-5 accuracy are, where all samples
+    of this batch are predicted right.
+
     Raises:
         UsageError: the task returned something else than metrics.
     """
@@ -54,9 +58,12 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
 
     if isinstance(found, Mapping) and not isinstance(found, MetricCollection):
         if all(isinstance(metric, Metric | MetricCollection) for metric in found.values()):
-            found = MetricCollection(dict(found))
+            found = MetricCollection(dict(found), compute_groups=False)
     elif isinstance(found, Metric):
-        found = MetricCollection(found)
+        found = MetricCollection(found, compute_groups=False)
+    elif type(found) is MetricCollection:
+        by_name: dict[str, Metric | MetricCollection] = dict(found.items(keep_base=True, copy_state=False))
+        found = MetricCollection(by_name, prefix=found.prefix, postfix=found.postfix, compute_groups=False)
     if not isinstance(found, MetricCollection):
         remedy = "return a torchmetrics.MetricCollection, a dict such as {'accuracy': MulticlassAccuracy(10)}, or None"
         raise UsageError(_describe(found), where="Task.metrics", remedy=remedy)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import json
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from lockstep import atomic
 from lockstep.errors import UsageError
@@ -16,15 +19,25 @@ from lockstep.observe.plain import dumps, plain
 _SUFFIXES = (".csv", ".jsonl", ".npz", ".safetensors")
 
 
-def check(path: Path) -> None:
+def check(path: Path, skips: bool = False) -> None:
     """Check, before predicting, that predictions can be written to `path`.
 
+    Args:
+        skips: whether inputs that cannot be read are left out.
+
     Raises:
-        UsageError: the suffix is unknown, or the folder does not exist or is not writable.
+        UsageError: the suffix is unknown, or the folder does not exist or is not writable; or the format has no texts,
+            so that nobody could tell which inputs were left out.
     """
     if path.suffix not in _SUFFIXES:
         remedy = f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
         raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=remedy)
+    if skips and path.suffix == ".safetensors":
+        raise UsageError(
+            "it holds numbers only, so it cannot tell which inputs were left out",
+            where=f"--out {path}",
+            remedy="use .csv, .jsonl or .npz, or --on-error raise",
+        )
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(
             "cannot be written there",
@@ -42,7 +55,7 @@ def text(prediction: Mapping[str, Any]) -> str:
     return dumps(_plain(prediction), ensure_ascii=False)
 
 
-def write(path: Path, predictions: Sequence[Mapping[str, Any]]) -> list[str]:
+def write(path: Path, predictions: Iterable[Mapping[str, Any]]) -> list[str]:
     """Write predictions in the format that the suffix of `path` names. A kill leaves the whole file or none.
 
     In CSV, `{"a": {"b": 1}}` is a column `a/b`, and a list is JSON. For .npz and .safetensors see `arrays.stack`.
@@ -53,29 +66,149 @@ def write(path: Path, predictions: Sequence[Mapping[str, Any]]) -> list[str]:
     Raises:
         UsageError: the file cannot be written, or a value is of a type that no format can hold.
     """
+    with opened(path) as rows:
+        for prediction in predictions:
+            rows.add(prediction)
+    return rows.left_out
+
+
+class Rows(Protocol):
+    """Receives predictions one after another."""
+
+    left_out: list[str]
+    """At the end: names that are left out because the format cannot hold their values."""
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        """Write a prediction.
+
+        Args:
+            readable: whether there is a prediction. Otherwise the mapping says which sample could not be read, and
+                why. Arrays have no place for it.
+
+        Raises:
+            UsageError: the disk is full, or a value is of a type that no format can hold.
+        """
+
+
+@contextlib.contextmanager
+def opened(path: Path | None) -> Iterator[Rows]:
+    """Yield where predictions are written one after another, as `write` does. None: lines of JSON on stdout.
+
+    Predictions are not kept in memory, except for .npz and .safetensors. If the block raises, a file that was there
+    stays as it was.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if path is None:
+        yield _Printed()
+        return
+    with contextlib.ExitStack() as stack:
+        with _naming(path):
+            staging = stack.enter_context(atomic.staged_file(path))
+            rows = _FORMATS.get(path.suffix, _Arrays)(path, staging)
+            stack.callback(rows.close)
+        yield rows
+        with _naming(path):
+            rows.finish()
+            stack.close()  # flushes the file to disk, and puts it into its place
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Turn an OSError of writing into a UsageError that names the file."""
     try:
-        with atomic.staged_file(path) as staging:
-            if path.suffix in (".npz", ".safetensors"):
-                return arrays.write(staging, predictions, final=path)
-            _write_text(staging, predictions, path.suffix)
+        yield
     except OSError as error:
         raise UsageError(
             f"cannot be written: {error.strerror}",
             where=f"--out {path}",
             remedy="free disk space, or choose another place",
         ) from error
-    return []
 
 
-def _write_text(path: Path, predictions: Sequence[Mapping[str, Any]], suffix: str) -> None:
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        if suffix == ".jsonl":
-            file.writelines(text(prediction) + "\n" for prediction in predictions)
-        else:
-            flat = [_flat(_plain(prediction)) for prediction in predictions]
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for values in flat for name in values)))
+def _close(file: IO[str]) -> None:
+    """Close a file of which nobody needs the rest. Closing writes the rest, and fails again where the disk is full."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+class _Printed:
+    """Lines of JSON on stdout."""
+
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        print(text(prediction))
+
+
+class _Lines:
+    """Lines of JSON in a file."""
+
+    def __init__(self, path: Path, staging: Path) -> None:
+        self.left_out: list[str] = []
+        self.path = path
+        self.file = staging.open("w", encoding="utf-8", errors="backslashreplace", newline="")
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        line = text(prediction) + "\n"
+        with _naming(self.path):
+            self.file.write(line)
+
+    def finish(self) -> None:
+        self.file.close()
+
+    def close(self) -> None:
+        _close(self.file)
+
+
+class _Table:
+    """A table in CSV. Its columns are known at the end, so the rows wait as lines of JSON in a file without a name."""
+
+    def __init__(self, path: Path, staging: Path) -> None:
+        self.left_out: list[str] = []
+        self.path, self.staging = path, staging
+        self.columns: dict[str, None] = {}
+        self.waiting = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        flat = _flat(_plain(prediction))
+        self.columns |= dict.fromkeys(flat)
+        with _naming(self.path):
+            self.waiting.write(json.dumps(flat) + "\n")
+
+    def finish(self) -> None:
+        self.waiting.seek(0)
+        with self.staging.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            writer = csv.DictWriter(file, list(self.columns))
             writer.writeheader()
-            writer.writerows(flat)
+            writer.writerows(json.loads(line) for line in self.waiting)
+
+    def close(self) -> None:
+        _close(self.waiting)
+
+
+class _Arrays:
+    """Arrays by name, which are stacked at the end."""
+
+    def __init__(self, path: Path, staging: Path) -> None:
+        self.left_out: list[str] = []
+        self.path, self.staging = path, staging
+        self.rows: list[Mapping[str, Any]] = []
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        if readable:
+            self.rows.append(prediction)
+
+    def finish(self) -> None:
+        self.left_out = arrays.write(self.staging, self.rows, final=self.path)
+
+    def close(self) -> None:
+        self.rows = []
+
+
+_FORMATS: dict[str, type[_Lines | _Table | _Arrays]] = {".jsonl": _Lines, ".csv": _Table}
 
 
 def _plain(prediction: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Source:
                     remedy=f"{hint}Give a file ({', '.join(SUFFIXES)}), a saved data set, or a name on the hub",
                 )
             return (path,)
-        files = tuple(sorted(Path(file["filename"]) for file in _data_set(self).cache_files))
+        files = tuple(sorted(Path(file["filename"]) for file in self.data_set().cache_files))
         if not files:
             raise DataError(
                 "the data set has no files on disk, so that a change could not be seen",
@@ -113,6 +113,15 @@ class Source:
                 remedy="write it with `Dataset.save_to_disk` first",
             )
         return files
+
+    def data_set(self) -> Any:
+        """The `datasets.Dataset` of a source that is no file: from a saved folder, or from the hub (offline: from the
+        hub's cache).
+
+        Raises:
+            DataError: there is no such data set or split, or `datasets` is not installed.
+        """
+        return _data_set(self)
 
     def read(self) -> Table:
         """The whole table.
@@ -124,7 +133,7 @@ class Source:
         if self.name == EMBEDDED:
             return replace(_read_csv(self.files()[0], header=True, delimiter=",", quoted=True), name=EMBEDDED)
         if not self.is_file:
-            return _from_data_set(_data_set(self), f"{self.name}:{self.split}")
+            return _from_data_set(self.data_set(), f"{self.name}:{self.split}")
         (path,) = self.files()
         suffix = path.suffix.lower()
         if suffix == ".parquet":
@@ -316,7 +325,7 @@ def _data_set(source: Source) -> Any:
     try:
         import datasets
     except ImportError as error:
-        remedy = "pip install 'torch-lockstep[text]', or give a CSV, TSV or JSON file"
+        remedy = "pip install datasets (or 'torch-lockstep[text]'), or give a CSV, TSV or JSON file"
         raise DataError("`datasets` is needed to read this data set", where=source.name, remedy=remedy) from error
     datasets.disable_progress_bars()
     if Path(source.name).is_dir():

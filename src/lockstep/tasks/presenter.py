@@ -27,6 +27,7 @@ class Presenter:
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """Samples from the INPUT arguments of `lockstep predict`.
 
+        Every rank calls this, and finds the same samples.
         They go through `prepare` and `collate` as evaluation samples do. An optional method `where(index)` of the data
         set names the source of a sample.
 
@@ -54,6 +55,8 @@ class Presenter:
         """A raw sample as plain values by name. `lockstep predict` writes them beside the prediction."""
         return {}
 
+    show.default = show  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """A text about an evaluation, for the log. An empty text is not logged.
 
@@ -65,6 +68,14 @@ class Presenter:
         return ""
 
     report.default = report  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def epoch_header(self, epoch: int) -> str:
+        """What the log says of the task where an epoch begins, such as `image size 160`. An empty text adds nothing.
+
+        Args:
+            epoch: counted from 0, as `Task.prepare` gets it.
+        """
+        return ""
 
     def log_header(self) -> list[str]:
         """Lines about the data and the model, for the head of the log."""

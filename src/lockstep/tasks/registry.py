@@ -17,6 +17,7 @@ from lockstep.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
+    from lockstep.images.cache import CacheOptions
     from lockstep.tasks.options import TaskOptions
     from lockstep.tasks.task import Task
 
@@ -83,7 +84,9 @@ def shipped_recipe(name: str) -> Traversable | None:
     return file if file.is_file() else None
 
 
-def build_task(section: dict[str, Any], train: str | None, evaluation: str | None) -> Task:
+def build_task(
+    section: dict[str, Any], train: str | None, evaluation: str | None, cache: CacheOptions | None = None
+) -> Task:
     """Make the task that the config's section `task` describes.
 
     Args:
@@ -91,6 +94,7 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
             them as keyword arguments.
         train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and
             `eval`.
+        cache: what `data.cache` asks for, for a constructor with a parameter `cache`.
 
     Raises:
         UsageError: there is no such file or class, the class lacks a method, or its constructor does not take a key.
@@ -109,10 +113,11 @@ def build_task(section: dict[str, Any], train: str | None, evaluation: str | Non
         arguments = {"options": options.model_validate(arguments)}
     else:
         task_class = _class_in_file(section["kind"])
-    return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation}))
+    return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation, "cache": cache}))
 
 
-def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, str | None]) -> dict[str, Any]:
+
+def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """`arguments` and the values of `data` that are not None, if the constructor takes all of them."""
     parameters = inspect.signature(task_class).parameters
     data = {name: value for name, value in data.items() if value is not None}
@@ -127,12 +132,13 @@ def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, 
         for key, value in data.items():
             if key not in known:
                 remedy = f"leave it out, or give the constructor a parameter {key!r}. {takes}"
-                raise UsageError(f"{task_class.__name__} has no use for {value!r}", where=f"data.{key}", remedy=remedy)
+                shown = repr(value) if isinstance(value, str) else "a cache of decoded pictures"
+                raise UsageError(f"{task_class.__name__} has no use for {shown}", where=f"data.{key}", remedy=remedy)
     arguments = arguments | data
     required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     missing = [name for name in required if name not in arguments]
     if missing:
-        listed = ", ".join(f"data.{name}" if name in ("train", "eval") else f"task.{name}" for name in missing)
+        listed = ", ".join(f"data.{name}" if name in ("train", "eval", "cache") else f"task.{name}" for name in missing)
         remedy = f"give {listed}, in the file or as key=value"
         raise UsageError(f"{task_class.__name__} needs {listed}", where="config", remedy=remedy)
     return arguments

@@ -56,6 +56,12 @@ def verify(
         LockstepError: the task does not run, or the results cannot be written.
     """
     _check_arguments(checks, steps)
+    if config["device"] == "mps":
+        raise UsageError(
+            "verify trains in float64 and on several ranks, and mps has neither",
+            where="device=mps",
+            remedy="use device=cpu: the checks are about the training, and not about the device",
+        )
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
     start = time.perf_counter()

@@ -1,116 +1,316 @@
-"""Image classification: the embedded digits, or folders of images."""
+"""Image classification: the embedded digits, or pictures with a label each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from lockstep.errors import DataError
-from lockstep.sources.images import DIGITS_CLASSES, Digits, Images, LabelledImage, image_folder
-from lockstep.tasks.classification.convnet import ConvNet
+from lockstep import atomic
+from lockstep.errors import DataError, UsageError
+from lockstep.images.augment import eval_picture, train_picture
+from lockstep.images.cache import CacheOptions
+from lockstep.images.decode import decode
+from lockstep.images.mix import draw_partner, mix
+from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.images.picture import Picture, stack_images
+from lockstep.sources.decoded_images import DecodedImage, DecodedImages
+from lockstep.sources.digits import Digits
+from lockstep.sources.image_records import ImageRecord, evaluation_source, read_image_records
+from lockstep.sources.labels import count_labels
+from lockstep.tasks.batch_norm import exchange_batch_norm
+from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.classification.models import logits_of, models_for
 from lockstep.tasks.classification.options import ClassificationOptions
-from lockstep.tasks.presenter import Presenter
-from lockstep.tasks.task import Task
+from lockstep.tasks.classification.presenter import ClassificationPresenter
+from lockstep.tasks.size_check import check_image_sizes
+from lockstep.tasks.task import Metrics, Task
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
-Batch = tuple[Tensor, Tensor]
+Batch = dict[str, Tensor]
+Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
+
+_KEPT = "classification.json"
+_DIGITS = "digits"
+_DIGITS_SIZE = 8
+_MOST_CLASSES = 4096  # with a confusion matrix: it has 16 million counts then
+_GREY = 0.5
 
 
-class ClassificationPresenter(Presenter):
-    """Shows the most probable class. INPUT arguments are image files."""
+@dataclass(frozen=True)
+class About:
+    """What the task learns from its data and its model, and keeps with the run."""
 
-    task: Classification
-
-    def inputs(self, arguments: Sequence[str]) -> Images:
-        paths = [Path(name) for name in arguments]
-        return Images(paths, [-1] * len(paths), size=self.task.image_size, channels=self.task.options.channels)
-
-    def describe(self, output: Tensor) -> dict[str, Any]:
-        best = int(output.argmax())
-        return {"prediction": self.task.classes[best], "probability": round(float(output[best]), 4)}
-
-    def truth(self, sample: LabelledImage) -> str | None:
-        return self.task.classes[sample[1]] if sample[1] >= 0 else None
+    classes: list[str]
+    """Names of the classes, in the order of the logits."""
+    counts: list[int]
+    """Number of training samples of each class."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    size: int
+    """Height and width in pixels that suit the model."""
 
 
 @final
 class Classification(Task):
-    """Each image has a label. The loss is the cross-entropy, summed over samples. The metric is accuracy.
+    """Each image has a label. The loss is the cross-entropy, summed over samples.
+
+    The metrics are accuracy, top-k accuracy, macro F1 and the confusion matrix. A batch is a dict of `images`: uint8
+    (samples, channels, height, width), and `labels`: int64 (samples). With mixup or cutmix, training batches also have
+    `partner_labels`: int64 (samples), and `label_share`: float32 (samples), the share of `labels` in the target.
 
     Args:
-        train, eval: `digits`, or a folder with a folder for each class. eval may be None.
+        train, eval: `digits`, or a source of pictures: see `sources.image_records.read_image_records`. Without `eval`,
+            the evaluation part of the folder `train` is used, if it has such a part.
+        cache: keep decoded pictures on disk, as `data.cache` says.
     """
 
     presenter = ClassificationPresenter
 
-    def __init__(self, options: ClassificationOptions, train: str, eval: str | None = None) -> None:
-        self.options, self.train_source, self.eval_source = options, train, eval
-        self.image_size = 8 if train == "digits" else options.image_size
+    def __init__(
+        self, options: ClassificationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
+    ) -> None:
+        self.options, self.train_source, self.cache = options, train, cache
+        self.eval_source = eval or (None if train == _DIGITS else evaluation_source(train))
+        self.folder: Path | None = None
+        """The folder that is kept with the run. None without a run."""
+        self.new_weights: list[str] = []
+        """Names of the weights that the pretrained model lacks. Known after `model`."""
+        self._trained = False
+
+    def setup(self, folder: Path, trained: bool) -> None:
+        """Keep the class names, the normalisation and the model's config in `folder`."""
+        self._trained = trained
+        if not (folder / _KEPT).exists():
+            about = self.about
+            try:
+                with atomic.staged_folder(folder, replace=True) as staging:
+                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
+                    models_for(self.options, None).save(about.classes, size=self._largest, folder=staging)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
+                ) from error
+        self.folder = folder
+        self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 
     @cached_property
-    def _train(self) -> tuple[Dataset[LabelledImage], list[str]]:
-        if self.train_source == "digits":
-            return Digits(training=True), DIGITS_CLASSES
-        return image_folder(self.train_source, size=self.image_size, channels=self.options.channels)
+    def about(self) -> About:
+        """The classes, and what the model expects of pictures."""
+        if self.folder is not None:
+            return About(**json.loads((self.folder / _KEPT).read_text()))
+        records, options = self._records(self.train_source, "train", None), self.options
+        if len(records.classes) < 2:
+            what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
+            raise DataError(what, where=self.train_source, remedy="give pictures of two classes or more")
+        models = models_for(options, None)
+        classes, pixels = models.classes(records.classes), models.pixels()
+        counts = count_labels(records.classes, records.labels)
+        grey = [_GREY] * options.channels
+        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        return About(
+            classes=classes,
+            counts=[counts.get(name, 0) for name in classes],
+            mean=options.mean or pixels.mean or usual[0],
+            std=options.std or pixels.std or usual[1],
+            size=_DIGITS_SIZE if self.train_source == _DIGITS else pixels.size,
+        )
 
     @property
     def classes(self) -> list[str]:
         """Class names, in the order of the logits."""
-        return self._train[1]
+        return self.about.classes
 
-    def model(self) -> nn.Module:
-        return ConvNet(
-            channels=self.options.channels,
-            classes=len(self.classes),
-            image_size=self.image_size,
-            width=self.options.width,
+    # ---- data
+
+    def _records(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
+        if source == _DIGITS:
+            return Digits(training=split == "train")
+        columns, subset = self.options.columns, self.options.subset
+        return read_image_records(
+            source,
+            key=f"data.{split}",
+            split=split,
+            classes=classes,
+            image=columns.image,
+            label=columns.label,
+            subset=subset,
         )
 
-    def train_data(self) -> Dataset[LabelledImage]:
-        return self._train[0]
+    def _data(self, source: str, split: Literal["train", "eval"]) -> Digits | DecodedImages:
+        records = self._records(source, split, self.classes)
+        if isinstance(records, Digits):
+            return records
+        return DecodedImages(records, channels=self.options.channels, cache=self.cache)
 
-    def eval_data(self) -> Dataset[LabelledImage] | None:
-        if self.eval_source == "digits":
-            return Digits(training=False)
-        if self.eval_source is None:
-            return None
-        size, channels = self.image_size, self.options.channels
-        return image_folder(self.eval_source, size=size, channels=channels, classes=self.classes)[0]
+    @cached_property
+    def _train(self) -> Digits | DecodedImages:
+        return self._data(self.train_source, "train")
 
-    def prepare(self, sample: LabelledImage, epoch: int, training: bool) -> tuple[Tensor, int]:
-        image, label = sample
+    @cached_property
+    def _eval(self) -> Digits | DecodedImages | None:
+        return None if self.eval_source is None else self._data(self.eval_source, "eval")
+
+    def train_data(self) -> Dataset[Any]:
+        return self._train
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return self._eval
+
+    # ---- the model
+
+    @property
+    def _largest(self) -> int:
+        return self.options.all_sizes(self.about.size)[-1]
+
+    def model(self) -> nn.Module:
+        options, about = self.options, self.about
+        models = models_for(options, self.folder)
+        model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
+        model = exchange_batch_norm(model, options.batch_norm)
+        sizes = options.all_sizes(about.size)
+        check_image_sizes(model, sizes, channels=options.channels, forward=logits_of, where="task.image_size")
+        return model
+
+    # ---- from a picture to a batch
+
+    def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
+        """The image, uint8 (channels, size, size), and its label; in training augmented, and mixed with a partner."""
+        item = {"images": self._image(sample, epoch, training), "labels": self._label(sample)}
+        if training and (self.options.mixup_alpha or self.options.cutmix_alpha):
+            self._mix(item, epoch)
+        return item
+
+    def _label(self, sample: Sample) -> int:
+        label = int(sample[1])
         if not -1 <= label < len(self.classes):
             raise DataError(f"label {label} is out of range", remedy=f"labels are 0 to {len(self.classes) - 1}")
-        shift = self.options.shift
-        if training and shift:
-            padded = functional.pad(image, [shift] * 4)
-            top, left = torch.randint(0, 2 * shift + 1, (2,)).tolist()
-            image = padded[:, top : top + image.shape[1], left : left + image.shape[2]]
-        return image.float() / 127.5 - 1, label
+        return label
+
+    def _image(self, sample: Sample, epoch: int, training: bool) -> Tensor:
+        options, default = self.options, self.about.size
+        pixels = sample[0]
+        if isinstance(pixels, bytes):
+            pixels = decode(pixels, channels=options.channels)
+        picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
+        if training:
+            return train_picture(picture, options.size_at(epoch, default), options.augment).image
+        size, augment = options.size_for_evaluation(default), options.augment
+        resize, interpolation = options.eval_resize, augment.interpolation
+        return eval_picture(picture, size, resize=resize, interpolation=interpolation).image
+
+    def _mix(self, item: dict[str, Any], epoch: int) -> None:
+        """Mix a prepared sample with another training sample, which is drawn, read and augmented here.
+
+        All random numbers are the sample's own, so the result depends neither on ranks nor on micro-batches.
+        """
+        item |= {"partner_labels": item["labels"], "label_share": 1.0}
+        data, options = self._train, self.options
+        index = draw_partner(len(data), options.mix_probability)
+        if index is None:
+            return
+        try:
+            partner = data[index]
+            image, label = self._image(partner, epoch, training=True), self._label(partner)
+        except DataError as error:
+            where = getattr(data, "where", str)(index)
+            raise DataError(f"the partner for mixing: {error.what}", where=where, remedy=error.remedy) from error
+        item["images"], item["label_share"] = mix(
+            item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=options.cutmix_alpha
+        )
+        item["partner_labels"] = label
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        batch = {"images": stack_images([sample["images"] for sample in samples])}
+        for name in samples[0]:
+            if name != "images":
+                kind = torch.float32 if name == "label_share" else torch.int64
+                batch[name] = torch.tensor([sample[name] for sample in samples], dtype=kind)
+        return batch
+
+    # ---- from a batch to a loss
+
+    @cached_property
+    def _weights(self) -> OnDevice:
+        """Weights of the classes."""
+        about = self.about
+
+        def count() -> Mapping[str, int]:
+            return dict(zip(about.classes, about.counts, strict=True))
+
+        return OnDevice(class_weights(self.options.class_weights, about.classes, count))
+
+    def weight(self, batch: Batch) -> Tensor | None:
+        """With class weights, the weights of the samples' labels; a mixed sample has both labels by their shares."""
+        weights = self._weights.tensor
+        if weights is None:
+            return None
+        if "partner_labels" not in batch:
+            return weights[batch["labels"]].sum()
+        share = batch["label_share"]
+        return (share * weights[batch["labels"]] + (1 - share) * weights[batch["partner_labels"]]).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
-        logits = model(batch[0])
-        loss = functional.cross_entropy(logits, batch[1], reduction="sum")
+        logits = self._logits(model, batch)
+        loss = self._loss(logits, batch, smoothing=self.options.label_smoothing if model.training else 0.0)
         return loss if model.training else (loss, self._probabilities(logits))
+
+    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
+        dtype = next(model.parameters()).dtype
+        logits = logits_of(model, normalise(batch["images"], self.about.mean, self.about.std, dtype=dtype))
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    def _loss(self, logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
+        """The sum of the cross-entropies. A mixed sample has that of its own label and that of its partner's label,
+        by their shares: this is the cross-entropy with the mixed target, because it is linear in the target."""
+        weights = self._weights.like(logits)
+
+        def cross_entropy(labels: Tensor, reduction: str) -> Tensor:
+            options: dict[str, Any] = {"weight": weights, "label_smoothing": smoothing}
+            return functional.cross_entropy(logits, labels, reduction=reduction, **options)
+
+        if "partner_labels" not in batch:
+            return cross_entropy(batch["labels"], "sum")
+        share = batch["label_share"].to(logits)
+        own, partner = (cross_entropy(batch[name], "none") for name in ("labels", "partner_labels"))
+        return (share * own + (1 - share) * partner).sum()
+
+    # ---- outputs
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Probabilities by class: (samples, classes)."""
-        return self._probabilities(model(batch[0]))
+        return self._probabilities(self._logits(model, batch))
 
     def _probabilities(self, logits: Tensor) -> Tensor:
         return logits.float().softmax(dim=-1)
 
-    def metrics(self) -> MetricCollection:
-        from torchmetrics import MetricCollection
-        from torchmetrics.classification import MulticlassAccuracy
+    def metrics(self) -> Metrics:
+        """`accuracy`, `accuracy_top5` (where there are more classes than that), `macro_f1`, and the matrix
+        `confusion`."""
+        from torchmetrics import classification
 
-        return MetricCollection({"accuracy": MulticlassAccuracy(len(self.classes), average="micro")})
+        count, most = len(self.classes), self.options.top_k
+        metrics: dict[str, Any] = {"accuracy": classification.MulticlassAccuracy(count, average="micro")}
+        if 1 < most < count:
+            top = classification.MulticlassAccuracy(count, average="micro", top_k=most)
+            metrics[f"accuracy_top{most}"] = top
+        metrics["macro_f1"] = classification.MulticlassF1Score(count)
+        if count <= _MOST_CLASSES:
+            metrics["confusion"] = classification.MulticlassConfusionMatrix(count)
+        return Metrics(metrics, self._update)
+
+    @staticmethod
+    def _update(metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
+        metrics.update(output, batch["labels"])

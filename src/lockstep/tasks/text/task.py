@@ -17,6 +17,7 @@ from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.sources.labels import count_labels, match_labels, split
 from lockstep.sources.table import Source
+from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.task import Metrics, Task
 from lockstep.tasks.text import hugging_face
 from lockstep.tasks.text.data import TextData, Texts, TextSample, Tokens, read_texts, tokenise
@@ -60,7 +61,6 @@ class Text(Task):
         """Number of parameters. Known after `model`."""
         self._trained = False
         self._tokens: dict[Path, Tokens] = {}
-        self._weights_on_device: Tensor | None = None
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the tokenizer and the model's config, which holds the label names, in `folder`, as Hugging Face writes
@@ -238,32 +238,22 @@ class Text(Task):
     # ---- from a batch to a loss
 
     @cached_property
-    def _weights(self) -> Tensor | None:
-        """Weights of the classes: (classes,). None: all are 1."""
-        class_weights, labels = self.options.class_weights, self.labels
-        if class_weights is None:
-            return None
-        if class_weights == "balanced":
+    def _weights(self) -> OnDevice:
+        """Weights of the classes."""
+
+        def count() -> dict[str, int]:
             data = self.train_data()
-            counts = count_labels(labels, data.labels if data.rows is None else data.labels[data.rows])
-            total = sum(counts.values())
-            return torch.tensor([total / (len(labels) * max(1, counts[label])) for label in labels])
-        unknown = [name for name in class_weights if name not in labels]
-        if unknown or not class_weights:
-            raise UsageError(
-                f"no such label: {', '.join(map(repr, unknown)) or repr(class_weights)}",
-                where="task.class_weights",
-                remedy=f"use balanced, or weights for: {', '.join(labels)}",
-            )
-        return torch.tensor([float(class_weights.get(label, 1.0)) for label in labels])
+            return count_labels(self.labels, data.labels if data.rows is None else data.labels[data.rows])
+
+        return OnDevice(class_weights(self.options.class_weights, self.labels, count))
 
     def weight(self, batch: Batch) -> Tensor | None:
-        if self._weights is None:
+        weights, labels = self._weights.tensor, batch["labels"]
+        if weights is None:
             return None
-        labels = batch["labels"]
         if self.options.multi_label:
-            return (labels * self._weights + (1 - labels)).mean(dim=1).sum()
-        return self._weights[labels].sum()
+            return (labels * weights + (1 - labels)).mean(dim=1).sum()
+        return weights[labels].sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
@@ -275,14 +265,7 @@ class Text(Task):
         return logits
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
-        labels, weights = batch["labels"], self._weights
-        if weights is not None and (weights.device, weights.dtype) != (logits.device, logits.dtype):
-            moved = self._weights_on_device
-            if moved is None or (moved.device, moved.dtype) != (logits.device, logits.dtype):
-                self._weights_on_device = weights.to(
-                    logits
-                )  # only once: a copy in every step would wait for the device
-            weights = self._weights_on_device
+        labels, weights = batch["labels"], self._weights.like(logits)
         if not self.options.multi_label:
             return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
         if weights is not None:

@@ -27,7 +27,9 @@ def evaluation(experiments: Experiments) -> CheckResult:
     if experiments.data_sizes()[1] == 0:
         return not_shown("there is no evaluation data")
     nproc, batch = experiments.nproc, experiments.global_batch
-    micro = max(1, min(int(experiments.config["batch"]["micro"] or min(batch, 256)), _LARGEST_MICRO_BATCH))
+    asked = experiments.config["batch"]["micro"] or min(batch, 256)
+    asked = min(asked.values()) if isinstance(asked, dict) else int(asked)
+    micro = max(1, min(asked, _LARGEST_MICRO_BATCH))
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
     # A partial micro-batch at the end, and a number of micro-batches that the ranks cannot share evenly.
     changes = TaskChanges(eval_samples=(2 * nproc + 1) * micro + micro // 2 + 1)

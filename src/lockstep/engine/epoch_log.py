@@ -1,0 +1,100 @@
+"""The lines at the beginning and at the end of each epoch, for people who follow a training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lockstep.data.order import StepPlan
+from lockstep.engine.log_window import LogWindow
+from lockstep.engine.step import TrainState
+
+if TYPE_CHECKING:
+    from lockstep.observe.writer import Writer
+
+_HIDDEN = ("eval/samples", "eval/bad", "eval/loss/")
+
+
+class EpochLog:
+    """Knows where epochs begin and end, and writes a line at each of these places, where lines are wanted.
+
+    All ranks call its methods after the same steps. Only ranks with writers make the text.
+
+    Args:
+        stop: step at which the training ends.
+        lines: whether lines are wanted.
+        header: what the task says about an epoch, counted from 0.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        window: LogWindow,
+        plan: StepPlan,
+        *,
+        stop: int,
+        lines: bool,
+        header: Callable[[int], str],
+        writers: Sequence[Writer],
+    ) -> None:
+        self.state, self.window, self.plan, self.stop = state, window, plan, stop
+        self.lines, self.header, self.writers = lines, header, writers
+        window.sums_epochs = lines
+        self.begun_at, self.begun = state.step, time.perf_counter()
+
+    def begin(self) -> int:
+        """An epoch begins with the next step, or goes on there in a resumed run.
+
+        Returns:
+            the step at which this epoch ends: the number of steps that are then done.
+        """
+        state, per_epoch = self.state, self.plan.steps_per_epoch
+        epoch = state.step // per_epoch
+        end = min((epoch + 1) * per_epoch, self.stop)
+        self.begun_at, self.begun = state.step, time.perf_counter()
+        if epoch in (self.plan.micro_by_epoch or ()):
+            state.guard.reset()  # micro-batches of another size begin here, which may not fit into memory
+        if self.lines and self.writers:
+            first = epoch * per_epoch
+            verb = "begins" if state.step == first else f"goes on after step {state.step}"
+            parts = [f"steps {first + 1} to {end}", f"learning rate {_next_rate(state):.4g}", self.header(epoch)]
+            self._tell(f"{self._name(epoch)} {verb}: {', '.join(part for part in parts if part)}")
+        return end
+
+    def end(self, results: Mapping[str, float], *, trained: bool = True) -> None:
+        """An epoch has ended after the last step. Where lines are wanted, this is a collective.
+
+        Args:
+            results: of the evaluation after this step, by their names in the log. Empty: there was none.
+            trained: whether this process trained the epoch's last steps. A resumed run may begin with an evaluation.
+        """
+        if not self.lines:
+            return
+        losses, steps = self.window.epoch_losses(), self.state.step - self.begun_at
+        if not self.writers:
+            return
+        parts = []
+        if trained and losses:
+            whole = self.begun_at % self.plan.steps_per_epoch == 0
+            which = "" if whole else f" (of the last {steps} steps)"
+            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in losses.items()) + which)
+        shown = {name: value for name, value in results.items() if not name.startswith(_HIDDEN)}
+        if shown:
+            parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
+        duration = f" after {time.perf_counter() - self.begun:.1f} s" if trained else ""
+        if parts:
+            epoch = (self.state.step - 1) // self.plan.steps_per_epoch
+            self._tell(f"{self._name(epoch)} ends{duration}: {'; '.join(parts)}")
+
+    def _name(self, epoch: int) -> str:
+        return f"epoch {epoch + 1} of {-(-self.stop // self.plan.steps_per_epoch)}"
+
+    def _tell(self, text: str) -> None:
+        for writer in self.writers:
+            writer.message(text)
+
+
+def _next_rate(state: TrainState) -> float:
+    """The learning rate of the next update, of the first parameter group."""
+    return float(state.optimizer.param_groups[0]["base_lr"]) * state.schedule(state.step - state.skipped)

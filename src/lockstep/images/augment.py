@@ -1,0 +1,188 @@
+"""The way of a picture into a batch: in training under random changes, in evaluation always the same.
+
+All random numbers are drawn from torch's global generator, which the loader seeds for each sample by seed, epoch and
+index.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+from lockstep.images import color, geometry
+from lockstep.images.geometry import Region, Size
+from lockstep.images.options import AugmentOptions, ColorJitterOptions, Interpolation, RandomErasingOptions
+from lockstep.images.picture import Picture, contiguous, rows
+from lockstep.images.policies import rand_augment, trivial_augment
+
+__all__ = ["AugmentOptions", "eval_picture", "train_picture"]
+
+_ATTEMPTS = 10  # draws of a rectangle, before the middle is taken
+
+
+def train_picture(picture: Picture, size: int | Size, options: AugmentOptions, *, mask_fill: int = 255) -> Picture:
+    """A training picture after the random changes that `options` describe. The picture that is given stays as it is.
+
+    Crop, flips, and the geometry of RandAugment and TrivialAugment act alike on image, mask and boxes. Colour and
+    erasing change the image only.
+
+    Args:
+        size: side, or (height, width), of the result in pixels.
+        mask_fill: value of the mask where no pixel of the picture is: the value that the loss ignores.
+
+    Returns:
+        A picture of this size, contiguous, channels_last.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    picture = _crop(picture, (height, width), options, mask_fill)
+    if options.flip and _happens(options.flip):
+        picture = geometry.flip(picture)
+    if options.vertical_flip and _happens(options.vertical_flip):
+        picture = geometry.flip(picture, vertical=True)
+    if options.randaugment is not None:
+        chosen = options.randaugment
+        picture = rand_augment(
+            picture,
+            operations=chosen.operations,
+            magnitude=chosen.magnitude,
+            options=options,
+            mask_fill=mask_fill,
+        )
+    if options.trivialaugment:
+        picture = trivial_augment(picture, options=options, mask_fill=mask_fill)
+    jitter = options.color_jitter
+    if jitter is not None and _happens(jitter.probability):
+        picture = replace(picture, image=_jitter(picture.image, jitter))
+    erasing = options.random_erasing
+    if erasing is not None and _happens(erasing.probability):
+        picture = replace(picture, image=_erase(picture.image, erasing, options.fill))
+    return contiguous(picture)
+
+
+def eval_picture(
+    picture: Picture, size: int | Size, *, resize: int | None, interpolation: Interpolation = "bilinear"
+) -> Picture:
+    """An evaluation picture: resized, and its centre cut out.
+
+    Args:
+        size: side, or (height, width), of the result in pixels.
+        resize: length of the picture's shorter side before the cut, usually 8/7 of `size`. If `size` is no square, the
+            picture is resized so that it just covers a rectangle of the shape of `size` with this shorter side. None:
+            the whole picture is resized to `size`, whatever its shape.
+
+    Raises:
+        UsageError: `resize` is smaller than the shorter side of `size`.
+    """
+    height, width = (size, size) if isinstance(size, int) else size
+    if resize is None:
+        return contiguous(geometry.resize(picture, (height, width), interpolation=interpolation))
+    whole = covering_size(picture.size, (height, width), resize)
+    # Halves are rounded to even numbers, as in torchvision's `center_crop`.
+    top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
+    return contiguous(geometry.resize_crop(picture, whole, (top, left, height, width), interpolation=interpolation))
+
+
+def covering_size(picture: Size, size: Size, resize: int) -> Size:
+    """The size to which `eval_picture` resizes a picture before it cuts out the centre.
+
+    The side that decides gets the exact length. The other is rounded down, as in torchvision's `Resize`.
+    """
+    shorter = min(size)
+    if resize < shorter:
+        raise UsageError(
+            f"pictures are resized to {resize} pixels, but {shorter} are cut out of them",
+            remedy=f"resize to {shorter} or more",
+        )
+    height, width = (side * resize / shorter for side in size)
+    if width * picture[0] <= height * picture[1]:  # the height decides, the width is more than is needed
+        return round(height), max(int(height * picture[1] / picture[0]), size[1])
+    return max(int(width * picture[0] / picture[1]), size[0]), round(width)
+
+
+def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int) -> Picture:
+    if options.crop == "random_resized":
+        shape = (options.ratio[0] * size[1] / size[0], options.ratio[1] * size[1] / size[0])
+        region = _rectangle(picture.size, options.scale, shape) or _middle(picture.size, shape)
+        return geometry.crop_resize(
+            picture, region, size, interpolation=options.interpolation, min_visible=options.min_visible
+        )
+    picture = geometry.resize(picture, size, interpolation=options.interpolation)
+    most = options.shift
+    if options.crop == "resize" or most == 0:
+        return picture
+    top, left = torch.randint(0, 2 * most + 1, (2,)).tolist()
+    picture = geometry.pad(
+        picture, top=most, left=most, bottom=most, right=most, fill=options.fill, mask_fill=mask_fill
+    )
+    return geometry.crop(picture, (top, left, *size), min_visible=options.min_visible)
+
+
+def _happens(probability: float) -> bool:
+    return float(torch.rand(())) < probability
+
+
+def _uniform(least: float, greatest: float) -> float:
+    return least + (greatest - least) * float(torch.rand(()))
+
+
+def _rectangle(size: Size, area: tuple[float, float], ratio: tuple[float, float]) -> Region | None:
+    """A random rectangle inside of a picture, or None if ten of the drawn ones were too long.
+
+    Args:
+        area: range of its area, as share of the picture's.
+        ratio: range of width / height, of which the logarithm is drawn evenly.
+    """
+    height, width = size
+    logarithms = math.log(ratio[0]), math.log(ratio[1])
+    for share, shape, down, across in torch.rand(_ATTEMPTS, 4, dtype=torch.float64).tolist():
+        pixels = height * width * (area[0] + (area[1] - area[0]) * share)
+        wide = math.exp(logarithms[0] + (logarithms[1] - logarithms[0]) * shape)
+        rows_, columns = round(math.sqrt(pixels / wide)), round(math.sqrt(pixels * wide))
+        if 0 < rows_ <= height and 0 < columns <= width:
+            return int(down * (height - rows_ + 1)), int(across * (width - columns + 1)), rows_, columns
+    return None
+
+
+def _middle(size: Size, ratio: tuple[float, float]) -> Region:
+    """The largest rectangle in the middle of a picture with width / height in the range."""
+    height, width = size
+    rows_, columns = height, width
+    if width / height < ratio[0]:
+        rows_ = min(height, max(1, round(width / ratio[0])))
+    elif width / height > ratio[1]:
+        columns = min(width, max(1, round(height * ratio[1])))
+    return (height - rows_) // 2, (width - columns) // 2, rows_, columns
+
+
+def _jitter(image: Tensor, options: ColorJitterOptions) -> Tensor:
+    """Random factors in random order, as torchvision's `ColorJitter` does it."""
+    for which in torch.randperm(4).tolist():
+        change, most = (
+            (color.brightness, options.brightness),
+            (color.contrast, options.contrast),
+            (color.saturation, options.saturation),
+            (color.hue, options.hue),
+        )[which]
+        if most and change is color.hue:
+            image = color.hue(image, _uniform(-most, most))
+        elif most:
+            image = change(image, _uniform(max(0.0, 1 - most), 1 + most))
+    return image
+
+
+def _erase(image: Tensor, options: RandomErasingOptions, fill: int) -> Tensor:
+    region = _rectangle((image.shape[1], image.shape[2]), options.area, options.ratio)
+    if region is None:
+        return image
+    top, left, height, width = region
+    result = rows(image).clone()  # the image may be the data set's own
+    place = result[top : top + height, left : left + width]
+    if options.content == "noise":
+        place.copy_(torch.randint(0, 256, place.shape, dtype=torch.uint8))
+    else:
+        place.fill_(fill)
+    return result.permute(2, 0, 1)

@@ -1,0 +1,1 @@
+"""YAML files that say how a kind of machine runs a training."""

@@ -1,0 +1,90 @@
+"""A data set of decoded pictures: encoded pictures of any source, a decoder, and a cache if it is wanted."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.data.cache import cache_root
+from lockstep.images.cache import CacheOptions, DecodedCache, folder_name
+from lockstep.images.decode import decode
+from lockstep.sources.image_records import ImageRecords
+
+_DECODERS = ("pillow", "simplejpeg")
+
+
+class DecodedImage(NamedTuple):
+    """A raw sample."""
+
+    pixels: npt.NDArray[np.uint8]
+    """(height, width, channels) uint8, upright."""
+    label: int
+    """The class number, or -1 if it is unknown."""
+    name: str
+    """The name of the picture in its source."""
+
+
+class DecodedImages(Dataset[DecodedImage]):
+    """Decoded pictures with class numbers. With a cache the samples are the same.
+
+    Args:
+        records: the encoded pictures.
+        channels: 1 (grey) or 3 (RGB).
+        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
+    """
+
+    def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
+        self.records, self.channels = records, channels
+        self.cache = None if cache is None else open_cache(records, channels=channels, options=cache)
+        """The cache, whose `summary` is a line for the log. None: there is no cache."""
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> DecodedImage:
+        """A sample.
+
+        Raises:
+            DataError: the file cannot be read, or is no whole picture. The error names the file.
+        """
+
+        def read() -> npt.NDArray[np.uint8]:
+            where = self.records.where(index)
+            return decode(self.records.pictures.read(index), channels=self.channels, where=where)
+
+        pixels = read() if self.cache is None else self.cache.pixels(index, read)
+        return DecodedImage(pixels, int(self.records.labels[index]), self.records.pictures.name(index))
+
+    def where(self, index: int) -> str:
+        """The place of a picture, for messages."""
+        return self.records.where(index)
+
+
+def open_cache(records: ImageRecords, *, channels: int, options: CacheOptions) -> DecodedCache:
+    """The cache of the decoded pictures of a source, in Lockstep's cache folder.
+
+    Its name changes where a file of the source changes, and with the versions of the decoders, whose pixels may differ
+    by a level.
+    """
+    versions = [_version(name) for name in _DECODERS]
+    digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
+    folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
+    return DecodedCache(
+        folder,
+        len(records),
+        channels=channels,
+        limit_bytes=options.limit_bytes,
+        shorter_side=options.shorter_side,
+    )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""Picture files: a folder for each class, or files by name."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.errors import DataError, did_you_mean
+from lockstep.sources.packed_text import PackedText
+
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
+"""Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
+_SHOWN = 8
+
+Array = npt.NDArray[Any]
+
+
+class Pictures(Protocol):
+    """Encoded pictures by index. Reading is safe in forked and in spawned loader workers."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> bytes:
+        """The file of a picture, as it was written: JPEG, PNG, ...
+
+        Raises:
+            DataError: it cannot be read. The error names the file.
+        """
+        ...
+
+    def name(self, index: int) -> str:
+        """The name of a picture in its source. It stays where the source is moved to another folder."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The place of a picture, for messages."""
+        ...
+
+    def digest(self) -> str:
+        """Hexadecimal digits that change where a picture changes: by size and time of the files, which are not
+        read."""
+        ...
+
+
+class PictureFiles:
+    """Pictures that are files.
+
+    Args:
+        root: the folder that the names are relative to.
+        names: paths below `root`, or absolute paths.
+        place: from an index to the place of a picture in messages. None: its path.
+    """
+
+    def __init__(self, root: Path, names: Sequence[str], place: Callable[[int], str] | None = None) -> None:
+        self.root, self.names, self.place = root, PackedText(names), place
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def path(self, index: int) -> str:
+        """The path of a picture."""
+        return os.path.join("" if self.root == Path() else self.root, self.names[index])
+
+    def read(self, index: int) -> bytes:
+        try:
+            with open(self.path(index), "rb") as file:
+                return file.read()
+        except OSError as error:
+            remedy = "it was there when training began: bring it back, or check its permissions"
+            raise DataError(f"cannot be read: {error.strerror}", where=self.where(index), remedy=remedy) from error
+
+    def name(self, index: int) -> str:
+        return self.names[index]
+
+    def where(self, index: int) -> str:
+        return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for index in range(len(self)):
+            add_file(digest, self.path(index), name=self.names[index])
+        return digest.hexdigest()
+
+
+def add_file(digest: Any, path: str | Path, *, name: str) -> None:
+    """Add name, size and time of a file to a digest; of a file that is not there its name alone."""
+    try:
+        about = os.stat(path)
+        digest.update(f"{name!a}|{about.st_size}|{about.st_mtime_ns}|".encode())
+    except OSError:
+        digest.update(f"{name!a}|".encode())
+
+
+def is_picture(name: str) -> bool:
+    """Whether a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def class_folders(root: Path) -> list[str]:
+    """The names of the folders in `root`, sorted by letter as torchvision and `datasets` sort them, without hidden
+    folders."""
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+
+
+def read_class_folders(
+    root: Path, classes: Sequence[str] | None
+) -> tuple[PictureFiles, list[str], Array, tuple[str, ...]]:
+    """The pictures in `root/CLASS/`, at any depth: pictures, class names, the class number of each picture, notes.
+
+    Args:
+        classes: the classes of the training data. None: the folders are the classes.
+
+    Raises:
+        DataError: there is no folder, a folder has no picture, or the name of a folder is not in `classes`.
+    """
+    folders = class_folders(root)
+    if not folders:
+        remedy = f"{root.name}/CLASS/NAME.jpg is expected: a folder for each class"
+        raise DataError("there are no class folders", where=str(root), remedy=remedy)
+    known = list(classes) if classes is not None else folders
+    unknown = [name for name in folders if name not in known]
+    if unknown:
+        more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
+        listed = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
+        raise DataError(
+            f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}",
+            where=str(root / unknown[0]),
+            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed}. Remove this folder, or train with it",
+        )
+    names: list[str] = []
+    counts: list[int] = []
+    for folder in folders:
+        found = [f"{folder}/{name}" for name in _pictures_below(root / folder)]
+        if not found:
+            raise DataError("no picture in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
+        names += found
+        counts.append(len(found))
+    codes = np.repeat(np.array([known.index(folder) for folder in folders], dtype=np.int64), counts)
+    with os.scandir(root) as entries:
+        beside = sum(is_picture(entry.name) for entry in entries)
+    notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
+    return PictureFiles(root, names), known, codes, notes
+
+
+def _remedy(folder: Path) -> str:
+    others = [name for _, _, files in os.walk(folder) for name in files if not name.startswith(".")]
+    kinds = sorted({Path(name).suffix for name in others})
+    found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
+    return f"{found}Put pictures ({', '.join(SUFFIXES)}) into it, or remove the folder"
+
+
+def _pictures_below(folder: Path) -> list[str]:
+    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once."""
+    seen: set[str] = set()
+    found: list[str] = []
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link to a folder above would never end
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
+        found += [prefix + name for name in files if is_picture(name)]
+    return sorted(found)

@@ -1,0 +1,56 @@
+"""Weights of classes in the loss, and where they are needed: on the device of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import UsageError
+
+
+def class_weights(
+    wanted: str | Mapping[str, float] | None, labels: Sequence[str], count: Callable[[], Mapping[str, int]]
+) -> Tensor | None:
+    """The weight of each class: (classes,) float32. None: all weights are 1.
+
+    Args:
+        wanted: `balanced`, or weights by class; other classes have the weight 1.
+        labels: names of the classes.
+        count: returns the number of training samples of each class, for `balanced`: the weight of a class is the number
+            of samples / (the number of classes x its samples).
+
+    Raises:
+        UsageError: a class does not exist.
+    """
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        counts = count()
+        total = sum(counts.values())
+        return torch.tensor([total / (len(labels) * max(1, counts[label])) for label in labels])
+    unknown = [name for name in wanted if name not in labels]
+    if unknown or not wanted:
+        raise UsageError(
+            f"no such label: {', '.join(map(repr, unknown)) or repr(wanted)}",
+            where="task.class_weights",
+            remedy=f"use balanced, or weights for: {', '.join(labels)}",
+        )
+    return torch.tensor([float(wanted.get(label, 1.0)) for label in labels])
+
+
+class OnDevice:
+    """A tensor on the CPU, and its last copy elsewhere: a copy in every step would wait for the device."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+        self._copy = tensor
+
+    def like(self, other: Tensor) -> Tensor | None:
+        """The tensor with device and number format of `other`."""
+        if self.tensor is None or self._copy is None:
+            return None
+        if (self._copy.device, self._copy.dtype) != (other.device, other.dtype):
+            self._copy = self.tensor.to(other)
+        return self._copy

@@ -1,0 +1,319 @@
+"""The model of a classification: pretrained or new, from transformers, from timm, or the small network of the demo."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.tasks import hugging_face
+from lockstep.tasks.classification.convnet import ConvNet
+from lockstep.tasks.classification.options import CONVNET, TIMM, ClassificationOptions
+
+_WHAT = "image classification"
+_KIND = "classification"
+_SIZE = 224  # pixels, where nothing says another size
+_CONVNET_SIZE = 32
+
+
+class Pixels(NamedTuple):
+    """What a model expects of pictures."""
+
+    size: int
+    """Height and width in pixels."""
+    mean: list[float] | None
+    """Mean of each channel, from 0 to 1. None: it does not say."""
+    std: list[float] | None
+    """Standard deviation of each channel. None: it does not say."""
+
+
+class Preparation(NamedTuple):
+    """How pictures are prepared for a trained model."""
+
+    size: int
+    """Height and width in pixels."""
+    resize_to: int | None
+    """Length of the shorter side before the centre is cut out. None: the whole picture is resized."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    interpolation: str
+    """bilinear or bicubic."""
+
+
+class Models(Protocol):
+    """Makes models of one library by name."""
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        """The classes in the order of the logits; `names` are those of the data.
+
+        Raises:
+            UsageError: the pretrained model has another number of classes.
+        """
+        ...
+
+    def pixels(self) -> Pixels:
+        """What the model expects of pictures."""
+        ...
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        """The model, and names of the weights that the pretrained model lacks.
+
+        Args:
+            size: height and width in pixels of the largest pictures.
+            trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
+        """
+        ...
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
+        ...
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        """Write what the library needs to load the weights of `model` into `folder`."""
+        ...
+
+
+def models_for(options: ClassificationOptions, folder: Path | None) -> Models:
+    """What makes the models that `options` ask for.
+
+    Args:
+        folder: where an earlier start of the run has kept the model's config. None: there is none.
+    """
+    name = options.model or options.scratch.architecture
+    if name.startswith(TIMM):
+        return TimmModels(options, name.removeprefix(TIMM))
+    if options.model is None and name == CONVNET:
+        return ConvNetModels(options)
+    return TransformersModels(options, folder)
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The class scores (batch, classes) of normalised images (batch, channels, height, width).
+
+    Position embeddings of transformers' models are interpolated to the size of the images.
+    """
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
+    output = model(images, **options)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@functools.cache
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters
+
+
+@dataclass(frozen=True)
+class ConvNetModels:
+    """The small network of the demo."""
+
+    options: ClassificationOptions
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+    def pixels(self) -> Pixels:
+        return Pixels(_CONVNET_SIZE, None, None)
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        sizes = dict(self.options.scratch.sizes)
+        width = sizes.pop("width", 32)
+        if sizes:
+            remedy = f"{CONVNET} takes: width; for another model, set task.scratch.architecture, such as resnet"
+            raise UsageError("unknown key", where=f"task.scratch.sizes.{next(iter(sizes))}", remedy=remedy)
+        if not isinstance(width, int) or isinstance(width, bool) or width < 4 or width % 4:
+            remedy = "use a multiple of 4, at least 4"
+            raise UsageError(f"{width!r} channels", where="task.scratch.sizes.width", remedy=remedy)
+        smallest = self.options.all_sizes(size)[0]
+        return ConvNet(self.options.channels, len(classes), smallest, width), []
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        pass
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class TransformersModels:
+    """Every `AutoModelForImageClassification`."""
+
+    options: ClassificationOptions
+    folder: Path | None
+
+    @functools.cached_property
+    def _transformers(self) -> Any:
+        return hugging_face.import_transformers(_KIND, "images")
+
+    def config(self, size: int) -> Any:
+        """The config of the model.
+
+        Args:
+            size: height and width in pixels of the largest pictures, for a new model.
+        """
+        options = self.options
+        source = self.folder if self.folder and (self.folder / "config.json").is_file() else options.model
+        if source:
+            return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
+        return self._new_config(size)
+
+    def _new_config(self, size: int) -> Any:
+        # A dict of names: a loop over the mapping of classes would import every architecture.
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as KNOWN
+
+        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+            values = {"image_size": size, "num_channels": self.options.channels}
+            return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
+
+        return hugging_face.new_config(
+            self.options.scratch.architecture,
+            known=[CONVNET, *sorted(set(KNOWN) - {"timm_wrapper"})],
+            what=_WHAT,
+            sizes=self.options.scratch.sizes,
+            defaults=defaults,
+        )
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        if not self.options.model:
+            return list(names)
+        head, new_head = "ForImageClassification", self.options.new_head
+        config = self.config(_SIZE)
+        return hugging_face.check_labels(config, names, head=head, name=self.options.model, new_head=new_head)
+
+    def pixels(self) -> Pixels:
+        said: dict[str, Any] = {}
+        if self.options.model:
+            mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
+            try:
+                said = mixin.get_image_processor_dict(self.options.model)[0]
+            except OSError:  # the model has no such file
+                said = {}
+        size = said.get("crop_size") or said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
+        if isinstance(size, dict):
+            size = size.get("shortest_edge") or size.get("height") or _SIZE
+        if isinstance(size, list | tuple):
+            size = size[0]
+        return Pixels(int(size), said.get("image_mean"), said.get("image_std"))
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        config = self.config(size)
+        hugging_face.set_labels(config, classes)
+        channels = getattr(config, "num_channels", self.options.channels)
+        if channels != self.options.channels:
+            what = f"the model takes pictures of {channels} channels, and task.channels is {self.options.channels}"
+            raise UsageError(what, where="task.channels", remedy=f"set task.channels={channels}")
+        model, new = hugging_face.make_model(
+            self._transformers.AutoModelForImageClassification,
+            config,
+            None if trained else self.options.model,
+            what=_WHAT,
+            new_head=self.options.new_head,
+        )
+        for name, parameter in model.named_parameters():
+            if name.endswith("mask_token"):  # it is for pretraining: it would get no gradient, which DDP refuses
+                parameter.requires_grad_(False)
+        return model, new
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        config = self.config(size)
+        hugging_face.set_labels(config, classes)
+        config.save_pretrained(folder)
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+        size = preparation.size
+        whole = {"size": {"height": size, "width": size}, "do_center_crop": False}
+        cut = {"size": {"shortest_edge": preparation.resize_to}, "crop_size": {"height": size, "width": size}}
+        processor = {
+            "image_processor_type": "BitImageProcessor",  # it resizes, cuts out the centre and normalises, as we do
+            "do_resize": True,
+            "resample": {"bilinear": 2, "bicubic": 3}[preparation.interpolation],
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": preparation.mean,
+            "image_std": preparation.std,
+            "do_convert_rgb": len(preparation.mean) == 3,
+            **(whole if preparation.resize_to is None else cut | {"do_center_crop": True}),
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
+
+@dataclass(frozen=True)
+class TimmModels:
+    """Every model of timm."""
+
+    options: ClassificationOptions
+    name: str
+
+    @functools.cached_property
+    def _timm(self) -> Any:
+        try:
+            return importlib.import_module("timm")
+        except ImportError as error:
+            raise UsageError(
+                f"timm cannot be imported: {error}",
+                where=f"{TIMM}{self.name}",
+                remedy="pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch",
+            ) from error
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        return list(names)
+
+    def pixels(self) -> Pixels:
+        config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None
+        if config is None:
+            return Pixels(_SIZE, None, None)
+        return Pixels(int(config.input_size[-1]), list(config.mean), list(config.std))
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        timm, options = self._timm, self.options
+        if not timm.is_model(self.name.partition(".")[0]):
+            near = ", ".join(timm.list_models(f"*{self.name.partition('.')[0][:6]}*")[:8])
+            key = "task.model" if options.model else "task.scratch.architecture"
+            remedy = f"there are: {near}, ..." if near else "timm.list_models() lists the names"
+            raise UsageError(f"timm has no model {self.name!r}", where=key, remedy=remedy)
+        pretrained = bool(options.model)
+        arguments = {
+            "pretrained": pretrained and not trained and torch.empty(0).device.type != "meta",
+            "num_classes": len(classes),
+            "in_chans": options.channels,
+            **({} if pretrained else options.scratch.sizes),
+        }
+        model = self._create(arguments, size)
+        config = getattr(model, "pretrained_cfg", None) or {}
+        if not pretrained or config.get("num_classes") == len(classes):
+            return model, []
+        head = config.get("classifier") or "the last layer"
+        return model, [head] if isinstance(head, str) else list(head)
+
+    def _create(self, arguments: dict[str, Any], size: int) -> nn.Module:
+        # Transformers of timm interpolate position embeddings only if they are told so. Other models refuse these keys.
+        for extra in ({"img_size": size, "dynamic_img_size": True}, {"img_size": size}):
+            with contextlib.suppress(TypeError):
+                model: nn.Module = self._timm.create_model(self.name, **extra, **arguments)
+                return model
+        try:
+            model = self._timm.create_model(self.name, **arguments)
+        except TypeError as error:
+            remedy = f"give keys that timm's {self.name} takes"
+            raise UsageError(str(error), where="task.scratch.sizes", remedy=remedy) from error
+        return model
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        pass
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        pass

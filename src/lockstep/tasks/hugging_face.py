@@ -1,0 +1,216 @@
+"""Hugging Face models of any kind of classification: from the hub, from a local folder, or new by architecture."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError, did_you_mean
+
+_SHOWN = 8
+
+
+def import_transformers(kind: str, extra: str) -> Any:
+    """The module `transformers`.
+
+    Args:
+        kind: the kind of task that needs it, for the error.
+        extra: the extra of this package that installs it.
+
+    Raises:
+        UsageError: it is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            "transformers is not installed",
+            where=f"task.kind: {kind}",
+            remedy=f"pip install 'torch-lockstep[{extra}]'",
+        ) from error
+    return transformers
+
+
+def load(loading: Callable[..., Any], what: str, name: str | Path, **options: Any) -> Any:
+    """`loading(name, **options)`, where `loading` is a function `from_pretrained` of transformers.
+
+    Args:
+        what: is loaded, for the error.
+
+    Raises:
+        UsageError: it cannot be loaded. The error says what was looked for, and where.
+    """
+    transformers: Any = importlib.import_module("transformers")
+
+    transformers.logging.disable_progress_bar()
+    try:
+        return loading(str(name), **options)
+    except Exception as error:
+        from huggingface_hub import constants
+
+        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+        if Path(name).is_dir():
+            place = f"in the folder {name}, which has: {listed(sorted(file.name for file in Path(name).iterdir()))}"
+        else:
+            hub = f"in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"
+            place = f"as a folder {os.path.abspath(name)}, {hub}"
+        remedy = "check the name; offline, give the folder of a model that `save_pretrained` wrote"
+        raise UsageError(
+            f"the {what} of {str(name)!r} cannot be loaded; looked for {place}: {first_line(error)}",
+            where="task.model",
+            remedy=remedy,
+        ) from error
+
+
+def new_config(
+    architecture: str,
+    *,
+    known: Sequence[str],
+    what: str,
+    sizes: Mapping[str, Any],
+    defaults: Callable[[Any, Sequence[str]], Mapping[str, Any]],
+    hint: str = "",
+) -> Any:
+    """The config of a new model.
+
+    Args:
+        architecture: a model type of transformers, such as `bert` or `resnet`.
+        known: the model types that there are.
+        what: they do, for the error.
+        sizes: keys of the architecture's config, such as `hidden_size`.
+        defaults: called with the config's class and the names of its keys, returns values of keys that `sizes` lacks.
+        hint: is added to the remedy for an unknown key.
+
+    Raises:
+        UsageError: the architecture or a key is unknown. The error lists all that are known.
+    """
+    transformers: Any = importlib.import_module("transformers")
+
+    if architecture not in known:
+        remedy = f"{did_you_mean(architecture, known)}there are: {', '.join(known)}"
+        raise UsageError(f"no {what} model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy)
+    kind = transformers.CONFIG_MAPPING[architecture]
+    names = [key for key in inspect.signature(kind).parameters if key not in ("self", "kwargs", "args")]
+    for key in sizes:
+        if key not in names and key not in kind.attribute_map:
+            remedy = f"{did_you_mean(key, names)}{kind.__name__} takes: {', '.join(names)}{hint}"
+            raise UsageError("unknown key", where=f"task.scratch.sizes.{key}", remedy=remedy)
+    try:
+        return kind(**{**defaults(kind, names), **sizes})
+    except Exception as error:
+        raise UsageError(
+            f"{type(error).__name__}: {error}",
+            where="task.scratch.sizes",
+            remedy=f"give sizes that suit {kind.__name__}",
+        ) from error
+
+
+def set_labels(config: Any, labels: Sequence[str], *, multi_label: bool = False) -> None:
+    """Write label names and the kind of problem into a model's config, where pipelines read them."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: number for number, label in enumerate(labels)}
+    config.problem_type = "multi_label_classification" if multi_label else "single_label_classification"
+
+
+def check_labels(config: Any, labels: Sequence[str], *, head: str, name: str, new_head: bool) -> list[str]:
+    """The labels in the order that the model has. If the model does not classify, or has other names: `labels` as they
+    are.
+
+    Args:
+        head: a part of the names of classes that classify, such as `ForSequenceClassification`.
+        name: the model's name, for the error.
+        new_head: whether the model's last layer is replaced.
+
+    Raises:
+        UsageError: the model classifies into another number of classes, and its last layer is not replaced.
+    """
+    classifies = any(head in architecture for architecture in config.architectures or [])
+    if not classifies or new_head:
+        return list(labels)
+    theirs = [config.id2label[number] for number in range(config.num_labels)]
+    if len(theirs) != len(labels):
+        classes = f"{name} classifies into {len(theirs)} labels ({listed(theirs)})"
+        raise UsageError(
+            f"{classes}, the data has {len(labels)} ({listed(labels)})",
+            where="task.model",
+            remedy="set task.new_head=true to replace its last layer, or use data with its labels",
+        )
+    return theirs if set(theirs) == set(labels) else list(labels)
+
+
+def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head: bool) -> tuple[nn.Module, list[str]]:
+    """A classifier with pretrained weights, or a new classifier.
+
+    Args:
+        auto: a class of transformers such as `AutoModelForSequenceClassification`.
+        name: the pretrained model. None: all weights are new.
+        what: the model does, for the error.
+        new_head: replace the last layer of the pretrained model. A missing last layer is always new.
+
+    Returns:
+        the model, and the names of the weights that the pretrained model lacks.
+
+    Raises:
+        UsageError: the weights cannot be loaded, or belong to another architecture.
+    """
+    transformers: Any = importlib.import_module("transformers")
+
+    on_meta = torch.empty(0).device.type == "meta"  # with FSDP, only rank 0 needs values
+    try:
+        if name is None or on_meta:
+            return auto.from_config(config, dtype=torch.float32), []
+        before = transformers.logging.get_verbosity()
+        transformers.logging.set_verbosity_error()  # no warning about the new last layer, which is intended
+        try:
+            # float32, also if the file holds half precision: updates of half-precision weights vanish in rounding.
+            options = {
+                "config": config,
+                "dtype": torch.float32,
+                "ignore_mismatched_sizes": new_head,
+                "output_loading_info": True,
+            }
+            model, info = load(auto.from_pretrained, "model", name, **options)
+        finally:
+            transformers.logging.set_verbosity(before)
+    except (ValueError, KeyError) as error:
+        kind = getattr(config, "model_type", type(config).__name__)
+        raise UsageError(
+            f"transformers has no {what} for {kind!r}: {first_line(error)}",
+            where="task.model",
+            remedy="use another model",
+        ) from error
+    missing = sorted({*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])})
+    body = [weight for weight in model.state_dict() if weight.startswith(f"{model.base_model_prefix}.")]
+    if body and set(body) <= set(missing):
+        others = listed(sorted(info["unexpected_keys"])) or "no other weights"
+        raise UsageError(
+            f"{name} has none of the weights of {type(model).__name__}; it has: {others}",
+            where="task.model",
+            remedy="use the folder or name of a model of this architecture",
+        )
+    return model, missing
+
+
+def config_for_pipeline(model: Any) -> Any:
+    """The config of `model` with the name of its class, which `transformers.pipeline` needs."""
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    return config
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its text."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, separated by commas."""
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

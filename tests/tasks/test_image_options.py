@@ -1,0 +1,79 @@
+"""The size of pictures as a function of the epoch."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep import LockstepError, config_file
+from lockstep.tasks.image_options import ImageOptions, size_at
+
+
+def options(**keys):
+    return ImageOptions.model_validate(keys)
+
+
+def test_step_function():
+    sizes = options(image_size={0: 128, 20: 160, 40: 192})
+    assert [sizes.size_at(epoch, 0) for epoch in (0, 19, 20, 39, 40, 1000)] == [128, 128, 160, 160, 192, 192]
+    assert sizes.all_sizes(0) == [128, 160, 192]
+    assert sizes.size_for_evaluation(0) == 192
+
+
+def test_linear_between_is_rounded_to_a_multiple_half_upwards():
+    sizes = options(image_size={0: 160, 11: 160, 13: 192}, image_size_between="linear", eval_size=256)
+    assert [sizes.size_at(epoch, 0) for epoch in (0, 11, 12, 13, 15)] == [160, 160, 192, 192, 192]  # 176 is half way
+    assert sizes.all_sizes(0) == [160, 192, 256]
+    finer = options(image_size={0: 100, 10: 200}, image_size_between="linear", image_size_multiple=8)
+    assert [finer.size_at(epoch, 0) for epoch in range(11)] == [100, 112, 120, 128, 144, 152, 160, 168, 184, 192, 200]
+
+
+def test_without_a_size_the_model_says_it():
+    assert (options().size_at(3, 224), options().all_sizes(224), options(eval_size=256).all_sizes(224)) == (
+        224,
+        [224],
+        [224, 256],
+    )
+    assert options(image_size=64).all_sizes(224) == [64]
+
+
+@given(
+    st.dictionaries(st.integers(1, 60), st.integers(1, 400), max_size=5),
+    st.integers(1, 400),
+    st.integers(1, 64),
+    st.integers(0, 80),
+)
+def test_sizes_between_lie_between_and_are_multiples(later, first, multiple, epoch):
+    sizes = dict(sorted({0: first, **later}.items()))
+    found = size_at(sizes, epoch, multiple=multiple)
+    before = max(start for start in sizes if start <= epoch)
+    after = min((start for start in sizes if start > epoch), default=before)
+    low, high = sorted((sizes[before], sizes[after]))
+    assert low <= found <= high
+    assert found % multiple == 0 or found in (low, high)
+    assert size_at(sizes, before, multiple=multiple) == sizes[before]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("task.image_size={20: 160}", "no size for epoch 0"),
+        ("task.image_size={0: 160, -1: 10}", "no size for epoch 0"),
+        ("task.image_size={0: 0}", "greater than 0"),
+        ("task.eval_size=256 task.eval_resize=224", "eval_resize >= eval_size"),
+        ("task.mean=[0.5]", "mean has 1 numbers, but channels is 3"),
+        ("task.augment.crops=shift", "task.augment.crop?"),
+    ],
+)
+def test_wrong_options_are_errors_of_the_config(keys, message):
+    overrides = keys.split(" task.")
+    overrides = [overrides[0], *(f"task.{rest}" for rest in overrides[1:])]
+    with pytest.raises(LockstepError) as caught:
+        config_file.load("image_folder", ["data.train=x", *overrides])
+    assert message in str(caught.value)
+
+
+def test_sizes_by_epoch_survive_the_kept_config(tmp_path):
+    config = config_file.load("image_folder", ["data.train=x", "task.image_size={0: 16, 3: 24}"])
+    (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
+    assert config_file.read_run(tmp_path) == config
+    assert config.task["image_size"] == {0: 16, 3: 24}
