@@ -58,6 +58,7 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
+    "run_pictures": {"atomic", "config", "data", "engine", "observe", "tasks", "build"},
     "training_run": {
         "errors",
         "config",
@@ -69,6 +70,7 @@ ALLOWED = {
         "tasks",
         "build",
         "run_directory",
+        "run_pictures",
         "resume",
     },
     "trainer": {

@@ -21,7 +21,10 @@ from lockstep.errors import MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
+
+_SHOWN = 4  # samples that a report gets
 
 
 @dataclass
@@ -39,6 +42,8 @@ class TrainingRun:
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
+    pictures: RunPictures = field(init=False)
+    """Draws samples and confusion matrices, and describes the model."""
     evaluated: EvaluationData | None = field(init=False, default=None)
     """What the training evaluates. None: nothing."""
 
@@ -47,6 +52,7 @@ class TrainingRun:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         tell = partial(_tell, self.writers)
         self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
+        self.pictures = RunPictures(self.task, self.config.log, self.run_dir, self.writers, tell)
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
@@ -71,6 +77,8 @@ class TrainingRun:
             self.evaluated = build.evaluation_data(self.config, self.task, state.world)
         for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
+        if state.world.rank == 0:
+            self.pictures.begin(prepared, self.evaluated, compiled=self.config.compute.compile is not None)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver = self._saver()
         hooks = loop.Hooks(
@@ -198,10 +206,16 @@ class TrainingRun:
             if self.consensus():
                 raise Preempted
 
+        reported = samples_of_report(self.task, evaluated)
+        drawn = self.pictures.samples_to_draw(evaluated)
+
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            by_index = dict(outputs)
             self.arrays.record({"step": state.step, **values})
-            if text := report(self.task, evaluated, values, outputs):
+            if values and (text := report(self.task, evaluated, values, _of(by_index, reported))):
                 self.tell(text)
+            self.pictures.draw_confusion(state.step, values)
+            self.pictures.draw_samples(state.step, evaluated, by_index)
 
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
@@ -219,7 +233,7 @@ class TrainingRun:
                 precision=state.precision,
                 tick=tick,
                 show=show,
-                show_samples=has_report(self.task),
+                show_samples=tuple(dict.fromkeys((*reported, *drawn))),
             )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
@@ -259,6 +273,10 @@ class TrainingRun:
         return best.split()[1] if best else None
 
 
+def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
+    return [(index, outputs[index]) for index in indices if index in outputs]
+
+
 def _tell(writers: Sequence[Writer], text: str) -> None:
     for writer in writers:
         writer.message(text)
@@ -272,9 +290,12 @@ def epoch_header(task: Task, epoch: int) -> str:
         return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"
 
 
-def has_report(task: Task) -> bool:
-    """Whether the task's presenter has a report of its own, which may show samples."""
-    return not is_default(task_checks.presenter(task).report)
+def samples_of_report(task: Task, evaluated: EvaluationData) -> tuple[int, ...]:
+    """Indices of the samples that the task's report may show. They are the same for every number of ranks.
+
+    Empty, where the task's presenter has no report of its own.
+    """
+    return () if is_default(task_checks.presenter(task).report) else evaluated.plan.first(_SHOWN)
 
 
 def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:

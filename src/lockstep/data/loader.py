@@ -9,7 +9,7 @@ import numbers
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
-from lockstep.data.randomness import SampleSeeding, seed_all
+from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -249,6 +249,31 @@ class Loader:
                 raise micro_batch.error
             yield self._to_device(micro_batch)
 
+    def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
+        """Read samples for people to look at. No random state of this process changes.
+
+        If there are workers, another worker reads the samples: this process then opens no file of the data, which later
+        workers would inherit.
+
+        Args:
+            keys: index and epoch of each sample.
+
+        Returns:
+            the raw and the prepared sample by key. Samples that cannot be read are left out.
+        """
+        apart: DataLoader[Any] = DataLoader(
+            _Pairs(self.micro_batches),
+            batch_size=None,
+            sampler=keys,
+            num_workers=int(self.batches.num_workers > 0),
+            collate_fn=_identity,
+            worker_init_fn=_leave_signals_to_the_rank,
+            generator=torch.Generator(),
+        )
+        with restored_generators(self.device):
+            pairs = dict(zip(keys, apart, strict=True))
+        return {key: pair for key, pair in pairs.items() if pair is not None}
+
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""
         return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)]).batch
@@ -325,6 +350,20 @@ class _CatchErrors(Dataset[Any]):
             return Failure(error)
         except SystemExit as error:
             return Failure(exit_of_task(error))
+
+
+class _Pairs(Dataset[Any]):
+    """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
+        try:
+            prepared = self.micro_batches.sample(*key)
+            return self.micro_batches.data[key[0]], prepared
+        except Exception:
+            return None
 
 
 def _leave_signals_to_the_rank(_: int) -> None:
