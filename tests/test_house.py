@@ -58,7 +58,7 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
-    "run_pictures": {"atomic", "config", "data", "engine", "observe", "tasks", "build"},
+    "run_pictures": {"atomic", "data", "engine", "observe", "tasks", "build"},
     "training_run": {
         "errors",
         "config",

@@ -16,7 +16,6 @@ import torch
 
 from lockstep import atomic
 from lockstep.build import EvaluationData, PreparedRun
-from lockstep.config import LogConfig
 from lockstep.data.loader import is_default
 from lockstep.data.randomness import restored_generators
 from lockstep.engine import dry_run, task_checks
@@ -35,15 +34,24 @@ class RunPictures:
     """Draws into the run directory, and for the writers.
 
     Args:
-        config: says how many samples are drawn.
+        count: number of samples that are drawn. 0: nothing is drawn.
+        describes_model: whether the model of a new run is described.
         folder: the run directory.
         tell: shows a warning.
     """
 
     def __init__(
-        self, task: Task, config: LogConfig, folder: Path, writers: Sequence[Writer], tell: Callable[[str], None]
+        self,
+        task: Task,
+        *,
+        count: int,
+        describes_model: bool,
+        folder: Path,
+        writers: Sequence[Writer],
+        tell: Callable[[str], None],
     ) -> None:
-        self.task, self.config, self.folder, self.writers = task, config, folder, writers
+        self.task, self.count, self.describes_model = task, count, describes_model
+        self.folder, self.writers = folder, writers
         self.guard = functools.cache(lambda name: Guard(name, tell))
         self.pairs: list[tuple[int, Any, Any]] | None = None
         """Index, raw sample and prepared sample of the evaluation samples that are drawn. None: not read yet."""
@@ -57,7 +65,7 @@ class RunPictures:
         path = self.folder / model_table.FILE
         if prepared.state.step:
             return
-        if self.config.model_summary and not path.exists():
+        if self.describes_model and not path.exists():
             self._attempt(model_table.FILE, lambda: self._describe_model(path, prepared, evaluated, compiled))
         if self._number_of_samples():
             self._attempt(AUGMENTED, lambda: self._draw_training_samples(prepared))
@@ -80,7 +88,7 @@ class RunPictures:
 
     def draw_confusion(self, step: int, values: Mapping[str, Any]) -> None:
         """Draw each of `values` that is a confusion matrix: a square of integers, or of numbers by that name."""
-        if not self.config.pictures or importlib.util.find_spec("PIL") is None:
+        if not self.count or importlib.util.find_spec("PIL") is None:
             return
         for name, value in values.items():
             is_square = is_tensor(value) and value.ndim == 2 and value.shape[0] == value.shape[1] > 1
@@ -96,12 +104,12 @@ class RunPictures:
 
     def _number_of_samples(self) -> int:
         """How many samples are drawn. 0 if the task draws no pictures."""
-        return 0 if is_default(task_checks.presenter(self.task).picture) else self.config.pictures
+        return 0 if is_default(task_checks.presenter(self.task).picture) else self.count
 
     def _draw_training_samples(self, prepared: PreparedRun) -> None:
         """A row for each of the first samples of the training, as epochs from its beginning to its end see it."""
         plan = prepared.plan
-        indices = plan.indices(0)[0][: self.config.pictures].tolist()
+        indices = plan.indices(0)[0][: self.count].tolist()
         last = max(prepared.stop // plan.steps_per_epoch, _DRAWS) - 1
         epochs = [number * last // (_DRAWS - 1) for number in range(_DRAWS)]
         keys = [(index, epoch) for index in indices for epoch in epochs]

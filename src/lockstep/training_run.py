@@ -52,7 +52,15 @@ class TrainingRun:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         tell = partial(_tell, self.writers)
         self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
-        self.pictures = RunPictures(self.task, self.config.log, self.run_dir, self.writers, tell)
+        log = self.config.log
+        self.pictures = RunPictures(
+            self.task,
+            count=log.pictures,
+            describes_model=log.model_summary,
+            folder=self.run_dir,
+            writers=self.writers,
+            tell=tell,
+        )
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""

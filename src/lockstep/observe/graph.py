@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import warnings
 from collections.abc import Mapping
@@ -32,9 +33,11 @@ class _Traceable(nn.Module):
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in dicts, lists and tuples."""
+    """The tensors in dataclasses, dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping):
+        value = vars(value)
     if isinstance(value, Mapping):
         value = list(value.values())
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, list | tuple) else []
