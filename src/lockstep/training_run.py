@@ -13,7 +13,7 @@ from lockstep import build, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch, is_default
+from lockstep.data.loader import MicroBatch, is_default, print_warning
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
@@ -83,6 +83,9 @@ class TrainingRun:
         intervals = build.intervals(self.config, prepared.plan)
         if intervals.evaluate:
             self.evaluated = build.evaluation_data(self.config, self.task, state.world)
+        loaders = [prepared.batches.loader, *([self.evaluated.loader] if self.evaluated else [])]
+        for loader in loaders if state.world.rank == 0 else ():
+            loader.tell = partial(_tell, self.writers)
         for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
         if state.world.rank == 0:
@@ -125,14 +128,21 @@ class TrainingRun:
             raise
         finally:
             saver.close()
+            for loader in loaders:  # a recorder among the writers may hold the loader: again, no cycles
+                loader.tell = print_warning
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
 
     def _check_model(self) -> list[str]:
-        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch."""
+        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.
+
+        Returns:
+            notes for the log.
+        """
         prepared, state = self.prepared, self.prepared.state
         notes = loop.set_training_mode(state.strategy)
+        notes += batch_norm.notes(state.strategy.model, prepared.plan)
         with state.strategy.inference() as forward:
             batch_norm.check_smallest_micro_batch(
                 forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision

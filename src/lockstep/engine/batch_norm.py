@@ -1,4 +1,4 @@
-"""Micro-batches that BatchNorm cannot normalise: fillers, and single samples."""
+"""BatchNorm: whether a model depends on how its batches are cut, and micro-batches that BatchNorm cannot normalise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,41 @@ from lockstep.distributed.precision import Precision
 from lockstep.errors import UsageError
 
 
-def batch_norms(forward: nn.Module) -> list[nn.Module]:
+def batch_norms(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """The BatchNorm modules: they normalise by the statistics of a batch, and keep running statistics."""
     return [module for module in forward.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def by_batch(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm modules that normalise by the statistics of a batch now. Frozen modules keep evaluation mode."""
+    return [norm for norm in batch_norms(forward) if norm.training or norm.running_mean is None]
+
+
+def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
+    """A note for the log, where the trained model depends on how BatchNorm's batches are cut.
+
+    BatchNorm's batch is a micro-batch. The batch of SyncBatchNorm is a micro-batch of every rank: it is the global
+    batch, where no rank has more than one micro-batch in a step.
+
+    Args:
+        forward: in training mode.
+    """
+    norms = by_batch(forward)
+    alone = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
+    parts = max(plan.count(epoch * plan.steps_per_epoch) for epoch in plan.micro_by_epoch or (0,))
+    remedy = "Frozen statistics and GroupNorm do not depend on the batch"
+    if alone:
+        return [
+            f"note: {len(alone)} BatchNorm modules normalise each micro-batch by its own mean and variance: with "
+            f"another batch.micro or number of ranks, another model is trained. SyncBatchNorm normalises over ranks. "
+            f"{remedy}"
+        ]
+    if norms and parts > 1:
+        return [
+            f"note: {len(norms)} SyncBatchNorm modules normalise each of the {parts} parts of a step by its own mean "
+            f"and variance: with another batch.micro or number of ranks, another model is trained. {remedy}"
+        ]
+    return []
 
 
 @contextlib.contextmanager
