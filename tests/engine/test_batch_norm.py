@@ -130,7 +130,7 @@ class Frozen(nn.BatchNorm1d):
 
 def test_note_says_what_depends_on_the_cut():
     (alone,) = notes(nn.BatchNorm1d(4))
-    assert "1 BatchNorm modules" in alone
+    assert "1 BatchNorm module normalises" in alone
     assert "SyncBatchNorm normalises over ranks" in alone
     assert notes(nn.SyncBatchNorm(4)) == notes(nn.SyncBatchNorm(4), micro=12, world=2) == []
     (in_parts,) = notes(nn.SyncBatchNorm(4), micro=6, world=2)
@@ -152,6 +152,6 @@ def test_log_says_it_once_and_verify_agrees(frozen, tmp_path):
 
     weights, _ = runs.fit(Kept(48), runs.config(batch={"micro": 12}, train={"steps": 4}), tmp_path)
     log = (tmp_path / "train.log").read_text()
-    assert log.count("normalise each micro-batch by its own mean and variance") == (0 if frozen else 1)
+    assert log.count("1 BatchNorm module normalises each micro-batch by its own statistics") == (0 if frozen else 1)
     assert len(batch_norm.by_batch(Kept(48).model().train())) == (0 if frozen else 1)
     assert bool(weights["1.num_batches_tracked"]) != frozen

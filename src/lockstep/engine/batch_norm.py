@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -40,16 +40,20 @@ def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
     remedy = "Frozen statistics and GroupNorm do not depend on the batch"
     if alone:
         return [
-            f"note: {len(alone)} BatchNorm modules normalise each micro-batch by its own mean and variance: with "
-            f"another batch.micro or number of ranks, another model is trained. SyncBatchNorm normalises over ranks. "
-            f"{remedy}"
+            f"note: {_modules(alone)} each micro-batch by its own statistics: with another batch.micro or number of "
+            f"ranks, another model is trained. SyncBatchNorm normalises over ranks. {remedy}"
         ]
     if norms and parts > 1:
         return [
-            f"note: {len(norms)} SyncBatchNorm modules normalise each of the {parts} parts of a step by its own mean "
-            f"and variance: with another batch.micro or number of ranks, another model is trained. {remedy}"
+            f"note: {_modules(norms)} each of the {parts} parts of a step by its own statistics: with another "
+            f"batch.micro or number of ranks, another model is trained. {remedy}"
         ]
     return []
+
+
+def _modules(norms: Sequence[nn.Module]) -> str:
+    kind = "SyncBatchNorm" if isinstance(norms[0], nn.SyncBatchNorm) else "BatchNorm"
+    return f"1 {kind} module normalises" if len(norms) == 1 else f"{len(norms)} {kind} modules normalise"
 
 
 @contextlib.contextmanager
