@@ -108,7 +108,8 @@ def evaluate_and_predict(lengths, micro):
             def show(values, samples, shown=shown):
                 shown += [values["confusion"].tolist(), [(index, output.tolist()) for index, output in samples]]
 
-            results = evaluate(*arguments, plan=EvaluationPlan(length, micro), show=show, show_samples=True, **options)
+            plan = EvaluationPlan(length, micro)
+            results = evaluate(*arguments, plan=plan, show=show, show_samples=plan.first(4), **options)
             answers.append((results, None if outputs is None else [output.tolist() for output in outputs], shown))
     return answers
 

@@ -65,7 +65,8 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
-    "training_run": {*COMPOSED, "build", "run_directory", "resume"},
+    "run_pictures": {"atomic", "data", "engine", "observe", "tasks", "build"},
+    "training_run": {*COMPOSED, "build", "run_directory", "run_pictures", "resume"},
     "trainer": {*COMPOSED, "config_file", "images", "build", "run_directory", "resume", "training_run"},
     "__main__": {"cli"},
     "cli": {

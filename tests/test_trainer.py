@@ -25,7 +25,8 @@ def test_run_directory_holds_config_environment_logs_and_checkpoint(tmp_path):
     )
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit()
     written = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
-    assert written == {"config.yaml", "environment.json", "metrics.jsonl", "train.log", "tensorboard", "checkpoints"}
+    logs = {"metrics.jsonl", "train.log", "tensorboard", "model.txt"}
+    assert written == {"config.yaml", "environment.json", "checkpoints"} | logs
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["batch"]["global"] == 24
     assert json.loads((tmp_path / "environment.json").read_text())["torch"] == torch.__version__
     logged = entries(tmp_path)

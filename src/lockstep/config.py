@@ -317,6 +317,11 @@ class LogConfig(Section):
         default_factory=lambda: ["text_log", "json_lines", "tensorboard"]
     )
     """Built-in writers, names of installed writers, or FILE.py:MyWriter."""
+    model_summary: bool = True
+    """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
+    pictures: Annotated[int, Field(ge=0)] = 8
+    """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
+    the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""
 
 
 class RunConfig(Section):

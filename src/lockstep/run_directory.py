@@ -23,13 +23,24 @@ from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import RESTARTS
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError, did_you_mean
-from lockstep.observe import metric_arrays
+from lockstep.observe import metric_arrays, model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
 from lockstep.tasks.task import Task
 
 _MICRO_BATCH = "micro.json"
-_OURS = ("checkpoints", "config.yaml", "environment.json", _MICRO_BATCH, "task", "source", metric_arrays.FILE)
+_OURS = (
+    "checkpoints",
+    "config.yaml",
+    "environment.json",
+    _MICRO_BATCH,
+    "task",
+    "source",
+    metric_arrays.FILE,
+    model_table.FILE,
+    "samples",
+    "pictures",
+)
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file

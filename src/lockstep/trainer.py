@@ -34,7 +34,7 @@ from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Task, methods_not_called
-from lockstep.training_run import TrainingRun, has_report, report
+from lockstep.training_run import TrainingRun, report, samples_of_report
 
 
 class Trainer:
@@ -174,7 +174,7 @@ class Trainer:
                     world=world,
                     precision=precision,
                     show=show,
-                    show_samples=has_report(task),
+                    show_samples=samples_of_report(task, evaluated),
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:

@@ -13,7 +13,7 @@ from lockstep import build, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch, is_default
+from lockstep.data.loader import MicroBatch, is_default, print_warning
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
@@ -21,7 +21,10 @@ from lockstep.errors import MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
+
+_SHOWN = 4  # samples that a report gets
 
 
 @dataclass
@@ -39,6 +42,8 @@ class TrainingRun:
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
+    pictures: RunPictures = field(init=False)
+    """Draws samples and confusion matrices, and describes the model."""
     evaluated: EvaluationData | None = field(init=False, default=None)
     """What the training evaluates. None: nothing."""
 
@@ -47,6 +52,15 @@ class TrainingRun:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         tell = partial(_tell, self.writers)
         self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
+        log = self.config.log
+        self.pictures = RunPictures(
+            self.task,
+            count=log.pictures,
+            describes_model=log.model_summary,
+            folder=self.run_dir,
+            writers=self.writers,
+            tell=tell,
+        )
 
     def tell(self, text: str) -> None:
         """Write lines for people into all logs."""
@@ -69,8 +83,13 @@ class TrainingRun:
         intervals = build.intervals(self.config, prepared.plan)
         if intervals.evaluate:
             self.evaluated = build.evaluation_data(self.config, self.task, state.world)
+        loaders = [prepared.batches.loader, *([self.evaluated.loader] if self.evaluated else [])]
+        for loader in loaders if state.world.rank == 0 else ():
+            loader.tell = partial(_tell, self.writers)
         for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
+        if state.world.rank == 0:
+            self.pictures.begin(prepared, self.evaluated, compiled=self.config.compute.compile is not None)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver = self._saver()
         hooks = loop.Hooks(
@@ -109,14 +128,21 @@ class TrainingRun:
             raise
         finally:
             saver.close()
+            for loader in loaders:  # a recorder among the writers may hold the loader: again, no cycles
+                loader.tell = print_warning
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
 
     def _check_model(self) -> list[str]:
-        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch."""
+        """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.
+
+        Returns:
+            notes for the log.
+        """
         prepared, state = self.prepared, self.prepared.state
         notes = loop.set_training_mode(state.strategy)
+        notes += batch_norm.notes(state.strategy.model, prepared.plan)
         with state.strategy.inference() as forward:
             batch_norm.check_smallest_micro_batch(
                 forward, prepared.plan, read=prepared.batches.loader.batch_of, precision=state.precision
@@ -198,10 +224,16 @@ class TrainingRun:
             if self.consensus():
                 raise Preempted
 
+        reported = samples_of_report(self.task, evaluated)
+        drawn = self.pictures.samples_to_draw(evaluated)
+
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            by_index = dict(outputs)
             self.arrays.record({"step": state.step, **values})
-            if text := report(self.task, evaluated, values, outputs):
+            if values and (text := report(self.task, evaluated, values, _of(by_index, reported))):
                 self.tell(text)
+            self.pictures.draw_confusion(state.step, values)
+            self.pictures.draw_samples(state.step, evaluated, by_index)
 
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
@@ -219,7 +251,7 @@ class TrainingRun:
                 precision=state.precision,
                 tick=tick,
                 show=show,
-                show_samples=has_report(self.task),
+                show_samples=tuple(dict.fromkeys((*reported, *drawn))),
             )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
@@ -259,6 +291,10 @@ class TrainingRun:
         return best.split()[1] if best else None
 
 
+def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
+    return [(index, outputs[index]) for index in indices if index in outputs]
+
+
 def _tell(writers: Sequence[Writer], text: str) -> None:
     for writer in writers:
         writer.message(text)
@@ -272,9 +308,12 @@ def epoch_header(task: Task, epoch: int) -> str:
         return f"warning: Presenter.epoch_header failed: {type(error).__name__}: {error}"
 
 
-def has_report(task: Task) -> bool:
-    """Whether the task's presenter has a report of its own, which may show samples."""
-    return not is_default(task_checks.presenter(task).report)
+def samples_of_report(task: Task, evaluated: EvaluationData) -> tuple[int, ...]:
+    """Indices of the samples that the task's report may show. They are the same for every number of ranks.
+
+    Empty, where the task's presenter has no report of its own.
+    """
+    return () if is_default(task_checks.presenter(task).report) else evaluated.plan.first(_SHOWN)
 
 
 def report(task: Task, evaluated: EvaluationData, values: Mapping[str, Any], outputs: Sequence[tuple[int, Any]]) -> str:

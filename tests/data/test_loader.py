@@ -1,15 +1,20 @@
 """Samples are prepared the same wherever and whenever they are prepared; bad ones are named."""
 
 import gc
+import os
 import random
+import re
+import signal
 
 import numpy as np
 import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.data.loader import Loader, MicroBatches, StepIterator
+from lockstep.data import loader as loader_module
+from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
+from lockstep.errors import DataError
 from lockstep.training_run import TrainingRun
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
@@ -135,3 +140,108 @@ def test_training_run_is_freed_at_its_end_without_a_garbage_collection(tmp_path)
         assert not any(isinstance(found, TrainingRun) for found in gc.get_objects())
     finally:
         gc.enable()
+
+
+# ---- workers that are killed
+
+
+class Killed(own_tasks.Dropout):
+    """A worker kills itself where it prepares a sample: once, if there is a file to note it."""
+
+    def __init__(self, sample, note=None, training=True):
+        super().__init__(eval_length=40)
+        self.sample, self.note, self.training = sample, note, training
+
+    def train_data(self):
+        data = super().train_data()
+        return Numbered(data) if self.training else data
+
+    def eval_data(self):
+        data = super().eval_data()
+        return data if self.training else Numbered(data)
+
+    def prepare(self, sample, epoch, training):
+        if len(sample) == 2:
+            number, sample = sample
+            if number == self.sample and not (self.note and self.note.exists()):
+                if self.note:
+                    self.note.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return (sample[0] + torch.rand((), dtype=torch.float64), *sample[1:]) if training else sample
+
+
+class Numbered(torch.utils.data.Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return index, self.data[index]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, training):
+    settings = runs.config(data={"workers": 2}, train={"steps": 12, "eval_every_steps": 6})
+    expected, same = runs.fit(Killed(-1), settings, tmp_path / "whole")
+    handler = signal.getsignal(signal.SIGCHLD)
+    weights, results = runs.fit(Killed(17, tmp_path / "note", training), settings, tmp_path / "killed")
+    assert (tmp_path / "note").exists()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert results["eval/loss"] == same["eval/loss"]
+    log = (tmp_path / "killed" / "train.log").read_text()
+    assert len(re.findall(r"warning: loader worker \d+ was killed by SIGKILL: workers are started again", log)) == 1
+    assert signal.getsignal(signal.SIGCHLD) is handler
+
+
+def test_worker_that_is_killed_again_and_again_is_an_error(monkeypatch, capsys):
+    monkeypatch.setattr(loader_module, "_MOST_DEATHS", 2)
+    task = Killed(5)
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 1, CPU)
+    plans = [MicroBatchPlan((number, number + 1), 0, False) for number in range(0, 10, 2)]
+    with pytest.raises(DataError, match=r"worker \d+ was killed by SIGKILL, 2 times in a row") as caught:
+        list(loader.run(lambda: plans))
+    assert caught.value.retryable
+    assert re.search(r"samples \[[024], [135]\] and later ones", caught.value.where)
+    assert "data.workers" in caught.value.remedy
+    assert "[rank 0] warning: loader worker" in capsys.readouterr().err
+
+
+# ---- pictures
+
+
+def test_batch_that_is_channels_last_already_is_not_copied():
+    task = own_tasks.Plain()
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 0, CPU, channels_last=True)
+
+    def on_device(images):
+        micro_batch = MicroBatch({"images": images}, (0,), 0, None, False)
+        return loader._to_device(micro_batch).batch["images"]
+
+    ready = torch.zeros(4, 3, 8, 8, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
+    assert on_device(ready) is ready
+    other = torch.zeros(4, 3, 8, 8, dtype=torch.uint8)
+    assert on_device(other).is_contiguous(memory_format=torch.channels_last)
+
+
+class PlainPictures(own_tasks.Plain):
+    def train_data(self):
+        return Pictures()
+
+
+class Pictures(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        picture = torch.full((8, 8, 3), index, dtype=torch.uint8).permute(2, 0, 1)  # height, width, channels in memory
+        return picture
+
+
+def test_workers_keep_the_memory_format_of_a_batch():
+    task = PlainPictures()
+    loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 1, CPU, channels_last=True)
+    (micro_batch,) = loader.run(lambda: [MicroBatchPlan((0, 1, 2), 0, False)])
+    assert micro_batch.batch.is_contiguous(memory_format=torch.channels_last)
+    assert micro_batch.batch[:, 0, 0, 0].tolist() == [0, 1, 2]

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lockstep import LockstepError, Trainer
 from lockstep.data.order import StepPlan
+from lockstep.engine import batch_norm
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -112,3 +114,45 @@ def test_the_plan_knows_its_smallest_micro_batch(length, world, micro, expected)
         if not chunk.filler
     ]
     assert min(sizes)[0] == expected[0]
+
+
+# ---- models that depend on how the batch is cut
+
+
+def notes(kind, micro=24, world=1, micro_by_epoch=None):
+    model = nn.Sequential(nn.Linear(4, 4), kind, nn.Linear(4, 4)).train()
+    return batch_norm.notes(model, StepPlan(48, 24, micro, world, micro_by_epoch=micro_by_epoch))
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def test_note_says_what_depends_on_the_cut():
+    (alone,) = notes(nn.BatchNorm1d(4))
+    assert "1 BatchNorm module normalises" in alone
+    assert "SyncBatchNorm normalises over ranks" in alone
+    assert notes(nn.SyncBatchNorm(4)) == notes(nn.SyncBatchNorm(4), micro=12, world=2) == []
+    (in_parts,) = notes(nn.SyncBatchNorm(4), micro=6, world=2)
+    assert "each of the 2 parts of a step" in in_parts
+    assert notes(nn.SyncBatchNorm(4), micro_by_epoch={0: 24, 1: 8})
+    assert notes(nn.GroupNorm(2, 4)) == notes(Frozen(4)) == []
+    assert notes(Frozen(4, track_running_stats=False))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_log_says_it_once_and_verify_agrees(frozen, tmp_path):
+    class Kept(own_tasks.Normed):
+        def model(self):
+            model = super().model()
+            if frozen:
+                model[1].train = lambda mode=True: model[1]
+                model[1].training = False
+            return model
+
+    weights, _ = runs.fit(Kept(48), runs.config(batch={"micro": 12}, train={"steps": 4}), tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("1 BatchNorm module normalises each micro-batch by its own statistics") == (0 if frozen else 1)
+    assert len(batch_norm.by_batch(Kept(48).model().train())) == (0 if frozen else 1)
+    assert bool(weights["1.num_batches_tracked"]) != frozen

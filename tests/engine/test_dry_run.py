@@ -421,7 +421,8 @@ def test_a_restart_does_without(tmp_path):
     settings = runs.config(train={"steps": 4, "eval_every_steps": 4})
     runs.fit(first, settings | {"checkpoint": {"every_steps": 2}}, tmp_path)
     runs.fit(second, settings | {"train": {"steps": 6, "eval_every_steps": 6}}, tmp_path)
-    assert first.evaluated == 3 + 1 + second.evaluated  # a batch and its halves, and some evaluation samples
+    # A batch and its halves, some evaluation samples, and a sample for model.txt and for each of the model's traces.
+    assert first.evaluated == 3 + 1 + 1 + second.evaluated
 
 
 # ---- the mode in which a model is trained

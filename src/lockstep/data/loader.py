@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import numbers
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -17,8 +19,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lockstep.data import worker_deaths
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
-from lockstep.data.randomness import SampleSeeding, seed_all
+from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -27,6 +30,7 @@ Plans = Callable[[], Iterable[MicroBatchPlan]]
 Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could not be read
 
 _NONE_BAD: Bad = ()
+_MOST_DEATHS = 3  # of workers, without a micro-batch in between
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
@@ -223,16 +227,21 @@ class Loader:
         self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
         self.micro_batches, self.device, self.channels_last = micro_batches, device, channels_last
-        self.order = _Order()
+        self.order, self.workers = _Order(), workers
+        self.tell: Callable[[str], None] = print_warning
+        """Shows a warning. By default, it goes to stderr."""
         self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self.batches: DataLoader[MicroBatch] = DataLoader(
-            _CatchErrors(micro_batches),
+        self.batches = self._new_batches()
+
+    def _new_batches(self) -> DataLoader[MicroBatch]:
+        return DataLoader(
+            _CatchErrors(self.micro_batches),
             batch_size=None,
             sampler=self.order,
-            num_workers=workers,
+            num_workers=self.workers,
             collate_fn=_identity,
-            pin_memory=device.type == "cuda",
-            persistent_workers=workers > 0,
+            pin_memory=self.device.type == "cuda",
+            persistent_workers=self.workers > 0,
             worker_init_fn=_leave_signals_to_the_rank,
             generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
         )
@@ -240,14 +249,72 @@ class Loader:
     def run(self, plans: Plans) -> Generator[MicroBatch, None, None]:
         """The micro-batches of `plans`, in order.
 
+        Where a worker was killed, all workers are started again, and go on with the next micro-batch. As a sample
+        depends on nothing but its index, the epoch and the seed, nothing changes.
+
         Raises:
-            LockstepError: a sample cannot be read, or the task failed to prepare it.
+            LockstepError: a sample cannot be read, the task failed to prepare it, or a worker was killed again and
+                again without a micro-batch in between.
         """
+        done = deaths = 0
         self.order.plans = plans
-        for micro_batch in self.batches:
+        batches, processes = worker_deaths.start(self.batches)
+        while True:
+            try:
+                micro_batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if not worker_deaths.caused(error):
+                    raise
+                deaths += 1
+                how = worker_deaths.describe(processes, error)
+                if deaths == _MOST_DEATHS:
+                    raise self._workers_lost(how, plans, done) from error
+                self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
+                del batches  # ends the other workers
+                self.batches = self._new_batches()
+                self.order.plans = functools.partial(_after, plans, done)
+                batches, processes = worker_deaths.start(self.batches)
+                continue
             if isinstance(micro_batch, Failure):
                 raise micro_batch.error
+            done, deaths = done + 1, 0
             yield self._to_device(micro_batch)
+
+    def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
+        indices = next(iter(_after(plans, done))).indices
+        return DataError(
+            f"{how}, {_MOST_DEATHS} times in a row",
+            where=f"while samples {list(indices[:8])}{' ...' if len(indices) > 8 else ''} and later ones were read",
+            remedy="lower data.workers if the memory of the machine is short (the system log has a line of the "
+            "out-of-memory killer); else a sample crashes the code that reads it: data.workers=0 shows where",
+        )
+
+    def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
+        """Read samples for people to look at. No random state of this process changes.
+
+        If there are workers, another worker reads the samples: this process then opens no file of the data, which later
+        workers would inherit.
+
+        Args:
+            keys: index and epoch of each sample.
+
+        Returns:
+            the raw and the prepared sample by key. Samples that cannot be read are left out.
+        """
+        apart: DataLoader[Any] = DataLoader(
+            _Pairs(self.micro_batches),
+            batch_size=None,
+            sampler=keys,
+            num_workers=int(self.workers > 0),
+            collate_fn=_identity,
+            worker_init_fn=_leave_signals_to_the_rank,
+            generator=torch.Generator(),
+        )
+        with restored_generators(self.device):
+            pairs = dict(zip(keys, apart, strict=True))
+        return {key: pair for key, pair in pairs.items() if pair is not None}
 
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""
@@ -334,6 +401,20 @@ class _CatchErrors(Dataset[Any]):
             return Failure(exit_of_task(error))
 
 
+class _Pairs(Dataset[Any]):
+    """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:
+        try:
+            prepared = self.micro_batches.sample(*key)
+            return self.micro_batches.data[key[0]], prepared
+        except Exception:
+            return None
+
+
 def _leave_signals_to_the_rank(_: int) -> None:
     """Make a loader worker ignore requests to stop. The rank follows them, and needs batches until all ranks agree.
 
@@ -350,6 +431,16 @@ def _leave_soon(*_: object) -> None:
     timer = threading.Timer(_LAST_BATCHES_S, os._exit, (0,))
     timer.daemon = True  # a worker that is done need not wait for it
     timer.start()
+
+
+def _after(plans: Plans, done: int) -> Iterable[MicroBatchPlan]:
+    """`plans` without the first `done` of them."""
+    return itertools.islice(plans(), done, None)
+
+
+def print_warning(text: str) -> None:
+    """Print `text` and the rank to stderr."""
+    print(f"[rank {os.environ.get('RANK', 0)}] {text}", file=sys.stderr, flush=True)
 
 
 def _identity(value: Any) -> Any:

@@ -245,6 +245,14 @@ class EvaluationPlan:
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
 
+    def first(self, count: int) -> tuple[int, ...]:
+        """The indices of the first samples of the first micro-batch: at most `count`, and all of them in that batch."""
+        if not self.length:
+            return ()
+        if self.lengths is None:
+            return tuple(range(min(count, self.micro_batch, self.length)))
+        return self.by_rank(1)[0][0].indices[:count]
+
     def in_turns(self, rank: int, world: int) -> Iterator[MicroBatchPlan]:
         """The micro-batches of one rank, where `world` ranks take the micro-batches in turn.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,19 @@ def seed_forward(seed: int, device: torch.device) -> None:
         torch.cuda.default_generators[device.index].manual_seed(seed)
     elif device.type == "mps":
         torch.mps.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def restored_generators(device: torch.device) -> Generator[None, None, None]:
+    """At the end, the global generators of torch (on the CPU and on `device`), NumPy and Python are as before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type in ("cuda", "mps") else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class SampleSeeding:

@@ -1,9 +1,9 @@
-"""Micro-batches that BatchNorm cannot normalise: fillers, and single samples."""
+"""BatchNorm: whether a model depends on how its batches are cut, and micro-batches that BatchNorm cannot normalise."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,45 @@ from lockstep.distributed.precision import Precision
 from lockstep.errors import UsageError
 
 
-def batch_norms(forward: nn.Module) -> list[nn.Module]:
+def batch_norms(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """The BatchNorm modules: they normalise by the statistics of a batch, and keep running statistics."""
     return [module for module in forward.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
+def by_batch(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    """The BatchNorm modules that normalise by the statistics of a batch now. Frozen modules keep evaluation mode."""
+    return [norm for norm in batch_norms(forward) if norm.training or norm.running_mean is None]
+
+
+def notes(forward: nn.Module, plan: StepPlan) -> list[str]:
+    """A note for the log, where the trained model depends on how BatchNorm's batches are cut.
+
+    BatchNorm's batch is a micro-batch. The batch of SyncBatchNorm is a micro-batch of every rank: it is the global
+    batch, where no rank has more than one micro-batch in a step.
+
+    Args:
+        forward: in training mode.
+    """
+    norms = by_batch(forward)
+    alone = [norm for norm in norms if not isinstance(norm, nn.SyncBatchNorm)]
+    parts = max(plan.count(epoch * plan.steps_per_epoch) for epoch in plan.micro_by_epoch or (0,))
+    remedy = "Frozen statistics and GroupNorm do not depend on the batch"
+    if alone:
+        return [
+            f"note: {_modules(alone)} each micro-batch by its own statistics: with another batch.micro or number of "
+            f"ranks, another model is trained. SyncBatchNorm normalises over ranks. {remedy}"
+        ]
+    if norms and parts > 1:
+        return [
+            f"note: {_modules(norms)} each of the {parts} parts of a step by its own statistics: with another "
+            f"batch.micro or number of ranks, another model is trained. {remedy}"
+        ]
+    return []
+
+
+def _modules(norms: Sequence[nn.Module]) -> str:
+    kind = "SyncBatchNorm" if isinstance(norms[0], nn.SyncBatchNorm) else "BatchNorm"
+    return f"1 {kind} module normalises" if len(norms) == 1 else f"{len(norms)} {kind} modules normalise"
 
 
 @contextlib.contextmanager

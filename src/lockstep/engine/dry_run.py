@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
-from lockstep.data.randomness import seed_forward
+from lockstep.data.randomness import restored_generators, seed_forward
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
@@ -46,16 +44,12 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
         compiled: whether `torch.compile` was applied to `forward`. Inside, the compiler is off, because it would
             otherwise specialise on the shapes of these few samples.
     """
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [world.device] if world.device.type in ("cuda", "mps") else []
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
-        with restore_buffers(forward), torch.random.fork_rng(devices), torch.no_grad(), as_written:
+        with restore_buffers(forward), restored_generators(world.device), torch.no_grad(), as_written:
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
         forward.train()
 
 
@@ -83,7 +77,7 @@ def look_at_losses(
     if len(indices) < 2:
         return []
     half = len(indices) // 2
-    parts = _read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
+    parts = read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
     if any(part.filler for part in parts):  # no sample of a part can be read
         return []
     tensors: list[dict[str, Any]] = []
@@ -141,7 +135,7 @@ def look_at_evaluation(
         UsageError: no result has the name `best`, or `Task.loss` gives another output than `Task.predict`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
-    (micro_batch,) = _read(loader, [[number * plan.length // count for number in range(count)]])
+    (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
     metrics, update = task_checks.metrics(task)
     by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=False)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
@@ -193,7 +187,7 @@ def check_best_of_saved(best: str | None, checkpoints: Path, world: World) -> No
     check_best(best if known else None, known)
 
 
-def _read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
+def read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:
     """A micro-batch for each list of sample indices in `parts`, prepared for epoch 0."""
     plans = [MicroBatchPlan(tuple(part), 0, False) for part in parts]
     with contextlib.closing(loader.run(lambda: plans)) as micro_batches:

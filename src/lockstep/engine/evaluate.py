@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
-"""Gets the values of the metrics, and pairs (index, output) of some samples."""
+"""Gets the values of the metrics, and pairs (index, output) of the samples that were asked for."""
 _RESULTS = ("loss", "samples", "bad")
 Finish = Callable[[tuple[int, ...], Any], Any]
 """Gets the indices of a micro-batch and its output. Returns what travels to rank 0: an output, or a list with an item
 for each sample."""
-_SHOWN = 4  # samples that `Show` gets
 _EVALUATION = 0xE7A1  # a word of the seeds of evaluations: they differ from the seeds of training
 
 
@@ -57,7 +56,7 @@ def evaluate(
     precision: Precision,
     tick: Tick = _nothing,
     show: Show = _nothing,
-    show_samples: bool = False,
+    show_samples: Sequence[int] = (),
 ) -> dict[str, float]:
     """The loss and the task's metrics over the samples of `plan`. All ranks call it.
 
@@ -67,8 +66,9 @@ def evaluate(
     Args:
         forward: a `Forward`, see `Strategy.inference`.
         tick: called after each of this rank's micro-batches, of which all ranks have equally many.
-        show: called on rank 0.
-        show_samples: whether `show` gets samples. They are the same for every number of ranks.
+        show: called on rank 0, where there are metrics or outputs to show.
+        show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
+            be read or have no output, and all samples where the output has no part for each sample.
 
     Returns:
         `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
@@ -79,7 +79,8 @@ def evaluate(
         update = metric_sync.place(metrics, update, world.device)
     sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
     samples = bad = 0
-    shown: list[tuple[int, Any]] = []
+    wanted = set(show_samples)
+    shown: dict[int, Any] = {}
     for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, tick=tick):
         by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
         bad += len(micro_batch.bad)
@@ -89,18 +90,23 @@ def evaluate(
         samples += micro_batch.samples
         if metrics is not None:
             update(metrics, output, micro_batch.batch)
-            if world.rank == 0 and not shown and show_samples:
-                with contextlib.suppress(DataError):  # metrics may use an output that has no part for each sample
-                    outputs = split(output, len(micro_batch.indices))
-                    shown = list(zip(micro_batch.indices, outputs, strict=True))[:_SHOWN]
+        if output is not None and not wanted.isdisjoint(micro_batch.indices):
+            with contextlib.suppress(DataError):  # metrics may use an output that has no part for each sample
+                outputs = zip(micro_batch.indices, split(output, len(micro_batch.indices)), strict=True)
+                # A view would keep the memory of its batch, and take it along to rank 0.
+                shown |= {index: map_tensors(part, Tensor.clone) for index, part in outputs if index in wanted}
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
-    results: dict[str, float] = world.broadcast(_means(world.data_gather(parts), task.coefficients))
+    gathered = world.data_gather((parts, shown))
+    losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
+    results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
+    by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
+    values: dict[str, Any] = {}
     if metrics is not None:
         flat, values = metric_sync.compute(metrics, world)
         check_names(flat)
         results |= flat
-        if values:
-            show(values, shown)
+    if values or by_index:
+        show(values, [(index, by_index[index]) for index in show_samples if index in by_index])
     counted = world.data_sum([samples, bad])
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 

@@ -1,4 +1,4 @@
-"""The base class of writers, what a writer knows about the run, and the guard that catches its errors."""
+"""The base class of writers, what a writer knows about the run, and the guards that catch errors."""
 
 from __future__ import annotations
 
@@ -57,11 +57,52 @@ class Writer:
     def message(self, text: str) -> None:
         """Take one or more lines for people, such as a warning."""
 
+    def picture(self, name: str, picture: Any, step: int) -> None:
+        """Take a picture: an array of uint8 (height, width, 3), after `step` steps.
+
+        `name` is a name as those of metrics are, such as `samples/evaluation`. The same name comes again with the
+        pictures of later steps.
+        """
+
+    def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Take the model, in evaluation mode, with the arguments of an example call. Called once, in a new run."""
+
     def close(self) -> None:
         """Release files and connections. Called once, at the end of the training, also when it failed."""
 
 
-class WriteGuard(Writer):
+class Guard:
+    """Turns the first error of some calls into one warning. Further errors are dropped.
+
+    Args:
+        name: what the warning says cannot be written.
+        tell: shows the warning to the writers. The warning also goes to stderr.
+    """
+
+    def __init__(self, name: str, tell: Callable[[str], None]) -> None:
+        self.name, self.tell = name, tell
+        self.has_failed = False
+
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Call `call`."""
+        try:
+            call()
+        except Exception as error:
+            if self.has_failed:
+                return
+            self.has_failed = True
+            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
+            text = self.warning(reason)
+            with contextlib.suppress(Exception):
+                print(text, file=sys.stderr, flush=True)
+            self.tell(text)
+
+    def warning(self, reason: str) -> str:
+        """The text of the warning."""
+        return f"warning: {self.name} cannot be written: {reason}; training goes on"
+
+
+class WriteGuard(Guard, Writer):
     """Passes every call on to one writer, and turns its first error into one warning. Further errors are dropped.
 
     Args:
@@ -73,26 +114,41 @@ class WriteGuard(Writer):
     """
 
     def __init__(self, name: str, make: Callable[[], Writer], tell: Callable[[str], None], *, entry: str = "") -> None:
-        self.name, self.make, self.tell, self.entry = name, make, tell, entry
+        super().__init__(name, tell)
+        self.make, self.entry = make, entry
         self.writer: Writer | None = None
-        self.has_failed = False
+
+    def warning(self, reason: str) -> str:
+        """The text of the warning. A writer that cannot be made is named by its entry."""
+        if not self.entry or self.writer:
+            return super().warning(reason)
+        remedy = f"remove the cause, or leave {self.entry} out of log.writers"
+        return f"warning: {self.name} cannot be opened: {reason}; training goes on\n  remedy: {remedy}"
 
     def record(self, entry: Mapping[str, float]) -> None:
-        self._call(lambda: self._opened().record(entry))
+        self.attempt(lambda: self._opened().record(entry))
 
     def progress(self, step: int) -> None:
-        self._call(lambda: self._opened().progress(step))
+        self.attempt(lambda: self._opened().progress(step))
 
     def message(self, text: str) -> None:
-        self._call(lambda: self._opened().message(text))
+        self.attempt(lambda: self._opened().message(text))
+
+    def picture(self, name: str, picture: Any, step: int) -> None:
+        self.attempt(lambda: self._opened().picture(name, picture, step))
+
+    def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # Some models cannot be traced. That says nothing of what else the writer writes.
+        apart = Guard(f"the graph of the model in {self.name}", self.tell)
+        apart.attempt(lambda: self._opened().graph(model, args, kwargs))
 
     def open(self) -> None:
         """Make the writer now, not with the first record."""
-        self._call(self._opened)
+        self.attempt(self._opened)
 
     def close(self) -> None:
         if self.writer is not None:
-            self._call(self.writer.close)
+            self.attempt(self.writer.close)
 
     def _opened(self) -> Writer:
         if self.writer is None:
@@ -100,22 +156,6 @@ class WriteGuard(Writer):
             if self.writer.note:
                 self.tell(self.writer.note)
         return self.writer
-
-    def _call(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:
-            if self.has_failed:
-                return
-            self.has_failed = True
-            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-            text = f"warning: {self.name} cannot be written: {reason}; training goes on"
-            if self.entry and not self.writer:
-                text = f"warning: {self.name} cannot be opened: {reason}; training goes on"
-                text += f"\n  remedy: remove the cause, or leave {self.entry} out of log.writers"
-            with contextlib.suppress(Exception):
-                print(text, file=sys.stderr, flush=True)
-            self.tell(text)
 
 
 def guard_writers(

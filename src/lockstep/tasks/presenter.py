@@ -12,6 +12,9 @@ from torch.utils.data import Dataset
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from lockstep.tasks.task import Task
 
 
@@ -68,6 +71,42 @@ class Presenter:
         return ""
 
     report.default = report  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def picture(self, sample: Any, prepared: Any, output: Any) -> npt.NDArray[np.uint8] | None:
+        """A sample as a picture, with what can be drawn into it: masks, boxes, in their true and predicted form.
+
+        The log shows such pictures of some training samples before the first step, and of the same few evaluation
+        samples at every evaluation. None: there is no picture. This is the default.
+
+        Args:
+            sample: a raw sample.
+            prepared: what `Task.prepare` made of it.
+            output: the output of this sample. None for a training sample.
+
+        Returns:
+            uint8 (height, width, 3), RGB. Small pictures are enlarged later.
+        """
+        return None
+
+    picture.default = picture  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def caption(self, sample: Any, prepared: Any, output: Any) -> str:
+        """Up to three lines below a picture, for the arguments of `picture`. By default: `prediction` and
+        `probability` of `describe`, and `truth`."""
+        described = self.describe(output) if output is not None else {}
+        lines = []
+        if "prediction" in described:
+            probability = described.get("probability")
+            share = f"{probability:.2f} " if isinstance(probability, float) else ""
+            lines.append(f"{share}{described['prediction']}")
+        truth = self.truth(sample)
+        if truth is not None:
+            lines.append(f"truth: {truth}" if lines else str(truth))
+        return "\n".join(lines)
+
+    def class_names(self) -> Sequence[str]:
+        """Names of the classes, for the picture of a confusion matrix. Empty, the default: classes have numbers."""
+        return ()
 
     def epoch_header(self, epoch: int) -> str:
         """What the log says of the task where an epoch begins, such as `image size 160`. An empty text adds nothing.

@@ -116,7 +116,6 @@ def build_task(
     return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation, "cache": cache}))
 
 
-
 def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """`arguments` and the values of `data` that are not None, if the constructor takes all of them."""
     parameters = inspect.signature(task_class).parameters

@@ -134,6 +134,8 @@ class Experiments:
             "schedule__warmup_steps": min(config["schedule"]["warmup_steps"], steps // 4),
             "log__every_steps": 1,
             "log__writers": ["text_log", "json_lines"],
+            "log__model_summary": False,
+            "log__pictures": 0,
             "checkpoint__every_steps": 0,
             "checkpoint__keep_best": None,
             "checkpoint__keep_every_steps": None,

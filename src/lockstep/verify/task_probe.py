@@ -14,6 +14,7 @@ from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.data.loader import MicroBatches, OnError, map_tensors
 from lockstep.distributed.strategy import by_head, split_output
 from lockstep.distributed.world import join_world
+from lockstep.engine import batch_norm
 from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
@@ -50,7 +51,7 @@ class TaskProbe:
     dropouts: int = 0
     """Dropout probabilities that were set to zero."""
     batch_norms: int = 0
-    """BatchNorm modules."""
+    """BatchNorm modules that normalise by the statistics of a batch in training. Frozen modules do not."""
     without_statistics: int = 0
     """BatchNorm modules that keep no running statistics."""
     float64: bool = True
@@ -123,7 +124,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         seed_everything(trainer.config)
         probe = TaskProbe()
         model = task.model().to(world.device).train()
-        probe.batch_norms = len(batch_norm_modules(model))
+        probe.batch_norms = len(batch_norm.by_batch(model))
         probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
         samples = _samples(task, train_samples, seed=seed_number, on_error=on_error)
         before = generators.states()

@@ -1,4 +1,4 @@
-"""TensorBoard scalars."""
+"""TensorBoard: scalars, pictures and the graph of the model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.observe import drawing
 from lockstep.observe.writer import RunInfo, Writer
 
 _numbers = itertools.count()
@@ -16,6 +17,8 @@ _numbers = itertools.count()
 
 class TensorBoard(Writer):
     """Writes the values of an entry as scalars over the step, as one event, into the folder `tensorboard`.
+
+    A picture is an event too. The graph of the model has a file of its own, which is complete before the first event.
 
     The library is loaded with the first entry, after the first step. In a resumed run TensorBoard hides what a killed
     process wrote after the first step: the file begins with a session start, as SummaryWriter's `purge_step` writes it.
@@ -34,9 +37,21 @@ class TensorBoard(Writer):
 
         tags = [name for name in entry if name not in ("step", "time_s")]
         values = [Summary.Value(tag=name, simple_value=entry[name]) for name in tags]
-        if self.writer is None:
-            self._open_file()
         self._add(Event(wall_time=time.time(), step=int(entry["step"]), summary=Summary(value=values)))
+
+    def picture(self, name: str, picture: Any, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        height, width, _ = picture.shape
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=drawing.png(picture))
+        summary = Summary(value=[Summary.Value(tag=name, image=image)])
+        self._add(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        from lockstep.observe import graph
+
+        graph.write(self.run.folder / "tensorboard", model, args, kwargs)
 
     def close(self) -> None:
         if self.writer is not None:
@@ -57,6 +72,8 @@ class TensorBoard(Writer):
             self._add(Event(wall_time=time.time(), step=self.run.first_step + 1, session_log=start))
 
     def _add(self, event: Any) -> None:
+        if self.writer is None:
+            self._open_file()
         try:
             self.writer.write(event.SerializeToString())
             self.writer.flush()

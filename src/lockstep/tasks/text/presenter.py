@@ -87,6 +87,9 @@ class TextPresenter(Presenter):
         text = sample.text if len(sample.text) <= _LINE else f"{sample.text[:_LINE]}..."
         return f"  {verdict}: {prediction!r} ({probability:.3f}), truth {truth!r}: {' '.join(text.split())}"
 
+    def class_names(self) -> list[str]:
+        return list(self.task.labels)
+
     def log_header(self) -> list[str]:
         """The data that was read, by class, the texts that were cut, and the weights that are new."""
         task, length = self.task, self.task.options.max_length

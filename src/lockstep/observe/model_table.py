@@ -1,0 +1,133 @@
+"""model.txt: the layers of a model with their outputs, parameters and floating-point operations."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FILE = "model.txt"
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+@dataclass
+class ModelTrace:
+    """What a forward pass showed of a model."""
+
+    outputs: dict[str, str] = field(default_factory=dict)
+    """Shape of the output of each module's last call, by the module's name. The model itself is called ``."""
+    flops: dict[str, int] = field(default_factory=dict)
+    """Floating-point operations of all calls of each module, by the module's name."""
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """Arguments of the first call of the model itself. None: it was not called, only parts of it."""
+
+
+def trace(model: nn.Module, call: Callable[[], object]) -> ModelTrace:
+    """Run `call`, which runs the model, and watch the model's modules.
+
+    Operations are counted by `torch.utils.flop_counter.FlopCounterMode`: matrix products, convolutions and attention
+    count, a multiplication and an addition as two, and everything else as nothing.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    found = ModelTrace()
+    with FlopCounterMode(display=False) as counter, _watched(model, found, counter.get_total_flops):
+        call()
+    return found
+
+
+@contextlib.contextmanager
+def _watched(model: nn.Module, found: ModelTrace, total: Callable[[], int]) -> Generator[None, None, None]:
+    """Inside, the calls of each module are noted in `found`."""
+    handles = []
+    begun: dict[str, list[int]] = {}
+
+    def before(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            begun.setdefault(name, []).append(total())
+            if not name and found.arguments is None:
+                found.arguments = args, dict(kwargs)
+
+        return note
+
+    def after(name: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            found.flops[name] = found.flops.get(name, 0) + total() - begun[name].pop()
+            found.outputs[name] = _shape(output)
+
+        return note
+
+    try:
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(after(name)))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _shape(output: Any) -> str:
+    """The shape of the first tensor of an output, such as `1 x 10`."""
+    if hasattr(output, "shape") and hasattr(output, "dtype"):
+        return " x ".join(str(size) for size in output.shape) or "number"
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, tuple | list):
+        return next((shape for shape in map(_shape, output) if shape), "")
+    return ""
+
+
+def table(model: nn.Module, found: ModelTrace | None, *, note: str = "") -> str:
+    """The text of model.txt.
+
+    Args:
+        found: what a forward pass of one sample showed. None: output shapes and operations are left out.
+        note: why they are left out.
+    """
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    lines = [
+        f"{type(model).__name__}: {sum(p.numel() for p in parameters):,} parameters, {trained:,} of them trainable"
+    ]
+    if found is not None:
+        total = found.flops.get("", max(found.flops.values(), default=0))
+        lines += [
+            f"One sample takes {_operations(total)}FLOP in a forward pass. Matrix products, convolutions and attention",
+            "count, a multiplication and an addition as two. An output is that of a batch of one sample.",
+        ]
+    lines += [note] if note else []
+    rows = [("layer", "kind", "output", "parameters", "FLOP")]
+    for name, module in model.named_modules():
+        depth = name.count(".") + 1 if name else 0
+        rows.append(
+            (
+                "  " * depth + (name.rpartition(".")[2] or "(the model)"),
+                type(module).__name__,
+                found.outputs.get(name, "") if found else "",
+                f"{sum(p.numel() for p in module.parameters()):,}",
+                _operations(found.flops[name]) if found and found.flops.get(name) else "",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join([*lines, "", *(_row(row, widths) for row in rows), ""])
+
+
+def _row(row: tuple[str, ...], widths: list[int]) -> str:
+    texts = [
+        text.rjust(width) if place > 2 else text.ljust(width)
+        for place, (text, width) in enumerate(zip(row, widths, strict=True))
+    ]
+    return "  ".join(texts).rstrip()
+
+
+def _operations(count: int) -> str:
+    """A number with a unit: `12.3 M`."""
+    for size, unit in _UNITS:
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} "
