@@ -185,6 +185,8 @@ def _failed_by_itself(failure: ProcessFailure) -> bool:
     report = _report_of(failure)
     if failure.exitcode in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
         return False
+    if failure.exitcode == 1 and not report:  # `signals` ends a rank so, after the agent's SIGTERM
+        return False
     return not report.get("origin")
 
 
