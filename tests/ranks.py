@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.distributed import warm_process
 from lockstep.verify.workers import WorkerEnded, Workers
 
+warm_process.start(["torchmetrics", "lockstep.verify.worker_functions"])
 _folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 _ranks = Workers(Path(_folder.name, "ranks.log"))
 

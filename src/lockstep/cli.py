@@ -292,6 +292,7 @@ def verify(
     run_dir: Annotated[
         Path | None, typer.Option(help="Where verify.json and verify.html go. Default: runs/NAME.")
     ] = None,
+    cold: Cold = False,
     debug: Debug = False,
 ) -> None:
     """Check that a training is right, on its own model and data. The exit code is 3 if a check finds a fault."""
@@ -309,6 +310,10 @@ def verify(
         count = _ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
+        if not cold:
+            from lockstep.distributed import warm_process
+
+            warm_process.start(_modules_of(settings))
         from lockstep import run_directory
         from lockstep.verify import command, report
 
@@ -363,16 +368,22 @@ def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
 
 def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool) -> None:
     from lockstep.distributed import launch
-    from lockstep.tasks import registry
 
     ranks = _ranks_of(nproc)
+    launch.prepare(ranks, cold=cold, modules=_modules_of(settings))
+    launch.launch(arguments, ranks, max_restarts)
+
+
+def _modules_of(settings: RunConfig) -> list[str]:
+    """Modules that ranks import until their first step because of the config, besides those that all ranks import."""
+    from lockstep.tasks import registry
+
     modules = registry.preload_modules(settings.task.get("kind", ""))
     if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:
         modules += ["torchmetrics"]
     if "tensorboard" in settings.log.writers:
         modules += ["torch.utils.tensorboard"]
-    launch.prepare(ranks, cold=cold, modules=modules)
-    launch.launch(arguments, ranks, max_restarts)
+    return modules
 
 
 def _check_nproc(nproc: str) -> None:

@@ -66,7 +66,7 @@ def _prepare() -> None:
     gc.enable()
     reason = why_not_safe(threads)
     if reason:
-        print(f"note: {reason}, so ranks cannot be forked from a process that has done so", file=sys.stderr, flush=True)
+        print(f"note: {reason}, so ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
         os._exit(1)
 
 

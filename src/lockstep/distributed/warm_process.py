@@ -36,7 +36,6 @@ MODULES = (
 )
 """What every rank imports until its first step."""
 
-_FOR_PRELOAD = (preload.PRELOAD, preload.ENDS_WITH_PARENT)
 _is_running = False
 
 
@@ -56,12 +55,16 @@ def start(modules: Sequence[str] = ()) -> None:
     global _is_running
     if _is_running or not is_possible():
         return
+    multiprocessing.set_forkserver_preload([preload.__name__])
     os.environ[preload.PRELOAD] = ",".join((*MODULES, *modules))
     if threading.current_thread() is threading.main_thread():
         os.environ[preload.ENDS_WITH_PARENT] = "1"
-    multiprocessing.set_forkserver_preload([preload.__name__])
-    with _blocked_signals():
-        forkserver.ensure_running()
+    try:
+        with _blocked_signals():
+            forkserver.ensure_running()
+    finally:  # no other process may take itself for the warm process
+        for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT):
+            os.environ.pop(name, None)
     _is_running = True
 
 
@@ -72,7 +75,7 @@ def start_process(function: Callable[..., None], *arguments: Any, **variables: s
     variables of this process with `variables`.
     """
     global _is_running
-    environment = {name: value for name, value in os.environ.items() if name not in _FOR_PRELOAD} | variables
+    environment = dict(os.environ) | variables
     if _is_running:
         try:
             return _start("forkserver", environment, function, arguments)

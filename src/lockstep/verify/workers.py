@@ -1,6 +1,6 @@
 """Worker processes that have torch imported, and run one function after the other in worlds of any size.
 
-Starting a process with torch takes seconds, and a verification makes dozens of trainings. So these processes stay, and
+A verification makes dozens of trainings. So these processes stay, and
 get the environment variables of a rank from here instead of from torch's elastic agent.
 """
 
@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("spawn")
+from lockstep.distributed import warm_process
+
 _TIMEOUT_S = 1800.0  # of one function on all ranks
 # For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
 _TIMEOUT_AFTER_FAILURE_S = 30.0
@@ -106,9 +107,8 @@ class Workers:
         for place in range(count):
             if place < len(self._workers) and self._workers[place][0].is_alive():
                 continue
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_serve, args=(theirs, str(self.log), multiprocessing.get_start_method()))
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            process = warm_process.start_process(_serve, theirs, str(self.log), multiprocessing.get_start_method())
             theirs.close()
             self._workers[place : place + 1] = [(process, ours)]
 
@@ -146,7 +146,6 @@ class WorkerEnded:
 def _serve(connection: Connection, log: str, start_method: str) -> None:
     """The main function of a worker process. Loader workers start here as they start in the user's own processes."""
     multiprocessing.set_start_method(start_method, force=True)
-    os.setsid()  # Ctrl-C reaches the command alone, which then ends its workers
     with open(log, "ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
