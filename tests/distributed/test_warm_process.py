@@ -1,0 +1,100 @@
+"""The process from which ranks are forked, and the processes that are forked from it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.distributed import heartbeat, warm_process
+from tests.processes import lockstep
+
+pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this system starts ranks cold")
+ROOT = Path(__file__).parents[2]
+
+
+def program(case, folder):
+    command = [sys.executable, "-m", "tests.distributed.warm_cases", case, str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("case", ["warm", "cold"])
+def test_processes_are_like_new_interpreters(tmp_path, case):
+    out, err = program(case, tmp_path).communicate(timeout=60)
+    first, second = json.loads(out.rpartition(" ")[0])
+    assert err == ""
+    for rank, fields in enumerate((first, second)):
+        assert fields["leads_session"]
+        assert all(fields["default_signals"])
+        assert fields["blocked"] == []
+        assert fields["name"] == "MainProcess"
+        assert (fields["rank"], fields["gone"]) == (str(rank), False)
+        assert fields["imported"] == (case == "warm")
+    assert all(a != b for a, b in zip(first["draws"], second["draws"], strict=True))
+
+
+def test_warm_process_has_a_single_thread(tmp_path):
+    out, _ = program("warm", tmp_path).communicate(timeout=60)
+    assert [fields["parent_threads"] for fields in json.loads(out.rpartition(" ")[0])] == [1, 1]
+
+
+def test_module_that_starts_a_thread_makes_ranks_start_cold(tmp_path):
+    out, err = program("unsafe", tmp_path).communicate(timeout=60)
+    assert "note: importing the modules started 1 thread, so ranks start cold" in err
+    assert [fields["rank"] for fields in json.loads(out.rpartition(" ")[0])] == ["0", "1"]
+
+
+def test_warm_process_ends_when_its_launcher_is_killed(tmp_path):
+    launcher = program("wait", tmp_path)
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    warm = int((tmp_path / "0").read_text())
+    children = Path(f"/proc/{warm}/task/{warm}/children").read_text().split()
+    launcher.kill()
+    launcher.communicate()
+    while heartbeat.is_alive(warm) and Path(f"/proc/{warm}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_imports_of_a_rank_until_its_first_step_are_preloaded(tmp_path):
+    (tmp_path / "task.py").write_text(
+        "import atexit, json, os, sys\n"
+        "from tests.own_tasks import Plain\n"
+        "class Names(Plain):\n"
+        "    def loss(self, model, batch):\n"
+        "        if model.training:\n"
+        "            open(os.environ['NAMES'], 'w').write(json.dumps(list(sys.modules)))\n"
+        "        return super().loss(model, batch)\n"
+    )
+    names = tmp_path / "names"
+    done = lockstep(
+        "train",
+        f"{tmp_path}/task.py:Names",
+        "train.steps=3",
+        "--nproc",
+        2,
+        "--run-dir",
+        tmp_path / "run",
+        NAMES=str(names),
+    )
+    assert done.returncode == 0, done.stderr
+    modules = ",".join((*warm_process.MODULES, "torch.utils.tensorboard"))
+    command = f"import importlib, sys, json; [importlib.import_module(m) for m in {modules!r}.split(',')]; "
+    command += "print(json.dumps(list(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
+    late = set(json.loads(names.read_text())) - set(json.loads(loaded))
+    heavy = ("torch", "numpy", "pydantic", "rich", "tensorboard")
+    heavy = [name for name in late if name.split(".")[0] in heavy and "._" not in name]  # private parts are small
+    assert heavy == []
