@@ -70,11 +70,15 @@ def start(run, environment, restarts):
 
 
 def ranks_of(launcher):
-    """Pids of the running ranks."""
+    """Pids of the running ranks, which are forked from a child of the launcher."""
     try:
-        return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        return [rank for child in children(launcher) for rank in children(child)]
     except OSError:
         return []
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def result(run, ledger):

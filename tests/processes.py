@@ -84,6 +84,11 @@ def has_logged(run):
     return path.exists() and bool(path.read_text())
 
 
+def ranks_of(launcher):
+    """Process ids of the ranks that `lockstep` has started, which are forked from a child of it."""
+    return [rank for child in children(launcher) for rank in children(child)]
+
+
 def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.checkpoint import files, store
 from tests import processes, rank_cases
-from tests.processes import children, handles, has_logged, is_running, launched, start, wait_for
+from tests.processes import handles, has_logged, is_running, launched, ranks_of, start, wait_for
 from tests.ranks import run_ranks
 
 SETTINGS = [
@@ -119,7 +119,7 @@ def kill_the_launcher(folder):
         LOCKSTEP_FAIL_AT=f"0:40:staged:hang:{folder / 'once'}",
     )
     wait_for((folder / "once").exists)
-    ranks = children(first.pid)
+    ranks = ranks_of(first.pid)
     first.kill()
     first.communicate()
     wait_for(lambda: not any(map(is_running, ranks)), timeout=10)
@@ -134,6 +134,14 @@ def test_ranks_end_when_their_launcher_is_killed_and_another_start_goes_on(launc
     again = run_ranks(2, rank_cases.command, "train", "toy", *SETTINGS, "--run-dir", run)
     assert re.search("resuming .* at step 30", again[0])
     assert same(state(run), undisturbed)
+
+
+def _has_processes(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def ask_to_stop(folder, number, nproc):
@@ -152,11 +160,9 @@ def ask_to_stop(folder, number, nproc):
     asked = time.monotonic()
     out, errors = process.communicate(timeout=60)
     took = time.monotonic() - asked
-    try:
-        os.killpg(process.pid, 0)
-        left = True
-    except ProcessLookupError:
-        left = False
+    deadline = time.monotonic() + 2  # a helper of `multiprocessing` ends after the launcher
+    while (left := _has_processes(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors, took=took, left=left)
 
 
@@ -169,7 +175,7 @@ def ask_twice(folder):
         "train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck
     )
     wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > logged)
-    ranks = children(process.pid)
+    ranks = ranks_of(process.pid)
     process.send_signal(signal.SIGINT)
     time.sleep(2)
     waited = process.poll() is None
@@ -236,7 +242,7 @@ def ask_one_rank(folder):
     task = f"{folder}/tasks.py:SlowEvaluation"
     process = start("train", task, *STOPPED_IN_EVALUATION, "--nproc", 2, "--run-dir", folder / "run", SLOW="1")
     wait_for(lambda: has_logged(folder / "run"))
-    os.kill(children(process.pid)[1], signal.SIGUSR1)
+    os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
     _, errors = process.communicate(timeout=60)
     return SimpleNamespace(returncode=process.returncode, stderr=errors)
 
@@ -266,7 +272,7 @@ def ask_before_training(folder):
     begun = [start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", folder / str(nproc)) for nproc in (1, 2)]
     wait_for(lambda: handles(begun[0].pid, signal.SIGTERM))
     begun[0].terminate()
-    wait_for(lambda: len(children(begun[1].pid)) == 2)
+    wait_for(lambda: len(ranks_of(begun[1].pid)) == 2)
     begun[1].terminate()
     return [(process.communicate(timeout=60)[1], process.returncode) for process in begun]
 
