@@ -22,7 +22,8 @@ ALLOWED = {
     "plugins": {"errors"},
     "data.order": set(),
     "engine.schedule": set(),
-    "distributed": {"errors"},
+    "distributed": {"errors", "distributed.launch"},
+    "distributed.launch": {"errors", "distributed", "__main__"},  # a rank runs the command
     "data": {"errors", "atomic", "locks", "data"},
     "sources": {"errors", "atomic", "locks", "data.order", "data", "images"},
     "images": {"errors", "atomic", "locks", "config_section"},
@@ -72,6 +73,7 @@ ALLOWED = {
     "cli": {
         "errors",
         "config_file",
+        "tasks.registry",
         "config_preset",
         "distributed",
         "checkpoint",

@@ -367,7 +367,8 @@ def _place(model: type[BaseModel], raw: Any, loc: Sequence[str | int]) -> tuple[
         if not held and not any(part in _keys(kind) for kind in kinds):
             continue
         keys.append(str(part))
-        value = value[part] if held else None
+        is_missing = isinstance(value, list) and isinstance(part, int) and part >= len(value)
+        value = value[part] if held and not is_missing else None
         kinds = inner
         section = next((kind for kind in kinds if _keys(kind)), section)
     return keys, section

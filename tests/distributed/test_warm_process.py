@@ -1,6 +1,7 @@
 """The process from which ranks are forked, and the processes that are forked from it."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -35,6 +36,7 @@ def test_processes_are_like_new_interpreters(tmp_path, case):
         assert all(fields["default_signals"])
         assert fields["blocked"] == []
         assert fields["name"] == "MainProcess"
+        assert fields["start_method"] == multiprocessing.get_start_method()  # for loader workers
         assert (fields["rank"], fields["gone"]) == (str(rank), False)
         assert fields["imported"] == (case == "warm")
     assert all(a != b for a, b in zip(first["draws"], second["draws"], strict=True))
@@ -74,7 +76,7 @@ def test_imports_of_a_rank_until_its_first_step_are_preloaded(tmp_path):
         "from tests.own_tasks import Plain\n"
         "class Names(Plain):\n"
         "    def loss(self, model, batch):\n"
-        "        if model.training:\n"
+        "        if model.training and os.environ['RANK'] == '0':\n"
         "            open(os.environ['NAMES'], 'w').write(json.dumps(list(sys.modules)))\n"
         "        return super().loss(model, batch)\n"
     )

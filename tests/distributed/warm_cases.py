@@ -25,6 +25,7 @@ def describe(out):
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "draws": [float(np.random.rand()), __import__("random").random()],
         "name": multiprocessing.current_process().name,
+        "start_method": multiprocessing.get_start_method(),
         "rank": os.environ.get("RANK"),
         "gone": "GONE" in os.environ,
         "imported": "wave" in sys.modules,

@@ -616,7 +616,7 @@ _engine(
     "ranks",
     ("distributed.strategy:by_head", "for head in sorted(heads)}", "for head in heads}"),
     ("engine.heads:agree_on_losses", 'agree(None, tuple(losses), method="Task.loss", world=world)', "tuple(losses)"),
-    ("engine.log_window:LogWindow._losses", "for head in sorted(sums)}", "for head in sums}"),
+    ("engine.log_window:_losses", "for head in sorted(sums)}", "for head in sums}"),
     base="heads-by-rank",
 )
 _engine(
@@ -1142,7 +1142,7 @@ _engine(
     "evaluation",
     (
         "engine.evaluate:evaluate",
-        "world.broadcast(_means(world.data_gather(parts), task.coefficients))",
+        "world.broadcast(_means(losses, task.coefficients))",
         "dict(zip(['loss'], "
         "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
     ),

@@ -264,8 +264,8 @@ class Loader:
                 micro_batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if not worker_deaths.caused(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                if not worker_deaths.caused(error, processes):
                     raise
                 deaths += 1
                 how = worker_deaths.describe(processes, error)

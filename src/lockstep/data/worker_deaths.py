@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -33,12 +34,15 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
     return batches, multiprocessing.active_children()
 
 
-def caused(error: RuntimeError) -> bool:
-    """Whether a DataLoader raised `error` because a worker has ended."""
-    return str(error).startswith(_TEXTS)
+def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:
+    """Whether a DataLoader raised `error` because a worker among `processes` has ended."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith(_TEXTS)
+    # The worker ended while it handed over a batch. Its end may take a moment to be known.
+    return bool(connection.wait([process.sentinel for process in processes], timeout=1.0))
 
 
-def describe(processes: Sequence[BaseProcess], error: RuntimeError) -> str:
+def describe(processes: Sequence[BaseProcess], error: Exception) -> str:
     """Which of the workers among `processes` ended, and how: `loader worker 4711 was killed by SIGKILL`."""
     ended = [process for process in processes if process.exitcode and str(process.pid) in str(error)]
     ended = ended or [process for process in processes if process.exitcode]

@@ -112,6 +112,7 @@ def _run(environment: Mapping[str, str], function: Callable[..., None], argument
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preload.IGNORED)
     os.environ.clear()  # a forked process has the environment variables of the warm process
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # else loader workers would be started as this process was
     multiprocessing.current_process().name = "MainProcess"  # libraries take other names for helpers of a main process
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
