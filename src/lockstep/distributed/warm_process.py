@@ -25,6 +25,7 @@ MODULES = (
     "torch._dynamo",  # imported by the first step of an optimizer
     "torch.distributed.fsdp",
     "torch.nn.parallel.distributed",
+    "torch.utils.flop_counter",
     "pydantic.type_adapter",
     "lockstep.__main__",
     "lockstep.cli",
