@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.distributed import heartbeat, warm_process
+from lockstep.distributed import heartbeat, preload, warm_process
 from tests.processes import lockstep
 
 pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this system starts ranks cold")
@@ -101,3 +101,11 @@ def test_imports_of_a_rank_until_its_first_step_are_preloaded(tmp_path):
     heavy = ("torch", "numpy", "pydantic", "rich", "tensorboard")
     heavy = [name for name in late if name.split(".")[0] in heavy and "._" not in name]  # private parts are small
     assert sorted(heavy) == []
+
+
+def test_open_device_of_an_accelerator_is_a_reason_not_to_fork(monkeypatch):
+    threads = len(os.listdir("/proc/self/task"))
+    assert preload.why_not_safe(threads) is None
+    assert preload.why_not_safe(threads - 1) == "importing the modules started 1 thread"
+    monkeypatch.setattr(os, "readlink", lambda path: "/dev/nvidiactl")
+    assert preload.why_not_safe(threads) == "importing the modules opened /dev/nvidiactl"
