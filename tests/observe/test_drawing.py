@@ -117,8 +117,6 @@ def test_texts_of_boxes_stay_in_the_picture():
     page = drawing.with_boxes(plain(60, 200, 0), [[190, 0, 199, 3], [0, 50, 20, 59]], ["cell 0.93", "x"], green)
     label = (page[:15, 120:] == green).all(axis=2)
     assert label.sum() > 400
-    dark = page[:15, 130:].max(axis=2) < 100
-    assert (dark & np.roll(label.any(axis=0), -10)[None]).any()
     assert (page[36:50, :10] == green).all(axis=2).any()
     assert np.array_equal(drawing.with_boxes(plain(6, 7, 9), []), plain(6, 7, 9))
 
