@@ -198,7 +198,7 @@ def test_the_bar_is_on_a_terminal_where_no_predictions_go(run, tmp_path, monkeyp
     seen = []
     bar = progress.bar
     monkeypatch.setattr(progress, "bar", lambda what, shown: seen.append(shown) or bar(what, shown=False))
-    monkeypatch.setattr(Trainer, "describe_each", lambda *_, **__: None)
+    monkeypatch.setattr(Trainer, "predict_rows", lambda *_, **__: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(err))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(out))
     path = tmp_path / "rows.jsonl" if to_file else None
