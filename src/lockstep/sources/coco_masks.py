@@ -6,6 +6,7 @@ Format: https://cocodataset.org/#format-data. pycocotools draws the regions, as 
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -168,10 +169,10 @@ def _region(segmentation: Any, size: Size, where: str) -> npt.NDArray[np.bool_]:
         elif isinstance(segmentation["counts"], list):
             encoded = coco.frPyObjects(segmentation, *size)
         else:
-            counts = segmentation["counts"]
-            counts = counts.encode() if isinstance(counts, str) else counts
-            encoded = {"size": list(size), "counts": counts}
-        region: npt.NDArray[np.bool_] = coco.decode(encoded).astype(bool)
+            encoded = {"size": list(size), "counts": segmentation["counts"].encode()}
+        with warnings.catch_warnings():  # pycocotools 2.0.11 does not know the newest protocol of NumPy arrays
+            warnings.filterwarnings("ignore", "__array__", DeprecationWarning)
+            region: npt.NDArray[np.bool_] = coco.decode(encoded).astype(bool)
     except (ValueError, TypeError) as error:
         raise DataError(f"its segmentation cannot be drawn: {error}", where=where, remedy=_REPAIR) from error
     return region
@@ -219,14 +220,33 @@ def _check_rle(rle: dict[str, Any], size: Size, where: str) -> None:
         what = f"its RLE is of {rle['size']} pixels, its picture of {list(size)} (height, width)"
         raise DataError(what, where=where, remedy=_REPAIR)
     counts = rle["counts"]
-    is_list = isinstance(counts, list)
-    if is_list and not all(type(count) is int and count >= 0 for count in counts):
-        raise DataError("the counts of its RLE are not all whole numbers from 0 on", where=where, remedy=_REPAIR)
-    if is_list and sum(counts) != size[0] * size[1]:
-        what = f"the counts of its RLE add up to {sum(counts)}, its picture has {size[0] * size[1]} pixels"
-        raise DataError(what, where=where, remedy=_REPAIR)
-    if not isinstance(counts, list | str | bytes):
+    if not isinstance(counts, list | str):
         raise DataError(f"the counts of its RLE are {counts!r}", where=where, remedy=_REPAIR)
+    runs = _runs(counts) if isinstance(counts, str) else counts
+    if not all(type(run) is int and run >= 0 for run in runs):
+        raise DataError("the counts of its RLE are not all whole numbers from 0 on", where=where, remedy=_REPAIR)
+    if sum(runs) != size[0] * size[1]:
+        what = f"the counts of its RLE add up to {sum(runs)}, its picture has {size[0] * size[1]} pixels"
+        raise DataError(what, where=where, remedy=_REPAIR)
+
+
+def _runs(counts: str) -> list[int]:
+    """The lengths of the runs in a compressed RLE. A damaged text gives other numbers, which are checked.
+
+    Source: `rleFrString` in https://github.com/cocodataset/cocoapi/blob/master/common/maskApi.c. Five bits in each
+    letter; the sixth says that the number goes on; from the fourth number on, the difference to that of two before.
+    """
+    runs: list[int] = []
+    value = place = 0
+    for letter in counts:
+        bits = ord(letter) - 48
+        value |= (bits & 31) << place
+        place += 5
+        if not bits & 32:
+            value -= (bits & 16) << (place - 4)  # the sign
+            runs.append(value + (runs[-2] if len(runs) > 2 else 0))
+            value = place = 0
+    return runs
 
 
 def _pycocotools(where: str) -> Any:
