@@ -276,7 +276,7 @@ def read_masked_images(
         key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where the source has several and names none.
         classes: `task.classes`: names, a mapping, or a file; see `read_class_table`. None: a file of the source with
-            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it; of COCO files,
+            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it. COCO files:
             `background` (pixels without annotation) and the categories.
         ignore: `task.ignore`: more ids, names or colours of pixels that belong to no class.
         names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
@@ -358,8 +358,9 @@ def masked_inputs(
 
 
 def _class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, if it has such a file."""
-    places = dict.fromkeys([folder, root])
+    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part."""
+    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
+    places = [*dict.fromkeys([folder, root]), *around]
     found = [place / name for place in places for name in CLASS_FILES if (place / name).is_file()]
     return str(found[0]) if found else None
 
