@@ -101,6 +101,19 @@ def test_parts_of_a_folder(tmp_path):
     fault(tmp_path / "set", "there is train/, but none of val/", split="eval")
 
 
+def test_parts_inside_of_the_two_folders(tmp_path):
+    for part, seed in (("training", 0), ("validation", 50)):
+        make(tmp_path / part, seed=seed)
+        for kind in ("images", "masks"):
+            (tmp_path / "set" / kind).mkdir(parents=True, exist_ok=True)
+            (tmp_path / part / kind).rename(tmp_path / "set" / kind / part)
+    check_samples(read(tmp_path / "set"))
+    check_samples(read(tmp_path / "set", "eval"), seed=50)
+    assert evaluation_source(str(tmp_path / "set")) == str(tmp_path / "set")
+    shutil.rmtree(tmp_path / "set" / "masks" / "validation")
+    fault(tmp_path / "set", "there is no folder masks/validation/", split="eval")
+
+
 def test_folders_in_folders_and_other_suffixes(tmp_path):
     pixels, mask = picture((4, 6), 0), ids((4, 6), 0)
     (tmp_path / "images" / "a" / "b").mkdir(parents=True)

@@ -30,7 +30,7 @@ from lockstep.sources.class_table import (
 )
 from lockstep.sources.coco_file import Annotations, read_coco
 from lockstep.sources.decoded_images import open_cache
-from lockstep.sources.image_files import PictureFiles, Pictures
+from lockstep.sources.image_files import PictureFiles, Pictures, class_folders
 from lockstep.sources.image_records import (
     EVAL,
     TRAIN,
@@ -41,7 +41,7 @@ from lockstep.sources.image_records import (
     unlabelled_pictures,
 )
 from lockstep.sources.image_table import IMAGE, data_set_pictures, picture_column
-from lockstep.sources.mask_files import MASKS, EncodedMasks, Masks
+from lockstep.sources.mask_files import IMAGES, MASKS, EncodedMasks, Masks
 from lockstep.sources.mask_lookup import IGNORED, MaskLookup
 from lockstep.sources.table import Source
 
@@ -269,6 +269,7 @@ def read_masked_images(
     |---|---|
     | a folder with `images/` and `masks/` | a picture and the mask of the same name, at any depth |
     | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | such folders in one of these |
+    | a folder with `images/train/` and `masks/train/`, `images/val/` and `masks/val/` | one of these pairs |
     | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of pictures, a column of masks |
     | a COCO file (.json), or a folder with `annotations/*.json` and no masks | masks are drawn from polygons and RLE |
 
@@ -323,7 +324,9 @@ def evaluation_source(train: str) -> str | None:
         the same source, if it has a part for evaluation; the evaluation split of a folder that `datasets` saved.
         Otherwise None.
     """
-    return evaluation_part(train) if _is_coco(Path(train)) else image_records.evaluation_source(train)
+    if _is_coco(Path(train)):
+        return evaluation_part(train)
+    return train if _inner_part(Path(train), "eval") else image_records.evaluation_source(train)
 
 
 def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
@@ -355,6 +358,15 @@ def masked_inputs(
     """
     records = unlabelled_pictures(arguments)
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
+
+
+def _inner_part(folder: Path, split: Split) -> str:
+    """The folder of a split inside `images/`. Empty if `images/` is not divided into training and evaluation data."""
+    inner = class_folders(folder / IMAGES) if (folder / IMAGES).is_dir() else []
+    training, evaluation = ([name for name in words if name in inner] for words in (TRAIN, EVAL))
+    if not training or not evaluation:
+        return ""
+    return training[0] if split == "train" else evaluation[0]
 
 
 def _class_file(folder: Path, root: Path) -> str | None:
@@ -400,7 +412,7 @@ def _files(
     path = Path(source)
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder), _class_file(folder, path))
+        return (*mask_files.read_mask_folder(folder, _inner_part(folder, split)), _class_file(folder, path))
     pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
     if not len(pictures):
         raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
