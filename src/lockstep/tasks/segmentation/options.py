@@ -85,7 +85,9 @@ class SegmentationOptions(ImageOptions):
     @model_validator(mode="after")
     def _one_way_to_evaluate(self) -> Self:
         if self.eval_window and self.eval_size:
-            raise ValueError("eval_window cuts pictures at their original resolution; leave out eval_size, or eval_window")
+            raise ValueError(
+                "eval_window cuts pictures at their original resolution; leave out eval_size, or eval_window"
+            )
         if self.eval_resize:
             raise ValueError(
                 "eval_resize cuts out the centre of pictures, but every pixel is evaluated; use eval_size, which is the "

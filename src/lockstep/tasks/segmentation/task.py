@@ -319,7 +319,9 @@ class Segmentation(Task):
             outputs[place] = self._output(logits)
         return outputs
 
-    def _scores(self, model: nn.Module, batch: Batch, *, tiled: list[Any] | None = None) -> Iterator[tuple[int, Tensor]]:
+    def _scores(
+        self, model: nn.Module, batch: Batch, *, tiled: list[Any] | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """The place of each picture in the batch, and its logits (classes, height, width) at the original resolution.
 
         Pictures of the same size are computed together. Others are not padded to a common size, because the result for

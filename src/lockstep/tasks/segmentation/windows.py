@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def _parts(length: int, side: int, overlap: float) -> list[tuple[int, int, int, 
     stride = max(1, side - int(side * overlap))
     count = -(-(length - side) // stride) + 1
     starts = [number * (length - side) // (count - 1) for number in range(count)]
-    ends = [(after + before + side) // 2 for before, after in zip(starts, starts[1:], strict=False)]
+    ends = [(after + before + side) // 2 for before, after in itertools.pairwise(starts)]
     cores = [0, *ends, length]
     return [(start, side, cores[number], cores[number + 1] - cores[number]) for number, start in enumerate(starts)]
 
