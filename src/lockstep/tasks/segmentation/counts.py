@@ -84,8 +84,8 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
     """Counts of boundary pixels of each class: int64 (4, classes).
 
     A boundary pixel of a class has the class, and a pixel above, below, left or right of it has another class. Ignored
-    pixels have no class, neither in the truth nor in the prediction. A boundary pixel matches if a boundary pixel of the
-    same class lies in the other mask within a disc of radius `tolerance`.
+    pixels have no class, neither in the truth nor in the prediction. A boundary pixel matches if a boundary pixel of
+    the same class lies in the other mask within a disc of radius `tolerance`.
 
     Source: Csurka et al., What is a good evaluation measure for semantic segmentation?, BMVC 2013, section 2.3; the
     counts are summed over pictures here, where the paper takes the mean over pictures.

@@ -68,8 +68,8 @@ class SegmentationOptions(ImageOptions):
     """In training, cross-entropy spreads this share of each label evenly over all classes."""
 
     eval_shape: Literal["keep", "square"] = "keep"
-    """`keep`: evaluation pictures keep their shape, and `eval_size` is their shorter side. `square`: they are resized to
-    a square of `eval_size`, for models of a fixed size."""
+    """`keep`: evaluation pictures keep their shape, and `eval_size` is their shorter side. `square`: they are resized
+    to a square of `eval_size`, for models of a fixed size."""
     eval_window: PositiveInt | None = None
     """Side in pixels of the windows in which evaluation pictures and predictions are computed, at their original
     resolution. None: pictures are computed whole."""
@@ -85,9 +85,7 @@ class SegmentationOptions(ImageOptions):
     @model_validator(mode="after")
     def _one_way_to_evaluate(self) -> Self:
         if self.eval_window and self.eval_size:
-            raise ValueError(
-                "eval_window cuts pictures at their original resolution; leave out eval_size, or eval_window"
-            )
+            raise ValueError("eval_window takes pictures at their own resolution; leave out eval_size or eval_window")
         if self.eval_resize:
             raise ValueError(
                 "eval_resize cuts out the centre of pictures, but every pixel is evaluated; use eval_size, which is the "

@@ -309,8 +309,9 @@ class Segmentation(Task):
     # ---- outputs
 
     def predict(self, model: nn.Module, batch: Batch) -> list[dict[str, Tensor]]:
-        """For each picture `classes`: (height, width) class numbers at the original resolution. Pictures that are larger
-        than `eval_window` are computed window by window."""
+        """For each picture `classes`: (height, width) class numbers at the original resolution.
+
+        Pictures that are larger than `eval_window` are computed window by window."""
         if isinstance(batch["masks"], Tensor):
             logits = resized(self._logits(model, batch["images"]), batch["masks"].shape[-2:])
             return [self._output(of_picture) for of_picture in logits]
