@@ -281,17 +281,22 @@ def reduced(pixels: Pixels, shorter_side: int | None) -> Pixels:
         shorter_side: None: the picture stays as it is.
     """
     height, width, channels = pixels.shape
-    shorter = min(height, width)
-    if shorter_side is None or shorter <= shorter_side:
+    size = reduced_size(height, width, shorter_side)
+    if size == (height, width):
         return pixels
     from PIL import Image
 
-    size = (
-        (width * shorter_side + shorter // 2) // shorter,
-        (height * shorter_side + shorter // 2) // shorter,
-    )
     image = Image.fromarray(pixels[:, :, 0] if channels == 1 else pixels)
-    return np.array(image.resize(size, Image.Resampling.BILINEAR)).reshape(size[1], size[0], channels)
+    return np.array(image.resize(size[::-1], Image.Resampling.BILINEAR)).reshape(*size, channels)
+
+
+def reduced_size(height: int, width: int, shorter_side: int | None) -> tuple[int, int]:
+    """(height, width) of a picture after `reduced`."""
+    shorter = min(height, width)
+    if shorter_side is None or shorter <= shorter_side:
+        return height, width
+    new_height, new_width = ((side * shorter_side + shorter // 2) // shorter for side in (height, width))
+    return new_height, new_width
 
 
 def _cannot_write(error: OSError) -> str:

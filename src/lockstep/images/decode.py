@@ -52,10 +52,10 @@ def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:
         raise UsageError(f"pictures cannot be read with {channels} channels", remedy="use 1 (grey) or 3 (RGB)")
     pixels = _decode_jpeg(data, channels)
     if pixels is not None:
-        return _turn(pixels, _jpeg_orientation(data))
-    with _opened(data, where) as image:
+        return turned(pixels, _jpeg_orientation(data))
+    with opened(data, where) as image:
         image.load()
-        return _turn(_to_pixels(image, channels, where), _orientation(image))
+        return turned(_to_pixels(image, channels, where), orientation_of(image))
 
 
 def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
@@ -71,12 +71,12 @@ def image_size(data: bytes, *, where: str = "") -> tuple[int, int]:
     header = _jpeg_header(data)
     if header is not None:
         height, width, _ = header
-        turned = _jpeg_orientation(data) >= 5
+        sideways = _jpeg_orientation(data) >= 5
     else:
-        with _opened(data, where) as image:
+        with opened(data, where) as image:
             width, height = image.size
-            turned = _orientation(image) >= 5 and image.format != "TIFF"  # PIL turns TIFF files by itself
-    return (width, height) if turned else (height, width)
+            sideways = orientation_of(image) >= 5 and image.format != "TIFF"  # PIL turns TIFF files by itself
+    return (width, height) if sideways else (height, width)
 
 
 # ---- JPEG by simplejpeg
@@ -131,7 +131,7 @@ def _jpeg_orientation(data: bytes) -> int:
         warnings.simplefilter("ignore")
         try:
             with Image.open(io.BytesIO(data)) as image:
-                return _orientation(image)
+                return orientation_of(image)
         except Exception:  # simplejpeg has read the picture, so only its description is broken
             return 1
 
@@ -152,7 +152,7 @@ def _has_app1(data: bytes) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
+def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
     """The picture as PIL's image. Errors in the block become DataErrors.
 
     PIL warns about damaged descriptions of pictures that it can read. These warnings are not shown.
@@ -189,7 +189,7 @@ def _opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
         ) from error
 
 
-def _orientation(image: PILImage.Image) -> int:
+def orientation_of(image: PILImage.Image) -> int:
     """The EXIF orientation, 1 (upright) to 8. It is 1 where the file gives none or the EXIF data cannot be read."""
     try:
         value = int(image.getexif().get(_EXIF_ORIENTATION, 1))
@@ -198,12 +198,12 @@ def _orientation(image: PILImage.Image) -> int:
     return value if 1 <= value <= 8 else 1
 
 
-def _turn(pixels: Pixels, orientation: int) -> Pixels:
+def turned(pixels: Pixels, orientation: int) -> Pixels:
     """The upright picture. Source of the numbers: EXIF 2.32, table 4, tag Orientation."""
     if orientation == 1:
         return pixels
     if orientation >= 5:  # rows and columns are exchanged
-        pixels = pixels.transpose(1, 0, 2)
+        pixels = pixels.swapaxes(0, 1)
     if orientation in (3, 4, 7, 8):
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):

@@ -137,7 +137,7 @@ def read_class_folders(
     names: list[str] = []
     counts: list[int] = []
     for folder in folders:
-        found = [f"{folder}/{name}" for name in _pictures_below(root / folder)]
+        found = [f"{folder}/{name}" for name in pictures_below(root / folder)]
         if not found:
             raise DataError("no picture in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
         names += found
@@ -156,7 +156,7 @@ def _remedy(folder: Path) -> str:
     return f"{found}Put pictures ({', '.join(SUFFIXES)}) into it, or remove the folder"
 
 
-def _pictures_below(folder: Path) -> list[str]:
+def pictures_below(folder: Path) -> list[str]:
     """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once."""
     seen: set[str] = set()
     found: list[str] = []

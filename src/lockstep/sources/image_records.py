@@ -160,7 +160,7 @@ def _read(
             return _data_set(_from_parquet(source), source, image=image, label=label)
         files, names, codes = image_table.read_paths(Source(source, **csv), image=image, label=label)
         return ImageRecords(files, codes, names)
-    if path.is_dir() and not _is_saved(path):
+    if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
         if image_shards.has_shards(folder):
             return _shards(str(folder), label)
@@ -189,7 +189,8 @@ def _shards(source: str, label: str | int | None) -> ImageRecords:
     return ImageRecords(*_arranged(image_shards.read_shards(source, label="label" if label is None else str(label))))
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved_data_set(folder: Path) -> bool:
+    """Whether `datasets` saved this folder."""
     return any((folder / name).is_file() for name in _SAVED)
 
 
@@ -208,13 +209,26 @@ def _from_parquet(source: str) -> Any:
 
 
 def _from_data_set(source: Source, split: Split, **columns: str | int | None) -> ImageRecords:
+    data, name = open_data_set(source, split)
+    return _data_set(data, name, **columns)
+
+
+def open_data_set(source: Source, split: Split) -> tuple[Any, str]:
+    """The `datasets.Dataset` that a source names, and its name with its split, for messages.
+
+    Args:
+        split: which split to read where the source has several and names none.
+
+    Raises:
+        DataError: there is no such data set or split.
+    """
     name = f"{source.name}:{source.split}" if source.split else source.name
     if not source.split:
-        splits = _saved_splits(Path(source.name)) if Path(source.name).is_dir() else ["train", "validation"]
+        splits = saved_splits(Path(source.name)) if Path(source.name).is_dir() else ["train", "validation"]
         wanted = TRAIN if split == "train" else EVAL
         chosen = next((part for part in wanted if part in splits), wanted[0])
         source, name = replace(source, split=chosen), f"{name}:{chosen}" if splits else name
-    return _data_set(source.data_set(), name, **columns)
+    return source.data_set(), name
 
 
 def _data_set(data: Any, name: str, *, image: str | int | None, label: str | int | None) -> ImageRecords:
@@ -222,7 +236,7 @@ def _data_set(data: Any, name: str, *, image: str | int | None, label: str | int
     return ImageRecords(pictures, codes, names)
 
 
-def _saved_splits(folder: Path) -> list[str]:
+def saved_splits(folder: Path) -> list[str]:
     """The splits of a folder that `datasets` saved. Empty: it holds a single data set."""
     if not (folder / "dataset_dict.json").is_file():
         return []
@@ -262,8 +276,8 @@ def evaluation_source(train: str) -> str | None:
     folder = Path(train)
     if not folder.is_dir():
         return None
-    if _is_saved(folder):
-        splits = _saved_splits(folder)
+    if is_saved_data_set(folder):
+        splits = saved_splits(folder)
         return next((f"{train}:{name}" for name in EVAL if name in splits), None)
     try:
         parts = [part_of_folder(folder, split) for split in ("train", "eval")]

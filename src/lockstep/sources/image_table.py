@@ -156,21 +156,8 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     Raises:
         DataError: there is no such column, or a label is missing. The error names the row.
     """
-    from datasets import Image
-
     columns = list(data.features)
-    pictures = [column for column, kind in data.features.items() if isinstance(kind, Image)]
-    if image is not None:
-        column = named(image, columns, "image", name)
-    elif len(pictures) == 1:
-        column = pictures[0]
-    else:
-        column = _column(None, pictures or columns, usual_names=IMAGE, role="image", where=name)
-    if column not in pictures:
-        what = f"column {column!r} holds {data.features[column]}, not pictures"
-        listed = f"set task.columns.image to one of: {', '.join(pictures)}"
-        remedy = listed if pictures else f"cast it first: data.cast_column({column!r}, datasets.Image())"
-        raise DataError(what, where=name, remedy=remedy)
+    column = picture_column(data, image, role="image", usual_names=IMAGE, name=name)
     target = _column(
         label, [other for other in columns if other != column], usual_names=LABEL, role="label", where=name
     )
@@ -178,8 +165,49 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     kind = data.features[target]
     classes = list(kind.names) if getattr(kind, "names", None) else None
     names, codes = single_labels(values, classes, column=target, where=lambda row: f"{name}, row {row}")
+    return data_set_pictures(data, column, name=name), names, codes
+
+
+def picture_column(
+    data: Any, given: Column, *, role: str, usual_names: Sequence[str], name: str, other: str | None = None
+) -> str:
+    """The name of a column with pictures.
+
+    Args:
+        data: a `datasets.Dataset`.
+        given: the column by name or place. None: the only column of type Image, or the one with a usual name.
+        role: the key in `task.columns`, for errors.
+        usual_names: of such columns, in lower case.
+        name: the source, for messages.
+        other: a column that has another role.
+
+    Raises:
+        DataError: there is no such column, or it holds no pictures.
+    """
+    from datasets import Image
+
+    columns = [column for column in data.features if column != other]
+    pictures = [column for column in columns if isinstance(data.features[column], Image)]
+    if given is not None:
+        column = named(given, list(data.features), role, name)
+    elif len(pictures) == 1:
+        column = pictures[0]
+    else:
+        column = _column(None, pictures or columns, usual_names=usual_names, role=role, where=name)
+    if column not in pictures:
+        what = f"column {column!r} holds {data.features[column]}, not pictures"
+        listed = f"set task.columns.{role} to one of: {', '.join(pictures)}"
+        remedy = listed if pictures else f"cast it first: data.cast_column({column!r}, datasets.Image())"
+        raise DataError(what, where=name, remedy=remedy)
+    return column
+
+
+def data_set_pictures(data: Any, column: str, *, name: str) -> DataSetPictures:
+    """The pictures in a column of a `datasets.Dataset`."""
+    from datasets import Image
+
     encoded = data.select_columns([column]).with_format(None).cast_column(column, Image(decode=False))
-    return DataSetPictures(encoded, column, name), names, codes
+    return DataSetPictures(encoded, column, name)
 
 
 def holds_pictures(path: Path) -> bool:

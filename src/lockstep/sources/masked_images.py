@@ -1,0 +1,364 @@
+"""Pictures with masks (a class for each pixel) from folders, data sets and COCO files, as a map-style data set."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.errors import DataError, did_you_mean
+from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
+from lockstep.images.decode import decode
+from lockstep.sources import mask_files
+from lockstep.sources.class_table import CLASS_FILES, ClassesOption, ClassTable, Color, read_class_table, usual_color
+from lockstep.sources.decoded_images import open_cache
+from lockstep.sources.image_files import PictureFiles, Pictures
+from lockstep.sources.image_records import (
+    Split,
+    is_saved_data_set,
+    open_data_set,
+    part_of_folder,
+    unlabelled_pictures,
+)
+from lockstep.sources.image_table import IMAGE, data_set_pictures, picture_column
+from lockstep.sources.mask_files import EncodedMasks, Masks
+from lockstep.sources.mask_lookup import IGNORED, MaskLookup
+from lockstep.sources.table import Source
+
+MASK = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
+"""Usual names of columns that hold masks."""
+MOST_CHECKED = 500
+"""Masks that `MaskedImages.check` reads."""
+_KEPT_CLASSES = 255  # the cache keeps masks of up to this many classes, as uint8
+_KEPT_IGNORED = 255
+
+Array = npt.NDArray[Any]
+
+
+class MaskedImage(NamedTuple):
+    """A raw sample."""
+
+    pixels: npt.NDArray[np.uint8]
+    """(height, width, channels) uint8, upright."""
+    mask: npt.NDArray[np.int16] | None
+    """The class number of each pixel, or -1 for a pixel that is ignored: (height, width) int16. None: the picture has
+    no mask."""
+    name: str
+    """The name of the picture in its source."""
+
+
+@dataclass(frozen=True)
+class ClassPixels:
+    """How many pixels of some masks belong to each class."""
+
+    counts: list[int]
+    """Pixels of each class, by class number."""
+    ignored: int
+    """Pixels that belong to no class."""
+    masks: int
+    """Masks that were counted."""
+    of_masks: int
+    """Masks of the data set."""
+
+
+class MaskedImages(Dataset[MaskedImage]):
+    """Decoded pictures with masks. With a cache the samples are the same.
+
+    Args:
+        pictures: the encoded pictures.
+        masks: a mask for each. None: the pictures have none.
+        classes: the names of the classes, by number.
+        colors: a colour for each class, to draw it. None: the colours of the first mask's palette, or usual ones.
+        channels: of the pictures: 1 (grey) or 3 (RGB).
+        cache: None: pictures and masks are decoded whenever they are read. Otherwise in the first epoch only.
+        notes: remarks for people about the way in which the source was read.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        masks: Masks | None,
+        classes: Sequence[str],
+        *,
+        colors: Sequence[Color],
+        channels: int = 3,
+        cache: CacheOptions | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.pictures, self.masks, self.channels = pictures, masks, channels
+        self.classes = list(classes)
+        """The names of the classes, by number."""
+        self.colors = list(colors)
+        """(red, green, blue) of each class, to draw it."""
+        self.notes = tuple(notes)
+        """Remarks for people about the way in which the source was read."""
+        self.shorter_side = None if cache is None else cache.shorter_side
+        self.cache: DecodedCache | None = None
+        """The cache of pictures, whose `summary` is a line for the log. None: there is no cache."""
+        self.mask_cache: DecodedCache | None = None
+        """The cache of masks. None: there is no cache, or there are more than 255 classes."""
+        if cache is not None:
+            self._open_caches(cache)
+
+    def _open_caches(self, options: CacheOptions) -> None:
+        kept = self.masks if self.masks is not None and len(self.classes) <= _KEPT_CLASSES else None
+        limit, parts = options.limit_bytes, self.channels + (kept is not None)
+        per_part = None if limit is None else limit // parts
+        own = replace(options, limit_bytes=None if per_part is None else per_part * self.channels)
+        self.cache = open_cache(self.pictures, channels=self.channels, options=own)
+        if kept is not None:
+            reduced_masks = _ReducedMasks(kept, self.shorter_side)  # the cache itself would blend class numbers
+            options = CacheOptions(limit_bytes=per_part, shorter_side=None)
+            self.mask_cache = open_cache(reduced_masks, channels=1, options=options)
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> MaskedImage:
+        """A sample.
+
+        Raises:
+            DataError: a file cannot be read, or is no whole picture; the mask has another size than the picture, or a
+                value that is no class. The error names file and value.
+        """
+
+        def read() -> npt.NDArray[np.uint8]:
+            return decode(self.pictures.read(index), channels=self.channels, where=self.pictures.where(index))
+
+        pixels = read() if self.cache is None else self.cache.pixels(index, read)
+        name = self.pictures.name(index)
+        if self.masks is None:
+            return MaskedImage(pixels, None, name)
+        mask = self._mask(self.masks, index)
+        if mask.shape != pixels.shape[:2]:
+            raise self._wrong_size(index, mask.shape, pixels.shape[:2])
+        return MaskedImage(pixels, mask, name)
+
+    def _mask(self, masks: Masks, index: int) -> npt.NDArray[np.int16]:
+        """The mask of a picture, reduced as the cache reduces pictures."""
+        if self.mask_cache is None:
+            return _reduced(masks.read(index), self.shorter_side)
+
+        def read() -> npt.NDArray[np.uint8]:
+            mask = _reduced(masks.read(index), self.shorter_side)
+            return np.where(mask == IGNORED, _KEPT_IGNORED, mask).astype(np.uint8)[..., None]
+
+        kept = self.mask_cache.pixels(index, read)[..., 0]
+        mask = kept.astype(np.int16)
+        mask[kept == _KEPT_IGNORED] = IGNORED
+        return mask
+
+    def where(self, index: int) -> str:
+        """The place of a picture, for messages."""
+        return self.pictures.where(index)
+
+    def digest(self) -> str:
+        """Hexadecimal digits that change where a picture or a mask changes: by size and time of the files, which are
+        not read; and where the meaning of the masks' values changes."""
+        masks = "" if self.masks is None else self.masks.digest()
+        return hashlib.sha256(f"{self.pictures.digest()}|{masks}|{self.classes}".encode()).hexdigest()
+
+    def check(self, most: int = MOST_CHECKED) -> ClassPixels:
+        """Look for faults before training, and count the pixels of each class.
+
+        The size of each mask is compared with that of its picture, by the headers of the files: about 30,000 pairs in
+        a second. Of a data set of `datasets`, which has no files with headers, `most` rows are compared. Then
+        `most` masks are read, evenly spaced over the data set; all, where there are no more. Faults in other masks are
+        found when they are read.
+
+        Raises:
+            DataError: a mask has another size than its picture, or a value that is no class; or a file cannot be read.
+        """
+        if self.masks is None:
+            return ClassPixels([0] * len(self.classes), ignored=0, masks=0, of_masks=0)
+        chosen = np.arange(min(most, len(self))) * len(self) // max(1, min(most, len(self)))
+        self._check_sizes(range(len(self)) if isinstance(self.pictures, PictureFiles) else chosen.tolist())
+        counts = np.zeros(len(self.classes) + 1, dtype=np.int64)
+        for index in chosen.tolist():
+            counts += np.bincount(self.masks.read(index).reshape(-1) + 1, minlength=len(counts))
+        return ClassPixels(counts[1:].tolist(), ignored=int(counts[0]), masks=len(chosen), of_masks=len(self))
+
+    def _check_sizes(self, indices: Sequence[int]) -> None:
+        assert self.masks is not None
+        wrong = [index for index in indices if self._sizes(index)[0] != self._sizes(index)[1]]
+        for index in wrong:
+            picture = mask_files.size_of(self.pictures, index, whole=True)
+            if (mask := self.masks.read(index).shape) != picture:
+                raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
+
+    def _sizes(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        assert self.masks is not None
+        return mask_files.size_of(self.pictures, index), self.masks.size(index)
+
+    def _wrong_size(self, index: int, mask: tuple[int, ...], picture: tuple[int, ...], *, others: int = 0) -> DataError:
+        assert self.masks is not None
+        more = f"; {others} other masks differ too" if others else ""
+        what = f"the mask has {mask[0]}x{mask[1]} pixels (height x width), its picture {picture[0]}x{picture[1]}"
+        remedy = "save the mask in the size of its picture"
+        if mask == picture[::-1]:
+            remedy += "; the picture may have an orientation in its EXIF data that the mask lacks"
+        place = f"{self.masks.where(index)}, mask of {self.where(index)}"
+        return DataError(what + more, where=place, remedy=remedy)
+
+
+class _ReducedMasks:
+    """The name of a cache of masks: it changes with the masks, and with the size to which they are reduced."""
+
+    def __init__(self, masks: Masks, shorter_side: int | None) -> None:
+        self.masks, self.shorter_side = masks, shorter_side
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def digest(self) -> str:
+        return f"{self.masks.digest()}|{self.shorter_side}"
+
+
+def _reduced(mask: npt.NDArray[np.int16], shorter_side: int | None) -> npt.NDArray[np.int16]:
+    """A mask in the size that the cache gives its picture: the values at the centres of the new pixels."""
+    height, width = mask.shape
+    size = reduced_size(height, width, shorter_side)
+    if size == (height, width):
+        return mask
+    lines, columns = (
+        (2 * np.arange(new) + 1) * old // (2 * new) for new, old in zip(size, (height, width), strict=True)
+    )
+    reduced: npt.NDArray[np.int16] = mask[lines[:, None], columns]
+    return reduced
+
+
+# ---- reading a source
+
+
+def read_masked_images(
+    source: str,
+    *,
+    key: str,
+    split: Split,
+    classes: ClassesOption = None,
+    ignore: Sequence[Any] = (),
+    names: Sequence[str] | None = None,
+    channels: int = 3,
+    image: str | int | None = None,
+    mask: str | int | None = None,
+    subset: str | None = None,
+    cache: CacheOptions | None = None,
+) -> MaskedImages:
+    """The pictures of a source, with masks.
+
+    | source | samples |
+    |---|---|
+    | a folder with `images/` and `masks/` | a picture and the mask of the same name, at any depth |
+    | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | such folders in one of these |
+    | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of pictures, a column of masks |
+
+    Args:
+        key: the config's key of the source, such as `data.train`, for errors.
+        split: which part to read where the source has several and names none.
+        classes: `task.classes`: names, a mapping, or a file; see `read_class_table`. None: a file of the source with
+            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it.
+        ignore: `task.ignore`: more ids, names or colours of pixels that belong to no class.
+        names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
+            the classes of the source.
+        channels: of the pictures: 1 (grey) or 3 (RGB).
+        image, mask: data set: the columns by name or place. None: columns with usual names.
+        subset: configuration of a data set on the hub.
+        cache: keep decoded pictures and masks on disk. Evaluation data are never reduced to `shorter_side`: they are
+            evaluated in their own size.
+
+    Raises:
+        DataError: there is no such source; a picture or a mask is missing (file); the classes are not known, or are
+            not among `names`. Sizes and values of masks are not looked at here, but by `MaskedImages.check`.
+    """
+    path = Path(source)
+    pictures: Pictures
+    files: Pictures
+    if path.is_dir() and not is_saved_data_set(path):
+        folder = part_of_folder(path, split) or path
+        pictures, files = mask_files.read_mask_folder(folder)
+        table = _table(_class_file(folder, path) if classes is None else classes, ignore, files, key)
+    else:
+        pictures, files = _of_data_set(source, split, key=key, columns=(image, mask), subset=subset)
+        table = _table(classes, ignore, files, key)
+    masks = EncodedMasks(files, MaskLookup(table, names))
+    if not len(pictures):
+        raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
+    return MaskedImages(
+        pictures,
+        masks,
+        table.names if names is None else names,
+        colors=_colors(table, masks, names),
+        channels=channels,
+        cache=replace(cache, shorter_side=None) if cache is not None and split == "eval" else cache,
+    )
+
+
+def masked_inputs(
+    arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3
+) -> MaskedImages:
+    """Pictures to predict, without masks: files, folders, patterns and tar shards.
+
+    Args:
+        arguments: as `unlabelled_pictures` takes them.
+        classes, colors: of the training data.
+
+    Raises:
+        DataError: shards stand beside files.
+        UsageError: an argument names nothing.
+    """
+    records = unlabelled_pictures(arguments)
+    return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
+
+
+def _class_file(folder: Path, root: Path) -> str | None:
+    """The file of classes of a folder of pictures and masks, if it has such a file."""
+    places = dict.fromkeys([folder, root])
+    found = [place / name for place in places for name in CLASS_FILES if (place / name).is_file()]
+    return str(found[0]) if found else None
+
+
+def _table(classes: ClassesOption, ignore: Sequence[Any], files: Pictures, key: str) -> ClassTable:
+    """The table that `classes` gives, without what is ignored."""
+    if classes is None:
+        ids = mask_files.ids_in(files)
+        shown = ", ".join(map(str, ids[:20])) + (", ..." if len(ids) > 20 else "")
+        seen = f"the first masks hold the ids {shown}" if ids else "the masks are pictures in colour"
+        example = "'{background: 0, object: 255}'" if ids == [0, 255] else "'[background, object]'"
+        remedy = f"{seen}. Name the classes: task.classes={example}, a file, or {CLASS_FILES[0]} beside the masks"
+        raise DataError("the names of the classes are not known", where=f"{key}, {files.where(0)}", remedy=remedy)
+    table = read_class_table(classes)
+    return table.with_ignored(ignore, where="task.ignore") if ignore else table
+
+
+def _of_data_set(
+    source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
+) -> tuple[Pictures, Pictures]:
+    """The columns of pictures and of masks of a data set of `datasets`."""
+    found = Source.parse(source, split="", subset=subset)
+    path = Path(found.name)
+    is_path = path.is_absolute() or source.startswith(".") or source.count("/") > 1  # no names on the hub
+    if path.is_file() or (is_path and not path.is_dir()):
+        near = [name.name for name in path.parent.iterdir()] if path.parent.is_dir() and not path.exists() else []
+        what = f"{key} is no source of pictures with masks" if path.exists() else "no such file or folder"
+        remedy = f"{did_you_mean(path.name, near)}Give a folder with images/ and masks/, or a COCO file (.json)"
+        raise DataError(what, where=source, remedy=remedy)
+    data, name = open_data_set(found, split)
+    mask = picture_column(data, columns[1], role="mask", usual_names=MASK, name=name)
+    image = picture_column(data, columns[0], role="image", usual_names=IMAGE, name=name, other=mask)
+    return data_set_pictures(data, image, name=name), data_set_pictures(data, mask, name=name)
+
+
+def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> list[Color]:
+    """A colour for each class, for drawings."""
+    try:
+        palette = masks.palette()
+    except DataError:  # the fault is said where the mask is needed
+        palette = None
+    own = dict(zip(table.names, table.colors(palette), strict=True))
+    return [own.get(name, usual_color(number)) for number, name in enumerate(own if names is None else names)]
