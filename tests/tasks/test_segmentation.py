@@ -12,12 +12,17 @@ from lockstep import LockstepError, Trainer
 from lockstep.tasks.segmentation import counts
 from lockstep.tasks.segmentation.options import SegmentationOptions
 from lockstep.tasks.segmentation.task import fitted_size
-from tests import mask_cases, runs
-from tests.mask_cases import CLASSES, Shapes, fit, fit_and_die, fit_to_the_end, make_task, results_of
+from tests import runs
+from tests.mask_cases import CLASSES, fit, fit_and_die, fit_to_the_end, make_task, results_of, shapes_folder
 from tests.ranks import RankFailed, run_ranks
 
 ALL_LOSSES = {"losses": {"cross_entropy": 1.0, "dice": 0.5, "focal": 0.3, "lovasz": 0.7}, "class_weights": "balanced"}
 AUGMENT = {"augment": {"scale": [0.3, 1.0], "trivialaugment": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return shapes_folder(tmp_path_factory.mktemp("shapes"))
 
 
 def evaluation_batch(task, indices):
@@ -38,8 +43,8 @@ def trained_model(task, seed=0):
 # ---- samples and batches
 
 
-def test_training_masks_are_ignored_where_no_pixel_of_the_picture_is():
-    task = make_task({"augment": {"crop": "shift", "shift": 12, "flip": 0}})
+def test_training_masks_are_ignored_where_no_pixel_of_the_picture_is(folder):
+    task = make_task({"augment": {"crop": "shift", "shift": 12, "flip": 0}}, folder)
     sample = task.train_data()[1]
     whole = sample._replace(mask=np.ones_like(sample.mask))
     torch.manual_seed(3)
@@ -51,21 +56,21 @@ def test_training_masks_are_ignored_where_no_pixel_of_the_picture_is():
     assert empty[item["masks"] == -1].all()
 
 
-def test_evaluation_keeps_masks_at_the_original_resolution():
-    task = make_task({"eval_size": 20})
+def test_evaluation_keeps_masks_at_the_original_resolution(folder):
+    task = make_task({"eval_size": 20}, folder)
     data = task.eval_data()
     batch = evaluation_batch(task, range(3))
     for number in range(3):
         height, width = data[number].mask.shape
-        assert torch.equal(batch["masks"][number].long(), torch.from_numpy(data[number].mask))
+        assert torch.equal(batch["masks"][number].long(), torch.from_numpy(data[number].mask).long())
         assert min(batch["images"][number].shape[1:]) == 20
         assert batch["places"][number].tolist() == [height, width, 0, 0, height, width]
     assert fitted_size((360, 480), 180) == (180, 240)
     assert fitted_size((480, 361), 180) == (239, 180)
 
 
-def test_a_training_picture_without_a_mask_is_an_error():
-    task = make_task({})
+def test_a_training_picture_without_a_mask_is_an_error(folder):
+    task = make_task({}, folder)
     with pytest.raises(LockstepError, match="has no mask"):
         task.prepare(task.train_data()[0]._replace(mask=None), 0, True)
 
@@ -84,10 +89,10 @@ def test_options_that_contradict_each_other_are_errors(options, what):
         SegmentationOptions.model_validate(options)
 
 
-def test_unknown_sizes_of_the_network_are_errors():
+def test_unknown_sizes_of_the_network_are_errors(folder):
     for sizes, what in (({"wide": 8}, "takes: width, depth"), ({"norm": "layer"}, "use group or batch")):
         with pytest.raises(LockstepError, match=what):
-            make_task({"scratch": {"sizes": sizes}}).model()
+            make_task({"scratch": {"sizes": sizes}}, folder).model()
 
 
 # ---- losses and units
@@ -125,8 +130,8 @@ def plain_losses(logits, masks, weights):
     return found
 
 
-def test_losses_are_their_definitions_and_units_come_from_labels_alone():
-    task = make_task({**ALL_LOSSES, "image_size": 16})
+def test_losses_are_their_definitions_and_units_come_from_labels_alone(folder):
+    task = make_task({**ALL_LOSSES, "image_size": 16}, folder)
     batch = task.collate([task.prepare(task.train_data()[index], 0, True) for index in range(4)])
     batch["masks"][2] = -1
     model = trained_model(task)
@@ -143,8 +148,8 @@ def test_losses_are_their_definitions_and_units_come_from_labels_alone():
     assert int(weight["dice"]) == int(weight["lovasz"]) == 3
 
 
-def test_a_batch_without_valid_pixels_has_a_loss_of_zero_with_a_gradient():
-    task = make_task(ALL_LOSSES)
+def test_a_batch_without_valid_pixels_has_a_loss_of_zero_with_a_gradient(folder):
+    task = make_task(ALL_LOSSES, folder)
     batch = task.collate([task.prepare(task.train_data()[0], 0, True)])
     batch["masks"].fill_(-1)
     model = task.model()
@@ -155,20 +160,24 @@ def test_a_batch_without_valid_pixels_has_a_loss_of_zero_with_a_gradient():
     assert all(bool(parameter.grad.eq(0).all()) for parameter in model.parameters())
 
 
-def test_balanced_weights_are_those_of_the_training_pixels():
-    pixels = torch.from_numpy(Shapes(12, 0).pixel_counts()).double()
+def test_balanced_weights_are_those_of_the_training_pixels(folder):
+    data = make_task({}, folder).train_data()
+    valid = np.concatenate([data[index].mask[data[index].mask >= 0] for index in range(12)])
+    pixels = torch.from_numpy(np.bincount(valid)).double()
     balanced = pixels.sum() / (3 * pixels)
-    assert torch.allclose(make_task({"class_weights": "balanced"})._weights.tensor.double(), balanced)
-    assert torch.allclose(make_task({"class_weights": "balanced_sqrt"})._weights.tensor.double(), balanced.sqrt())
-    assert make_task({"class_weights": {"disc": 4.0}})._weights.tensor.tolist() == [1, 4, 1]
+    assert torch.allclose(make_task({"class_weights": "balanced"}, folder)._weights.tensor.double(), balanced)
+    assert torch.allclose(
+        make_task({"class_weights": "balanced_sqrt"}, folder)._weights.tensor.double(), balanced.sqrt()
+    )
+    assert make_task({"class_weights": {"disc": 4.0}}, folder)._weights.tensor.tolist() == [1, 4, 1]
 
 
 # ---- evaluation
 
 
 @pytest.mark.parametrize("options", [{}, {"eval_size": 20}, {"eval_window": 24}, {"flip_at_evaluation": True}])
-def test_a_result_does_not_depend_on_the_other_pictures_of_a_batch(options):
-    task = make_task(options)
+def test_a_result_does_not_depend_on_the_other_pictures_of_a_batch(folder, options):
+    task = make_task(options, folder)
     model = trained_model(task)
     count = len(task.eval_data())
     with torch.no_grad():
@@ -179,9 +188,9 @@ def test_a_result_does_not_depend_on_the_other_pictures_of_a_batch(options):
     assert float(loss) == pytest.approx(sum(float(value) for value, _ in alone), rel=1e-12)
 
 
-def test_miou_is_that_of_the_confusion_matrix_of_scikit_learn():
+def test_miou_is_that_of_the_confusion_matrix_of_scikit_learn(folder):
     metrics = pytest.importorskip("sklearn.metrics")
-    task = make_task({})
+    task = make_task({}, folder)
     model = trained_model(task)
     collection = task.metrics()
     truth, told = [], []
@@ -215,8 +224,8 @@ class _Direct:
         self.metrics["pixels"].update(*arguments)
 
 
-def test_mirror_images_give_the_mean_of_two_probabilities():
-    task, plain = make_task({"flip_at_evaluation": True}), make_task({})
+def test_mirror_images_give_the_mean_of_two_probabilities(folder):
+    task, plain = make_task({"flip_at_evaluation": True}, folder), make_task({}, folder)
     model = trained_model(task)
     batch = evaluation_batch(task, [2])
     image = batch["images"][0][None]
@@ -230,9 +239,9 @@ def test_mirror_images_give_the_mean_of_two_probabilities():
 # ---- windows
 
 
-def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts():
+def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts(folder):
     """Predicting a whole picture and evaluating its windows as samples of their own give the same classes."""
-    task = make_task({"eval_window": 24, "eval_overlap": 0.4})
+    task = make_task({"eval_window": 24, "eval_overlap": 0.4}, folder)
     model, windows = trained_model(task), task.eval_data()
     assert len(windows) > len(windows.pictures)
     for number, sample in enumerate(windows.pictures):
@@ -247,7 +256,7 @@ def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts():
                 (part,) = task.predict(model, item)
             top, left, height, width = window.tile.core
             assert torch.equal(
-                item["masks"][0].long(), torch.from_numpy(sample.mask)[top : top + height, left : left + width]
+                item["masks"][0].long(), torch.from_numpy(sample.mask).long()[top : top + height, left : left + width]
             )
             stitched[top : top + height, left : left + width] = part["classes"]
         assert torch.equal(whole["classes"], stitched)
@@ -257,45 +266,45 @@ def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts():
 
 
 @pytest.mark.parametrize("options", [AUGMENT, ALL_LOSSES | AUGMENT | {"label_smoothing": 0.1}])
-def test_ranks_and_accumulation_change_nothing(options):
+def test_ranks_and_accumulation_change_nothing(folder, options):
     settings = runs.config(batch={"global": 6}, train={"steps": 6}, optim={"lr": 0.003})
-    (reference, _), *_ = run_ranks(1, fit, options, settings)
+    (reference, _), *_ = run_ranks(1, fit, options, folder, settings)
     for world, micro in ((2, 3), (2, 1), (3, 2)):
         cut = settings | {"batch": {"global": 6, "micro": micro}}
-        for weights, _ in run_ranks(world, fit, options, cut):
+        for weights, _ in run_ranks(world, fit, options, folder, cut):
             assert runs.difference(weights, reference) < 1e-10
 
 
 @pytest.mark.parametrize("options", [{}, ALL_LOSSES | {"eval_window": 24}])
-def test_metrics_are_identical_on_any_number_of_ranks(options):
+def test_metrics_are_identical_on_any_number_of_ranks(folder, options):
     settings = runs.config(
         batch={"global": 6, "micro": 2},
         train={"steps": 1, "eval_every_steps": 1},
         optim={"name": "SGD", "lr": 1e-30},
     )
-    (reference,) = run_ranks(1, results_of, options, settings)
+    (reference,) = run_ranks(1, results_of, options, folder, settings)
     wanted = {"eval/miou", "eval/pixel_accuracy", "eval/boundary_f1", "eval/iou/ground", "eval/loss"}
     assert wanted <= reference.keys()
     reference.pop("eval/memory", None)
     for world in (2, 3):
-        for results in run_ranks(world, results_of, options, settings):
+        for results in run_ranks(world, results_of, options, folder, settings):
             assert results == reference
 
 
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
     settings = runs.config(
         batch={"global": 6, "micro": 3}, train={"steps": 5}, checkpoint={"every_steps": 1, "mode": "sync"}
     )
     options = AUGMENT | ALL_LOSSES
-    (reference,) = run_ranks(1, fit_to_the_end, options, settings, str(tmp_path / "whole"))
+    (reference,) = run_ranks(1, fit_to_the_end, options, folder, settings, str(tmp_path / "whole"))
     with pytest.raises(RankFailed):
-        run_ranks(1, fit_and_die, options, settings, str(tmp_path / "killed"), 4)
-    (weights,) = run_ranks(1, fit_to_the_end, options, settings, str(tmp_path / "killed"))
+        run_ranks(1, fit_and_die, options, folder, settings, str(tmp_path / "killed"), 4)
+    (weights,) = run_ranks(1, fit_to_the_end, options, folder, settings, str(tmp_path / "killed"))
     assert all(torch.equal(weights[name], reference[name]) for name in reference)
 
 
-def test_the_task_learns_and_shows_what_it_learned(tmp_path):
-    task = make_task({}, double=False)
+def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
+    task = make_task({}, folder, double=False)
     settings = runs.config(batch={"global": 6}, train={"steps": 40, "eval_every_steps": 40})
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit(task)
     assert results["eval/miou"] > 0.6
@@ -310,8 +319,8 @@ def test_the_task_learns_and_shows_what_it_learned(tmp_path):
 # ---- what people see
 
 
-def test_files_of_a_prediction_hold_the_classes_and_their_colours():
-    task = make_task({})
+def test_files_of_a_prediction_hold_the_classes_and_their_colours(folder):
+    task = make_task({}, folder)
     presenter, sample = task.presenter(task), task.eval_data()[1]
     with torch.no_grad():
         (output,) = task.predict(trained_model(task), evaluation_batch(task, [1]))
@@ -328,8 +337,8 @@ def test_files_of_a_prediction_hold_the_classes_and_their_colours():
 
 
 @pytest.mark.parametrize("options", [{}, {"eval_window": 24}])
-def test_mistakes_are_shares_of_wrong_pixels_of_each_picture(options):
-    task = make_task(options)
+def test_mistakes_are_shares_of_wrong_pixels_of_each_picture(folder, options):
+    task = make_task(options, folder)
     batch = evaluation_batch(task, range(4))
     batch["masks"][3] = torch.full_like(batch["masks"][3], -1)
     with torch.no_grad():
@@ -383,8 +392,8 @@ def direct_boundaries(truth, told, tolerance):
     return rows
 
 
-def test_a_perfect_prediction_has_the_highest_scores():
-    mask = torch.from_numpy(mask_cases.Shapes(3)[1].mask).to(torch.int16)
+def test_a_perfect_prediction_has_the_highest_scores(folder):
+    mask = torch.from_numpy(make_task({}, folder).train_data()[1].mask)
     matrix = counts.confusion(mask.clamp(min=0), mask, 3)
     assert counts.summarise(matrix, CLASSES)["miou"] == 1
     assert counts.boundary_f1(counts.boundary_counts(mask.clamp(min=0), mask, 3, 1)) == 1

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from lockstep.tasks.segmentation.windows import Windows, tiles
-from tests.mask_cases import Shapes
+from tests.mask_cases import make_task, shapes_folder
 
 
 @given(some.tuples(some.integers(1, 200), some.integers(1, 200)), some.integers(1, 80), some.floats(0, 0.9))
@@ -29,16 +29,18 @@ def test_neighbours_overlap_by_the_wanted_share_or_more():
     assert min(inner) >= 32  # each core is half an overlap away from the border of its window
 
 
-def test_a_data_set_of_windows_names_the_place_of_each():
-    pictures = Shapes(4)
-    windows = Windows(pictures, pictures.sizes(), side=20, overlap=0.2)
-    seen = [np.zeros(size, int) for size in pictures.sizes()]
+def test_a_data_set_of_windows_names_the_place_of_each(tmp_path):
+    pictures = make_task({}, shapes_folder(tmp_path)).train_data()
+    sizes = [sample.mask.shape for sample in (pictures[number] for number in range(len(pictures)))]
+    windows = Windows(pictures, sizes, side=20, overlap=0.2)
+    seen = [np.zeros(size, int) for size in sizes]
+    names = [sample.name for sample in (pictures[number] for number in range(len(pictures)))]
     for index in range(len(windows)):
         window = windows[index]
-        number = int(window.name.removeprefix("shape-"))
+        number = names.index(window.name)
         top, left, height, width = window.tile.window
         assert (window.pixels == pictures[number].pixels[top : top + height, left : left + width]).all()
         top, left, height, width = window.tile.core
         seen[number][top : top + height, left : left + width] += 1
     assert all((counted == 1).all() for counted in seen)
-    assert windows.where(0) == "0, window of 20 x 20 pixels at row 0, column 0"
+    assert windows.where(0) == f"{pictures.where(0)}, window of 20 x 20 pixels at row 0, column 0"

@@ -11,7 +11,6 @@ from lockstep.tasks.image_options import ImageOptions
 
 UNET = "unet"
 LossName = Literal["cross_entropy", "focal", "dice", "lovasz"]
-Colors = dict[str, Annotated[list[Annotated[int, Field(ge=0, le=255)]], Field(min_length=3, max_length=3)]]
 
 
 class ScratchOptions(Section):
@@ -44,11 +43,11 @@ class SegmentationOptions(ImageOptions):
     new_head: bool = False
     """Whether to replace the last layer of a model that already segments."""
 
-    classes: list[str] | dict[str, Any] | str | None = None
-    """Names of the classes in the order of their ids, a mapping of names to colours `[r, g, b]`, or the path of a file
-    with names, colours and ignored ids. None: as the data says."""
-    ignore: list[int | str] = Field(default_factory=list)
-    """Ids or names in the masks that neither the loss nor the metrics count."""
+    classes: list[str] | dict[str | int, Any] | str | None = None
+    """Names of the classes in the order of their ids, a mapping of names to ids or colours `[r, g, b]`, or the path of
+    a file of classes. None: as the data says. docs/segmentation.md lists the forms."""
+    ignore: list[int | str | list[int]] = Field(default_factory=list)
+    """Ids, names or colours in the masks that neither the loss nor the metrics count."""
     columns: ColumnsOptions = ColumnsOptions()
     subset: str | None = None
     """Configuration of a data set on the hub."""
@@ -88,8 +87,7 @@ class SegmentationOptions(ImageOptions):
             raise ValueError("eval_window takes pictures at their own resolution; leave out eval_size or eval_window")
         if self.eval_resize:
             raise ValueError(
-                "eval_resize cuts out the centre of pictures, but every pixel is evaluated; use eval_size, which is the "
-                "shorter side"
+                "eval_resize cuts out the centre, but every pixel is evaluated; use eval_size, the shorter side"
             )
         if self.eval_shape == "square" and self.eval_window:
             raise ValueError("eval_window needs eval_shape: keep")

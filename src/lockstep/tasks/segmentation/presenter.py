@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from lockstep.observe import drawing
+from lockstep.sources.masked_images import masked_inputs
 from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.segmentation.losses import IGNORED
 from lockstep.tasks.segmentation.models import Preparation, models_for
@@ -42,9 +43,9 @@ class SegmentationPresenter(Presenter):
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """The pictures that the arguments name: files, folders, patterns and shards."""
-        from lockstep.sources.masked_images import unlabelled_images
-
-        return unlabelled_images(arguments, channels=self.task.options.channels)
+        about = self.task.about
+        colors = [(red, green, blue) for red, green, blue in about.colors]
+        return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
 
     # ---- one sample
 
@@ -101,7 +102,7 @@ class SegmentationPresenter(Presenter):
             from lockstep.tasks.segmentation import counts
 
             classes = self.task.classes
-            truth = torch.from_numpy(_part(sample)[1].astype(np.int16))
+            truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
             found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
             lines.append(f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}")
         return "\n".join(lines)

@@ -22,6 +22,9 @@ from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
+from lockstep.sources.image_records import evaluation_source
+from lockstep.sources.mask_files import size_of
+from lockstep.sources.masked_images import MaskedImage, MaskedImages, read_masked_images
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.segmentation import losses
@@ -35,8 +38,6 @@ from lockstep.tasks.task import Metrics, Task
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
-
-    from lockstep.sources.masked_images import MaskedImage, MaskedImages
 
 Batch = dict[str, Any]
 Size = tuple[int, int]
@@ -54,7 +55,7 @@ class About:
     colors: list[list[int]]
     """Red, green and blue of each class, 0 to 255, for pictures."""
     counts: list[int]
-    """Number of training pixels of each class. Empty where no weights are taken from them."""
+    """Number of training pixels of each class, in the masks that were counted: see `MaskedImages.check`."""
     mean: list[float]
     """Mean of each channel, from 0 to 1."""
     std: list[float]
@@ -86,7 +87,8 @@ class Segmentation(Task):
     def __init__(
         self, options: SegmentationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
-        self.options, self.train_source, self.eval_source, self.cache = options, train, eval, cache
+        self.options, self.train_source, self.cache = options, train, cache
+        self.eval_source = eval or evaluation_source(train)
         names = list(options.losses)
         self.coefficients = {"loss" if len(names) == 1 else name: options.losses[name] for name in names}
         self.folder: Path | None = None
@@ -100,6 +102,7 @@ class Segmentation(Task):
         self._trained = trained
         if not (folder / _KEPT).exists():
             about = self.about
+            self._check_evaluation()
             try:
                 with atomic.staged_folder(folder, replace=True) as staging:
                     (staging / _KEPT).write_text(json.dumps(asdict(about)))
@@ -111,25 +114,33 @@ class Segmentation(Task):
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 
+    def _check_evaluation(self) -> None:
+        """Look for faults in the evaluation data before the first step."""
+        data = self._eval
+        pictures = data.pictures if isinstance(data, Windows) else data
+        if pictures is not None:
+            pictures.check()
+
     @cached_property
     def about(self) -> About:
         """The classes, and what the model expects of pictures."""
         if self.folder is not None:
             return About(**json.loads((self.folder / _KEPT).read_text()))
-        data, options = self._train, self.options
-        models = models_for(options, None)
+        data, options = self._read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
+        counts = data.check().counts
+        models = models_for(options, None)
         classes, pixels = models.classes(names), models.pixels()
+        places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
         grey = [_GREY] * options.channels
         usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
-        counts = [int(count) for count in data.pixel_counts()] if isinstance(options.class_weights, str) else []
         return About(
             classes=classes,
-            colors=[[int(value) for value in color] for color in data.colors],
-            counts=counts,
+            colors=[list(data.colors[place]) for place in places],
+            counts=[counts[place] for place in places],
             mean=options.mean or pixels.mean or usual[0],
             std=options.std or pixels.std or usual[1],
             size=pixels.size,
@@ -142,31 +153,41 @@ class Segmentation(Task):
 
     # ---- data
 
-    def _read(self, source: str, split: Literal["train", "eval"]) -> MaskedImages:
-        from lockstep.sources.masked_images import read_masked_images
-
+    def _read(self, source: str, split: Literal["train", "eval"], names: list[str] | None) -> MaskedImages:
         options = self.options
-        return read_masked_images(source, key=f"data.{split}", split=split, classes=options.classes)
+        return read_masked_images(
+            source,
+            key=f"data.{split}",
+            split=split,
+            classes=options.classes,
+            ignore=options.ignore,
+            names=names,
+            channels=options.channels,
+            image=options.columns.image,
+            mask=options.columns.mask,
+            subset=options.subset,
+            cache=self.cache,
+        )
 
     @cached_property
     def _train(self) -> MaskedImages:
-        return self._read(self.train_source, "train")
+        return self._read(self.train_source, "train", self.classes)
 
     @cached_property
-    def _eval(self) -> Any:
+    def _eval(self) -> MaskedImages | Windows | None:
         if self.eval_source is None:
             return None
-        data, options = self._read(self.eval_source, "eval"), self.options
+        data, options = self._read(self.eval_source, "eval", self.classes), self.options
         if options.eval_window is None:
             return data
-        return Windows(data, data.sizes(), side=options.eval_window, overlap=options.eval_overlap)
+        sizes = [size_of(data.pictures, index) for index in range(len(data))]
+        return Windows(data, sizes, side=options.eval_window, overlap=options.eval_overlap)
 
     def train_data(self) -> Dataset[Any]:
         return self._train
 
     def eval_data(self) -> Dataset[Any] | None:
-        found: Dataset[Any] | None = self._eval
-        return found
+        return self._eval
 
     # ---- the model
 
@@ -192,13 +213,13 @@ class Segmentation(Task):
         if training:
             if mask is None:
                 raise DataError("the picture has no mask", remedy="give a mask for each training picture")
-            picture = Picture.from_pixels(sample.pixels, mask=torch.from_numpy(mask.astype(np.int16)))
+            picture = Picture.from_pixels(sample.pixels, mask=torch.from_numpy(mask))
             size = self.options.size_at(epoch, self.about.size)
             picture = train_picture(picture, size, self.options.augment, mask_fill=IGNORED)
             assert picture.mask is not None
             return {"images": picture.image, "masks": picture.mask}
         size = sample.pixels.shape[:2]
-        labels = np.full(size, IGNORED, np.int16) if mask is None else mask.astype(np.int16)
+        labels = np.full(size, IGNORED, np.int16) if mask is None else mask
         place = (*size, 0, 0, *size)
         picture = Picture.from_pixels(sample.pixels)
         if isinstance(sample, Window):

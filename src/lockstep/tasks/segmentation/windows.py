@@ -27,7 +27,7 @@ class Window(NamedTuple):
 
     pixels: npt.NDArray[np.uint8]
     """(height, width, channels) of the window."""
-    mask: npt.NDArray[Any] | None
+    mask: npt.NDArray[np.int16] | None
     """(height, width) of the window; None if the classes are not known."""
     name: str
     """The name of the picture."""
