@@ -66,7 +66,7 @@ class DecodedImages(Dataset[DecodedImage]):
 
 
 class Digested(Protocol):
-    """Files by index, with digits that change where a file changes."""
+    """Pictures of which a digest changes where a picture changes."""
 
     def __len__(self) -> int: ...
 
