@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -122,7 +123,7 @@ def boundary_f1(counts: Tensor) -> float:
 
 def tolerance_in_pixels(size: tuple[int, int], share: float) -> int:
     """The tolerance for a picture of (height, width) pixels: a share of its diagonal, rounded, at least 1 pixel."""
-    return max(1, round(share * float(size[0] ** 2 + size[1] ** 2) ** 0.5))
+    return max(1, round(share * math.hypot(*size)))
 
 
 def _edges(labels: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ _WHAT = "semantic segmentation"
 _KIND = "segmentation"
 _SIZE = 512  # pixels, where nothing says another size
 _UNET_SIZE = 256
-_MASK2FORMER = "mask2former"
+_UNUSED = ("mask_token", "dpt.layernorm.", "neck.fusion_stage.layers.0.residual_layer1.")
+"""Parts of the names of parameters that have no part in the logits: the mask token is for pretraining, and DPT has a
+normalisation and a first residual layer that its head does not use. Without a gradient, DDP would refuse them."""
 
 
 class Pixels(NamedTuple):
@@ -226,7 +228,7 @@ class TransformersModels:
             new_head=self.options.new_head,
         )
         for name, parameter in model.named_parameters():
-            if name.endswith("mask_token"):  # it is for pretraining: it would get no gradient, which DDP refuses
+            if any(part in name for part in _UNUSED):
                 parameter.requires_grad_(False)
         return model, new
 

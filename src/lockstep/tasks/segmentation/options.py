@@ -52,9 +52,7 @@ class SegmentationOptions(ImageOptions):
     subset: str | None = None
     """Configuration of a data set on the hub."""
 
-    losses: Annotated[dict[LossName, PositiveFloat], Field(min_length=1)] = Field(
-        default_factory=lambda: {"cross_entropy": 1.0}
-    )
+    losses: Annotated[dict[LossName, PositiveFloat], Field(min_length=1)] = {"cross_entropy": 1.0}  # noqa: RUF012
     """Losses with their factors in the total loss: `cross_entropy`, `focal`, `dice`, `lovasz`. A single loss has the
     name `loss` in the log; several have their own names."""
     focal_gamma: Annotated[float, Field(ge=0)] = 2.0

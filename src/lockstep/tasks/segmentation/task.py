@@ -218,7 +218,7 @@ class Segmentation(Task):
             picture = train_picture(picture, size, self.options.augment, mask_fill=IGNORED)
             assert picture.mask is not None
             return {"images": picture.image, "masks": picture.mask}
-        size = sample.pixels.shape[:2]
+        size = (sample.pixels.shape[0], sample.pixels.shape[1])
         labels = np.full(size, IGNORED, np.int16) if mask is None else mask
         place = (*size, 0, 0, *size)
         picture = Picture.from_pixels(sample.pixels)
@@ -289,7 +289,8 @@ class Segmentation(Task):
                 return torch.stack([losses.pictures_with_labels(stack) for stack in stacks]).sum()
             return torch.stack([losses.valid_pixels(stack, weights) for stack in stacks]).sum()
 
-        return self._by_head({name: units(name) for name in self.options.losses})
+        found: Tensor | dict[str, Tensor] = self._by_head({name: units(name) for name in self.options.losses})
+        return found
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         if isinstance(batch["masks"], Tensor):
