@@ -232,7 +232,7 @@ def read_boxed_images(
     pictures = PictureFiles(
         layout.images, [annotations.file_names[number] for number in range(len(annotations.image_ids))]
     )
-    _check_files(pictures, annotations, key)
+    check_picture_files(pictures, annotations, key)
     annotations = _with_sizes(annotations, pictures)
     annotations, notes = _check_boxes(annotations, on_bad_boxes)
     if not len(annotations.ids):
@@ -259,7 +259,7 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
     return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
 
 
-def _check_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
+def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
     """Raise DataError if a picture is not there."""
     by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for index in range(len(pictures)):

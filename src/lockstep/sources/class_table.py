@@ -86,7 +86,7 @@ class ClassTable:
                 ignored += found
             else:
                 ignored.append(_ignored_entry(item, [*self.names, *(entry.name for entry in ignored)], where))
-        if not classes:
+        if self.classes and not classes:
             raise DataError("every class is ignored", where=where, remedy="leave at least one class")
         return replace(self, classes=tuple(classes), ignored=tuple(ignored))
 

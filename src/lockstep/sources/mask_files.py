@@ -45,6 +45,14 @@ class Masks(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Look for faults that are seen without reading the masks.
+
+        Raises:
+            DataError: there is such a fault.
+        """
+        ...
+
     def palette(self) -> Array | None:
         """The colours of the ids in the first mask: uint8 (ids, 3). None: it has none."""
         ...
@@ -78,6 +86,9 @@ class EncodedMasks:
 
     def size(self, index: int) -> Size:
         return size_of(self.files, index)
+
+    def check(self) -> None:
+        pass  # pairs were looked for when the folder was read
 
     def palette(self) -> Array | None:
         return decode_mask(self.files.read(0), where=self.where(0)).palette if len(self) else None

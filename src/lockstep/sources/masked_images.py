@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,24 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
 from lockstep.images.decode import decode
-from lockstep.sources import mask_files
-from lockstep.sources.class_table import CLASS_FILES, ClassesOption, ClassTable, Color, read_class_table, usual_color
+from lockstep.sources import coco_masks, mask_files
+from lockstep.sources.box_layouts import find_layout
+from lockstep.sources.boxed_images import check_picture_files
+from lockstep.sources.class_table import (
+    CLASS_FILES,
+    ClassesOption,
+    ClassTable,
+    Color,
+    listed,
+    read_class_table,
+    usual_color,
+)
+from lockstep.sources.coco_file import Annotations, read_coco
 from lockstep.sources.decoded_images import open_cache
 from lockstep.sources.image_files import PictureFiles, Pictures
 from lockstep.sources.image_records import (
+    EVAL,
+    TRAIN,
     Split,
     is_saved_data_set,
     open_data_set,
@@ -27,11 +41,11 @@ from lockstep.sources.image_records import (
     unlabelled_pictures,
 )
 from lockstep.sources.image_table import IMAGE, data_set_pictures, picture_column
-from lockstep.sources.mask_files import EncodedMasks, Masks
+from lockstep.sources.mask_files import MASKS, EncodedMasks, Masks
 from lockstep.sources.mask_lookup import IGNORED, MaskLookup
 from lockstep.sources.table import Source
 
-MASK = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
+MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
 """Usual names of columns that hold masks."""
 MOST_CHECKED = 500
 """Masks that `MaskedImages.check` reads."""
@@ -177,6 +191,7 @@ class MaskedImages(Dataset[MaskedImage]):
         """
         if self.masks is None:
             return ClassPixels([0] * len(self.classes), ignored=0, masks=0, of_masks=0)
+        self.masks.check()
         chosen = np.arange(min(most, len(self))) * len(self) // max(1, min(most, len(self)))
         self._check_sizes(range(len(self)) if isinstance(self.pictures, PictureFiles) else chosen.tolist())
         counts = np.zeros(len(self.classes) + 1, dtype=np.int64)
@@ -248,6 +263,7 @@ def read_masked_images(
     image: str | int | None = None,
     mask: str | int | None = None,
     subset: str | None = None,
+    images: str | None = None,
     cache: CacheOptions | None = None,
 ) -> MaskedImages:
     """The pictures of a source, with masks.
@@ -257,18 +273,21 @@ def read_masked_images(
     | a folder with `images/` and `masks/` | a picture and the mask of the same name, at any depth |
     | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | such folders in one of these |
     | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of pictures, a column of masks |
+    | a COCO file (.json), or a folder with `annotations/*.json` and no masks | masks are drawn from polygons and RLE |
 
     Args:
         key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where the source has several and names none.
         classes: `task.classes`: names, a mapping, or a file; see `read_class_table`. None: a file of the source with
-            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it.
+            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it; of COCO files,
+            `background` (pixels without annotation) and the categories.
         ignore: `task.ignore`: more ids, names or colours of pixels that belong to no class.
         names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
             the classes of the source.
         channels: of the pictures: 1 (grey) or 3 (RGB).
         image, mask: data set: the columns by name or place. None: columns with usual names.
         subset: configuration of a data set on the hub.
+        images: COCO: the folder of the pictures. None: a usual place beside the annotations.
         cache: keep decoded pictures and masks on disk. Evaluation data are never reduced to `shorter_side`: they are
             evaluated in their own size.
 
@@ -278,17 +297,17 @@ def read_masked_images(
     """
     path = Path(source)
     pictures: Pictures
-    files: Pictures
-    if path.is_dir() and not is_saved_data_set(path):
-        folder = part_of_folder(path, split) or path
-        pictures, files = mask_files.read_mask_folder(folder)
-        table = _table(_class_file(folder, path) if classes is None else classes, ignore, files, key)
+    masks: Masks
+    if _is_coco(path):
+        layout = find_layout(source, key=key, split=split, images=images)
+        found = read_coco(layout.annotations, key=key, boxes=False, segmentations=True)
+        table = coco_masks.class_table(found, classes, ignore, names=names)
+        pictures = _coco_pictures(found, layout.images, key)
+        masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
     else:
-        pictures, files = _of_data_set(source, split, key=key, columns=(image, mask), subset=subset)
-        table = _table(classes, ignore, files, key)
-    masks = EncodedMasks(files, MaskLookup(table, names))
-    if not len(pictures):
-        raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
+        pictures, files, own = _files(source, split, key=key, columns=(image, mask), subset=subset)
+        table = _table(own if classes is None else classes, ignore, files=files, key=key)
+        masks, notes = EncodedMasks(files, MaskLookup(table, names)), ()
     return MaskedImages(
         pictures,
         masks,
@@ -296,6 +315,7 @@ def read_masked_images(
         colors=_colors(table, masks, names),
         channels=channels,
         cache=replace(cache, shorter_side=None) if cache is not None and split == "eval" else cache,
+        notes=notes,
     )
 
 
@@ -323,20 +343,49 @@ def _class_file(folder: Path, root: Path) -> str | None:
     return str(found[0]) if found else None
 
 
-def _table(classes: ClassesOption, ignore: Sequence[Any], files: Pictures, key: str) -> ClassTable:
+def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, key: str) -> ClassTable:
     """The table that `classes` gives, without what is ignored."""
     if classes is None:
         ids = mask_files.ids_in(files)
-        shown = ", ".join(map(str, ids[:20])) + (", ..." if len(ids) > 20 else "")
-        seen = f"the first masks hold the ids {shown}" if ids else "the masks are pictures in colour"
+        seen = f"the first masks hold the ids {listed([str(value) for value in ids], 20)}"
         example = "'{background: 0, object: 255}'" if ids == [0, 255] else "'[background, object]'"
-        remedy = f"{seen}. Name the classes: task.classes={example}, a file, or {CLASS_FILES[0]} beside the masks"
-        raise DataError("the names of the classes are not known", where=f"{key}, {files.where(0)}", remedy=remedy)
+        remedy = f"name the classes: task.classes={example}, a file, or {CLASS_FILES[0]} beside the masks"
+        what = f"the names of the classes are not known; {seen if ids else 'the masks are pictures in colour'}"
+        raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
 
 
-def _of_data_set(
+def _is_coco(path: Path) -> bool:
+    """Whether a source is read as COCO: a .json file, or a folder with `annotations/*.json` and without masks."""
+    if not path.is_dir():
+        return path.suffix.lower() == ".json"
+    places = (path, *(path / name for name in (*TRAIN, *EVAL)))
+    return any((path / "annotations").glob("*.json")) and not any((place / MASKS).is_dir() for place in places)
+
+
+def _coco_pictures(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
+    names = [annotations.file_names[number] for number in range(len(annotations.image_ids))]
+    pictures = PictureFiles(folder, names)
+    check_picture_files(pictures, annotations, key)
+    return pictures
+
+
+def _files(
+    source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
+) -> tuple[Pictures, Pictures, str | None]:
+    """The pictures of a folder or a data set, the files of their masks, and the file of classes beside them."""
+    path = Path(source)
+    if path.is_dir() and not is_saved_data_set(path):
+        folder = part_of_folder(path, split) or path
+        return (*mask_files.read_mask_folder(folder), _class_file(folder, path))
+    pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
+    if not len(pictures):
+        raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
+    return pictures, masks, None
+
+
+def _columns(
     source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
 ) -> tuple[Pictures, Pictures]:
     """The columns of pictures and of masks of a data set of `datasets`."""
@@ -349,7 +398,7 @@ def _of_data_set(
         remedy = f"{did_you_mean(path.name, near)}Give a folder with images/ and masks/, or a COCO file (.json)"
         raise DataError(what, where=source, remedy=remedy)
     data, name = open_data_set(found, split)
-    mask = picture_column(data, columns[1], role="mask", usual_names=MASK, name=name)
+    mask = picture_column(data, columns[1], role="mask", usual_names=MASK_COLUMNS, name=name)
     image = picture_column(data, columns[0], role="image", usual_names=IMAGE, name=name, other=mask)
     return data_set_pictures(data, image, name=name), data_set_pictures(data, mask, name=name)
 
@@ -361,4 +410,5 @@ def _colors(table: ClassTable, masks: Masks, names: Sequence[str] | None) -> lis
     except DataError:  # the fault is said where the mask is needed
         palette = None
     own = dict(zip(table.names, table.colors(palette), strict=True))
-    return [own.get(name, usual_color(number)) for number, name in enumerate(own if names is None else names)]
+    spare = (color for color in map(usual_color, itertools.count()) if color not in own.values())
+    return [own[name] if name in own else next(spare) for name in (own if names is None else names)]
