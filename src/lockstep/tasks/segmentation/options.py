@@ -48,6 +48,10 @@ class SegmentationOptions(ImageOptions):
     a file of classes. None: as the data says. docs/segmentation.md lists the forms."""
     ignore: list[int | str | list[int]] = Field(default_factory=list)
     """Ids, names or colours in the masks that neither the loss nor the metrics count."""
+    images: str | None = None
+    """The folder of the training pictures, where `data.train` is a COCO file. None: beside the annotations."""
+    eval_images: str | None = None
+    """The same for evaluation pictures. None: `images`."""
     columns: ColumnsOptions = ColumnsOptions()
     subset: str | None = None
     """Configuration of a data set on the hub."""

@@ -163,6 +163,7 @@ class Segmentation(Task):
             ignore=options.ignore,
             names=names,
             channels=options.channels,
+            images=options.images if split == "train" else options.eval_images or options.images,
             image=options.columns.image,
             mask=options.columns.mask,
             subset=options.subset,
