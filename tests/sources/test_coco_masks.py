@@ -192,6 +192,8 @@ BAD = {
     "no point": ([[]], "polygon 0 has 0 points"),
     "odd": ([[*SQUARE, 3]], "9 numbers"),
     "nan": ([[*SQUARE, 3, NAN]], "coordinate nan"),
+    "too large": ([[*SQUARE, 3, 1e10]], "coordinate 10000000000.0"),
+    "RLE of no size": ({"size": None, "counts": [192]}, "its RLE is of None pixels"),
     "text": ([[*SQUARE, 3, "4"]], "coordinate '4'"),
     "flat": (SQUARE, "polygon 0 is 2"),
     "missing": (None, "no segmentation"),

@@ -12,7 +12,14 @@ from PIL import Image
 from lockstep.data.fingerprint import fingerprint
 from lockstep.errors import DataError, UsageError
 from lockstep.images.cache import CacheOptions
-from lockstep.sources.masked_images import MaskedImage, masked_inputs, read_masked_images
+from lockstep.sources.masked_images import (
+    ClassPixels,
+    MaskedImage,
+    evaluation_source,
+    masked_inputs,
+    read_masked_images,
+    unseen_classes,
+)
 
 NAMES = ["sky", "road", "tree"]
 SIZES = [(6, 8), (8, 6), (5, 5), (9, 4)]  # height, width
@@ -133,6 +140,7 @@ def test_a_class_file_beside_the_masks(tmp_path):
     data = read(tmp_path / "set", classes=None)
     assert data.classes == ["sky", "tree"]
     np.testing.assert_array_equal(data[0].mask, np.array([0, -1, 1])[ids(SIZES[0], 0)])
+    assert read(tmp_path / "set" / "train", classes=None).classes == ["sky", "tree"]
     (tmp_path / "set" / "train" / "classes.txt").write_text("a\nb\nc\n")  # the nearer file wins
     assert read(tmp_path / "set", classes=None).classes == ["a", "b", "c"]
     assert read(tmp_path / "set", classes=["x", "y", "z"]).classes == ["x", "y", "z"]
@@ -271,6 +279,28 @@ def test_at_most_so_many_masks_are_read_spaced_evenly(folder):
     assert found.of_masks == 4
     pixels = np.concatenate([ids(SIZES[number], number).reshape(-1) for number in (0, 2)])
     assert found.counts == np.bincount(pixels, minlength=3).tolist()
+
+
+def test_classes_that_occur_in_evaluation_only():
+    def pixels(counts, masks=5):
+        return ClassPixels(counts, ignored=0, masks=masks, of_masks=5)
+
+    assert unseen_classes(pixels([3, 0, 0]), pixels([1, 2, 0]), NAMES) == ["road"]
+    assert unseen_classes(pixels([3, 0, 0], masks=4), pixels([1, 2, 0]), NAMES) == []
+
+
+def test_evaluation_data_that_belong_to_training_data(tmp_path):
+    make(tmp_path / "set" / "train")
+    assert evaluation_source(str(tmp_path / "set")) is None
+    make(tmp_path / "set" / "val")
+    assert evaluation_source(str(tmp_path / "set")) == str(tmp_path / "set")
+    assert evaluation_source(str(tmp_path / "set" / "train")) is None
+    coco = tmp_path / "coco" / "annotations"
+    coco.mkdir(parents=True)
+    (coco / "instances_train.json").write_text("{}")
+    assert evaluation_source(str(coco.parent)) is None
+    (coco / "instances_val.json").write_text("{}")
+    assert evaluation_source(str(coco.parent)) == str(coco.parent)
 
 
 # ---- the cache, and processes

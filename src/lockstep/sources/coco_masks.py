@@ -6,6 +6,7 @@ Format: https://cocodataset.org/#format-data. pycocotools draws the regions, as 
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from lockstep.sources.mask_lookup import IGNORED
 BACKGROUND = "background"
 """The class of pixels that no annotation covers."""
 _SMALLEST_POLYGON = 6  # numbers: three points
+_LARGEST = 1e9  # coordinate: pycocotools counts in integers of 32 bits
 _UNKNOWN = -2
 _REPAIR = "repair or remove this annotation"
 
@@ -121,12 +123,16 @@ class CocoMasks:
 
     def read(self, index: int) -> npt.NDArray[np.int16]:
         size, found = self.size(index), self.annotations
-        mask = np.full(size, self.background, dtype=np.int16)
-        places = np.arange(len(found.ids))[found.of_image(index)]
-        for place in places[np.argsort(~found.crowd[places], kind="stable")].tolist():
-            region = _region(found.segmentation(place), size, found.where(place))
-            mask[region] = self.numbers[found.labels[place]]
-        return mask
+        columns = np.full(size[::-1], self.background, dtype=np.int16)  # in memory as pycocotools has its regions
+        part = found.of_image(index)
+        places = part.start + np.argsort(~found.crowd[part], kind="stable")
+        for place in places.tolist():
+            try:
+                region = _region(found.segmentation(place), size)
+            except _Fault as fault:
+                raise fault.error(found.where(place)) from None
+            np.copyto(columns, self.numbers[found.labels[place]], where=region.T)
+        return np.ascontiguousarray(columns.T)
 
     def size(self, index: int) -> Size:
         height, width = (int(side) for side in self.annotations.sizes[index])
@@ -144,7 +150,10 @@ class CocoMasks:
         size, last = (0, 0), -1
         for place, image in enumerate(found.images.tolist()):
             size, last = (size if image == last else self.size(image)), image
-            _check(found.segmentation(place), size, found.where(place))
+            try:
+                _check(found.segmentation(place), size)
+            except _Fault as fault:
+                raise fault.error(found.where(place)) from None
 
     def palette(self) -> Array | None:
         return None
@@ -159,10 +168,21 @@ class CocoMasks:
         return digest.hexdigest()
 
 
-def _region(segmentation: Any, size: Size, where: str) -> npt.NDArray[np.bool_]:
-    """The pixels of an annotation: (height, width) bool."""
-    _check(segmentation, size, where)
-    coco = _pycocotools(where)
+class _Fault(Exception):
+    """What is wrong with a segmentation."""
+
+    def __init__(self, what: str, remedy: str = _REPAIR) -> None:
+        super().__init__(what)
+        self.what, self.remedy = what, remedy
+
+    def error(self, where: str) -> DataError:
+        return DataError(self.what, where=where, remedy=self.remedy)
+
+
+def _region(segmentation: Any, size: Size) -> npt.NDArray[np.bool_]:
+    """The pixels of an annotation: (height, width) bool, column by column in memory."""
+    _check(segmentation, size)
+    coco = _pycocotools()
     try:
         if isinstance(segmentation, list):
             encoded = coco.merge(coco.frPyObjects(segmentation, *size))
@@ -172,62 +192,67 @@ def _region(segmentation: Any, size: Size, where: str) -> npt.NDArray[np.bool_]:
             encoded = {"size": list(size), "counts": segmentation["counts"].encode()}
         with warnings.catch_warnings():  # pycocotools 2.0.11 does not know the newest protocol of NumPy arrays
             warnings.filterwarnings("ignore", "__array__", DeprecationWarning)
-            region: npt.NDArray[np.bool_] = coco.decode(encoded).astype(bool)
+            region: npt.NDArray[np.bool_] = coco.decode(encoded).view(np.bool_)
     except (ValueError, TypeError) as error:
-        raise DataError(f"its segmentation cannot be drawn: {error}", where=where, remedy=_REPAIR) from error
+        raise _Fault(f"its segmentation cannot be drawn: {error}") from error
     return region
 
 
-def _check(segmentation: Any, size: Size, where: str) -> None:
+def _check(segmentation: Any, size: Size) -> None:
     if not segmentation:
         remedy = "a file of boxes alone is for detection; for segmentation each annotation needs polygons or an RLE"
-        raise DataError("it has no segmentation", where=where, remedy=remedy)
+        raise _Fault("it has no segmentation", remedy)
     if isinstance(segmentation, list):
-        _check_polygons(segmentation, size, where)
+        _check_polygons(segmentation, size)
     elif isinstance(segmentation, dict) and {"size", "counts"} <= set(segmentation):
-        _check_rle(segmentation, size, where)
+        _check_rle(segmentation, size)
     else:
         what = f"its segmentation is {str(segmentation)[:80]!r}"
-        raise DataError(what, where=where, remedy="give a list of polygons, or an RLE with `size` and `counts`")
+        raise _Fault(what, "give a list of polygons, or an RLE with `size` and `counts`")
 
 
-def _check_polygons(polygons: list[Any], size: Size, where: str) -> None:
+def _check_polygons(polygons: list[Any], size: Size) -> None:
     inside = False
     for number, polygon in enumerate(polygons):
         if not isinstance(polygon, list):
             remedy = "give a list of polygons: [[x1, y1, x2, y2, x3, y3, ...], ...]"
-            raise DataError(f"its polygon {number} is {polygon!r}", where=where, remedy=remedy)
+            raise _Fault(f"its polygon {number} is {polygon!r}", remedy)
         if len(polygon) < _SMALLEST_POLYGON:
             points = "point" if len(polygon) // 2 == 1 else "points"
             what = f"its polygon {number} has {len(polygon) // 2} {points}: {polygon}"
-            raise DataError(what, where=where, remedy="a polygon has three points or more: repair it, or remove it")
+            raise _Fault(what, "a polygon has three points or more: repair it, or remove it")
         if len(polygon) % 2:
             what = f"its polygon {number} has {len(polygon)} numbers, which are no pairs of x and y"
-            raise DataError(what, where=where, remedy=_REPAIR)
-        if not all(type(value) in (int, float) and abs(value) < 1e9 for value in polygon):  # NaN compares as false
-            bad = next(value for value in polygon if type(value) not in (int, float) or not abs(value) < 1e9)
-            raise DataError(f"its polygon {number} has the coordinate {bad!r}", where=where, remedy=_REPAIR)
+            raise _Fault(what)
         xs, ys = polygon[::2], polygon[1::2]
-        inside |= max(xs) > 0 and min(xs) < size[1] and max(ys) > 0 and min(ys) < size[0]
+        try:
+            left, right, top, bottom = min(xs), max(xs), min(ys), max(ys)
+            is_number = math.isfinite(sum(polygon)) and max(-left, right, -top, bottom) < _LARGEST
+        except TypeError:
+            is_number = False
+        if not is_number:
+            bad = next(value for value in polygon if type(value) not in (int, float) or not abs(value) < _LARGEST)
+            raise _Fault(f"its polygon {number} has the coordinate {bad!r}")
+        inside |= right > 0 and left < size[1] and bottom > 0 and top < size[0]
     if not inside:
         corner = f"from ({min(polygons[0][::2])}, {min(polygons[0][1::2])})"
         what = f"it lies outside of its picture of {size[1]}x{size[0]} pixels (width x height): {corner}"
-        raise DataError(what, where=where, remedy=_REPAIR)
+        raise _Fault(what)
 
 
-def _check_rle(rle: dict[str, Any], size: Size, where: str) -> None:
-    if list(rle["size"]) != list(size):
+def _check_rle(rle: dict[str, Any], size: Size) -> None:
+    if rle["size"] != list(size):
         what = f"its RLE is of {rle['size']} pixels, its picture of {list(size)} (height, width)"
-        raise DataError(what, where=where, remedy=_REPAIR)
+        raise _Fault(what)
     counts = rle["counts"]
     if not isinstance(counts, list | str):
-        raise DataError(f"the counts of its RLE are {counts!r}", where=where, remedy=_REPAIR)
+        raise _Fault(f"the counts of its RLE are {counts!r}")
     runs = _runs(counts) if isinstance(counts, str) else counts
     if not all(type(run) is int and run >= 0 for run in runs):
-        raise DataError("the counts of its RLE are not all whole numbers from 0 on", where=where, remedy=_REPAIR)
+        raise _Fault("the counts of its RLE are not all whole numbers from 0 on")
     if sum(runs) != size[0] * size[1]:
         what = f"the counts of its RLE add up to {sum(runs)}, its picture has {size[0] * size[1]} pixels"
-        raise DataError(what, where=where, remedy=_REPAIR)
+        raise _Fault(what)
 
 
 def _runs(counts: str) -> list[int]:
@@ -249,10 +274,10 @@ def _runs(counts: str) -> list[int]:
     return runs
 
 
-def _pycocotools(where: str) -> Any:
+def _pycocotools() -> Any:
     try:
         from pycocotools import mask
     except ImportError as error:
         remedy = "pip install 'torch-lockstep[images]'"
-        raise DataError("pycocotools is needed to draw polygons", where=where, remedy=remedy) from error
+        raise DataError("pycocotools is needed to draw polygons", remedy=remedy) from error
     return mask

@@ -18,6 +18,7 @@ from lockstep.sources.mask_lookup import MaskLookup
 IMAGES, MASKS = "images", "masks"
 """Names of the folders with pictures, and with their masks."""
 _HEAD = 65536  # bytes of a file in which its size is found
+_PNG_HEAD = 4096  # the same, of a PNG file
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 Array = npt.NDArray[Any]
@@ -125,7 +126,8 @@ def size_of(pictures: Pictures, index: int, *, whole: bool = False) -> Size:
         return image_size(pictures.read(index), where=pictures.where(index))
     try:
         with open(pictures.path(index), "rb") as file:
-            head = file.read(_HEAD)
+            head = file.read(_PNG_HEAD)
+            head += b"" if head.startswith(_PNG) else file.read(_HEAD)
     except OSError:
         return size_of(pictures, index, whole=True)  # the error says more
     if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:

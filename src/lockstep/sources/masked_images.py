@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
 from lockstep.images.decode import decode
-from lockstep.sources import coco_masks, mask_files
-from lockstep.sources.box_layouts import find_layout
+from lockstep.sources import coco_masks, image_records, mask_files
+from lockstep.sources.box_layouts import evaluation_part, find_layout
 from lockstep.sources.boxed_images import check_picture_files
 from lockstep.sources.class_table import (
     CLASS_FILES,
@@ -181,7 +181,7 @@ class MaskedImages(Dataset[MaskedImage]):
     def check(self, most: int = MOST_CHECKED) -> ClassPixels:
         """Look for faults before training, and count the pixels of each class.
 
-        The size of each mask is compared with that of its picture, by the headers of the files: about 30,000 pairs in
+        The size of each mask is compared with that of its picture, by the headers of the files: some thousand pairs in
         a second. Of a data set of `datasets`, which has no files with headers, `most` rows are compared. Then
         `most` masks are read, evenly spaced over the data set; all, where there are no more. Faults in other masks are
         found when they are read.
@@ -201,15 +201,12 @@ class MaskedImages(Dataset[MaskedImage]):
 
     def _check_sizes(self, indices: Sequence[int]) -> None:
         assert self.masks is not None
-        wrong = [index for index in indices if self._sizes(index)[0] != self._sizes(index)[1]]
+        sizes = ((index, mask_files.size_of(self.pictures, index), self.masks.size(index)) for index in indices)
+        wrong = [index for index, picture, mask in sizes if picture != mask]
         for index in wrong:
             picture = mask_files.size_of(self.pictures, index, whole=True)
             if (mask := self.masks.read(index).shape) != picture:
                 raise self._wrong_size(index, mask, picture, others=len(wrong) - 1)
-
-    def _sizes(self, index: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        assert self.masks is not None
-        return mask_files.size_of(self.pictures, index), self.masks.size(index)
 
     def _wrong_size(self, index: int, mask: tuple[int, ...], picture: tuple[int, ...], *, others: int = 0) -> DataError:
         assert self.masks is not None
@@ -279,7 +276,7 @@ def read_masked_images(
         key: the config's key of the source, such as `data.train`, for errors.
         split: which part to read where the source has several and names none.
         classes: `task.classes`: names, a mapping, or a file; see `read_class_table`. None: a file of the source with
-            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it; of COCO files,
+            one of the names `CLASS_FILES`, in the folder of the part or in the folder around it. COCO files:
             `background` (pixels without annotation) and the categories.
         ignore: `task.ignore`: more ids, names or colours of pixels that belong to no class.
         names: the class names of the training data, for evaluation data: class numbers are places in this list. None:
@@ -319,6 +316,30 @@ def read_masked_images(
     )
 
 
+def evaluation_source(train: str) -> str | None:
+    """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
+
+    Returns:
+        the same source, if it has a part for evaluation; the evaluation split of a folder that `datasets` saved.
+        Otherwise None.
+    """
+    return evaluation_part(train) if _is_coco(Path(train)) else image_records.evaluation_source(train)
+
+
+def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
+    """Classes that occur in evaluation masks, and in none of the training masks. A model cannot learn them.
+
+    Empty where not all training masks were counted.
+
+    Args:
+        classes: the names of the classes.
+    """
+    if training.masks < training.of_masks:
+        return []
+    counts = zip(classes, training.counts, evaluation.counts, strict=True)
+    return [name for name, in_training, in_evaluation in counts if in_evaluation and not in_training]
+
+
 def masked_inputs(
     arguments: Sequence[str], *, classes: Sequence[str], colors: Sequence[Color], channels: int = 3
 ) -> MaskedImages:
@@ -337,8 +358,9 @@ def masked_inputs(
 
 
 def _class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, if it has such a file."""
-    places = dict.fromkeys([folder, root])
+    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part."""
+    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
+    places = [*dict.fromkeys([folder, root]), *around]
     found = [place / name for place in places for name in CLASS_FILES if (place / name).is_file()]
     return str(found[0]) if found else None
 
