@@ -28,7 +28,7 @@ from lockstep.tasks.task import Task
 _CPU = torch.device("cpu")
 _DRAWS = 4  # epochs in which a training sample is drawn
 _COLUMNS = 4
-_WIDE = 672  # pixels of a row of pictures, unless one picture is wider
+_WIDE = 688  # pixels of a row of evaluation samples, unless one picture is wider
 AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "samples/worst"
 
 
@@ -191,8 +191,9 @@ class RunPictures:
         if shown:
             pictures, captions = zip(*shown, strict=True)
             side = task_checks.presenter(self.task).picture_side
-            columns = max(1, min(columns, _WIDE // side))
-            self._save(name, drawing.sheet(pictures, captions, columns=columns, side=side), step=step, file=file)
+            width = _WIDE if name != AUGMENTED else _DRAWS * _WIDE
+            page = drawing.sheet(pictures, captions, columns=columns, side=side, width=width)
+            self._save(name, page, step=step, file=file)
 
     def _save(self, name: str, picture: drawing.Picture, *, step: int, file: str) -> None:
         for writer in self.writers:

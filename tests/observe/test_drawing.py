@@ -77,8 +77,23 @@ def test_png_holds_the_pixels(tmp_path):
 
 
 def test_wide_pictures_leave_no_empty_rows():
-    page = drawing.sheet([plain(20, 100, 90)] * 2, ["a", "a"], columns=1, side=200)
-    assert page.shape == (8 + 2 * (40 + 8 + 14), 216, 3)
+    page = drawing.sheet([plain(20, 200, 90)] * 2, ["a", "a"], columns=1, side=300)
+    assert page.shape == (8 + 2 * (20 + 8 + 14), 216, 3)  # it is as large as it was
+
+
+def test_a_sheet_of_wide_pictures_has_fewer_columns():
+    wide = [plain(20, 200, 90)] * 8
+    shapes = {
+        width: drawing.sheet(wide, [""] * 8, columns=4, side=300, width=width).shape for width in (832, 831, 415, 1)
+    }
+    row = 20 + 8
+    assert shapes == {
+        832: (8 + 2 * row, 840, 3),
+        831: (8 + 4 * row, 424, 3),
+        415: (8 + 8 * row, 216, 3),
+        1: (232, 216, 3),
+    }
+    assert drawing.sheet([plain(20, 400, 90)], [""], columns=4, side=300).shape == (8 + 15 + 8, 316, 3)
 
 
 def test_masks_are_blended_by_class_and_ignored_pixels_are_white():

@@ -50,14 +50,17 @@ def write(path: Path, picture: Picture) -> None:
         staging.write_bytes(png(picture))
 
 
-def sheet(pictures: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE) -> Picture:
+def sheet(
+    pictures: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE, width: int | None = None
+) -> Picture:
     """Pictures side by side, row by row, with their captions below. Small pictures are enlarged, large ones reduced.
 
     Args:
         pictures: arrays of uint8 (height, width, 3), of any sizes.
         captions: a text for each picture, of up to five lines. Longer lines are cut.
         columns: pictures in a row.
-        side: pixels of the longer side of a picture on the sheet. A picture of this size stays as it is.
+        side: the most pixels of the longer side of a picture on the sheet. Pictures are enlarged up to 160 pixels.
+        width: a sheet that would be wider, in pixels, has half of the columns, or a quarter, down to a single column.
 
     Raises:
         ValueError: a picture is not such an array.
@@ -67,17 +70,20 @@ def sheet(pictures: Sequence[Any], captions: Sequence[str], *, columns: int, sid
     tiles = [_tile(picture, side) for picture in pictures]
     texts = [caption.splitlines()[:_MOST_LINES] for caption in captions]
     lines = max((len(text) for text in texts), default=0)
-    rows = -(-len(tiles) // columns)
+    wide = max([min(side, _SIDE), *(tile.width for tile in tiles)])
     tall = max((tile.height for tile in tiles), default=0)
-    width, height = side + _GAP, tall + _GAP + lines * _LINE
-    page = Image.new("RGB", (min(columns, len(tiles)) * width + _GAP, rows * height + _GAP), _PAPER)
+    while width is not None and columns > 1 and columns * (wide + _GAP) > width:
+        columns //= 2
+    rows = -(-len(tiles) // columns)
+    across, down = wide + _GAP, tall + _GAP + lines * _LINE
+    page = Image.new("RGB", (min(columns, len(tiles)) * across + _GAP, rows * down + _GAP), _PAPER)
     draw, font = ImageDraw.Draw(page), _font()
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
         row, column = divmod(number, columns)
-        left, top = _GAP + column * width, _GAP + row * height
-        page.paste(tile, (left + (side - tile.width) // 2, top + (tall - tile.height) // 2))
+        left, top = _GAP + column * across, _GAP + row * down
+        page.paste(tile, (left + (wide - tile.width) // 2, top + (tall - tile.height) // 2))
         for place, line in enumerate(text):
-            draw.text((left, top + tall + 1 + place * _LINE), _fitted(line, side, font), fill=_INK, font=font)
+            draw.text((left, top + tall + 1 + place * _LINE), _fitted(line, wide, font), fill=_INK, font=font)
     return np.asarray(page)
 
 
@@ -343,7 +349,8 @@ def _resized(image: Any, width: int, height: int) -> Any:
 
 
 def _tile(picture: Any, side: int) -> Any:
-    """A Pillow image of the picture with `side` as its longer side, or a little less where it is enlarged."""
+    """A Pillow image of the picture, with `side` as its longer side if it is larger. A smaller picture is enlarged to
+    `_SIDE`, or to a little less."""
     from PIL import Image
 
     array = np.asarray(picture)
@@ -352,12 +359,11 @@ def _tile(picture: Any, side: int) -> Any:
             f"a picture has dtype {array.dtype} and shape {array.shape}; it must be uint8 of shape (height, width, 3)"
         )
     image = Image.fromarray(np.ascontiguousarray(array))
-    longer = max(image.size)
-    if longer <= side // 2:  # whole pixels of a small picture stay sharp
-        times = side // longer
+    longer, least = max(image.size), min(side, _SIDE)
+    if longer <= least // 2:  # whole pixels of a small picture stay sharp
+        times = least // longer
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
-    size = (max(1, image.width * side // longer), max(1, image.height * side // longer))
-    return image.resize(size, Image.Resampling.BOX if longer > side else Image.Resampling.BICUBIC)
+    return _scaled(image, min(side, max(longer, least)))
 
 
 def _draw_upright(page: Any, text: str, *, left: int, bottom: int, font: Any) -> None:

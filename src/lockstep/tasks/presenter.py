@@ -105,8 +105,8 @@ class Presenter:
         return "\n".join(lines)
 
     picture_side: int = 160
-    """Pixels of the longer side of a picture on a sheet. A picture of this size is shown as it is. Smaller and larger
-    pictures are scaled to it, so that a text in them may be hard to read."""
+    """The most pixels of the longer side of a picture on a sheet. Larger pictures are reduced to it, and pictures of
+    less than 160 pixels are enlarged, so that a text in them may be hard to read. Others are shown as they are."""
 
     def mistakes(self, output: Any, batch: Any) -> Tensor | None:
         """How wrong the output of each sample of an evaluation batch is, such as its loss, or the number of missed and
