@@ -31,11 +31,11 @@ COMMON = ["precision=bf16", "compute.channels_last=true", "optim.lr=0.003"]
 JITTER = "color_jitter: {brightness: 0.4, contrast: 0.4, saturation: 0.4}"
 OPTIONS = {
     "camvid": [
-        "task.scratch.sizes={width: 24, stride: 2}",
-        "task.image_size=224",
-        "task.eval_size=288",
+        "task.scratch.sizes={width: 32, stride: 2}",
+        "task.image_size=256",
+        "task.eval_size=256",
         "task.class_weights=balanced_sqrt",
-        f"task.augment={{scale: [0.35, 1.0], flip: 0.5, {JITTER}}}",
+        "task.augment={scale: [0.25, 1.0], flip: 0.5}",
         "train.epochs=90",
         "train.eval_every_epochs=30",
     ],

@@ -3,13 +3,14 @@
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from lockstep.tasks.segmentation.windows import Windows, tiles
 from tests.mask_cases import make_task, shapes_folder
 
 
+@settings(deadline=None)  # the machine may be busy
 @given(some.tuples(some.integers(1, 200), some.integers(1, 200)), some.integers(1, 80), some.floats(0, 0.9))
 def test_cores_cover_each_pixel_once_and_lie_in_their_windows(size, side, overlap):
     counted = np.zeros(size, int)

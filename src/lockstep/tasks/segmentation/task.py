@@ -215,8 +215,8 @@ class Segmentation(Task):
             if mask is None:
                 raise DataError("the picture has no mask", remedy="give a mask for each training picture")
             picture = Picture.from_pixels(sample.pixels, mask=torch.from_numpy(mask))
-            size = self.options.size_at(epoch, self.about.size)
-            picture = train_picture(picture, size, self.options.augment, mask_fill=IGNORED)
+            side = self.options.size_at(epoch, self.about.size)
+            picture = train_picture(picture, side, self.options.augment, mask_fill=IGNORED)
             assert picture.mask is not None
             return {"images": picture.image, "masks": picture.mask}
         size = (sample.pixels.shape[0], sample.pixels.shape[1])
