@@ -171,8 +171,12 @@ class RunPictures:
             sample, item = read[found.index, 0]
             picture = presenter.picture(sample, item, found.output)
             if picture is not None:
-                lines = [f"mistake {found.mistake:.4g}", presenter.caption(sample, item, found.output)]
-                shown.append((picture, "\n".join([*lines, str(where(found.index)).rsplit("/", 1)[-1]])))
+                caption, name = (
+                    presenter.caption(sample, item, found.output),
+                    str(where(found.index)).rsplit("/", 1)[-1],
+                )
+                lines = [f"mistake {found.mistake:.4g}", caption, *([] if name in caption.splitlines() else [name])]
+                shown.append((picture, "\n".join(lines)))
         self._save_sheet(WORST, shown, step=step, file=f"samples/worst-step-{step:08}.png", columns=_COLUMNS)
 
     def _draw_of_presenter(self, step: int, values: Mapping[str, Any]) -> None:
