@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--plain-rank", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.plain_rank:
-        plain(arguments.data / "segmentation" / arguments.only, OPTIONS[arguments.only])
+        plain(arguments.data, OPTIONS[arguments.only])
         return
     for name in [arguments.only] if arguments.only else OPTIONS:
         data = arguments.data / "segmentation" / name
@@ -192,7 +192,7 @@ def main() -> None:
             flush=True,
         )
         if arguments.plain:
-            found = run_plain(arguments.data, name)
+            found = run_plain(data, name)
             print(f"{name}, plain PyTorch: mIoU {found['miou']:.4f}, {found['seconds']:.0f} s of training", flush=True)
 
 
