@@ -40,7 +40,12 @@ PLACES = {((), *found): None for found in places(RunConfig)} | {
 }
 SECTIONS = [(kind, keys) for kind, keys, section in PLACES if section]
 FREE = {"args", "sizes"}  # take anything
-VALUES = [(kind, keys) for kind, keys, section in PLACES if keys and not FREE & {*keys} and (kind or keys != ("task",))]
+TABLE = ("segmentation",), ("classes",)  # a table of classes is written in several ways, which its reader checks
+VALUES = [
+    (kind, keys)
+    for kind, keys, section in PLACES
+    if keys and not FREE & {*keys} and (kind or keys != ("task",)) and (kind, keys) != TABLE
+]
 
 
 def refusal(kind, keys, value):

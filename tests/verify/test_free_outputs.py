@@ -175,3 +175,19 @@ def test_without_evaluation_data_or_predictions_it_says_so():
     assert found.no_data
     assert "no evaluation data" in found.obstacle
     assert constant_baseline(settings("NoPredictions"), 64).no_predict
+
+
+class _Maps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(1, 3, 1)
+
+    def forward(self, images):
+        return self.layer(images)
+
+
+def test_a_constant_map_has_a_number_for_each_channel_at_any_size():
+    outputs = FreeOutputs(_Maps(), constant=True)
+    for height, width in ((4, 6), (5, 3)):
+        assert outputs(torch.zeros(2, 1, height, width)).shape == (2, 3, height, width)
+    assert [tuple(parameter.shape) for parameter in outputs.outputs] == [(3, 1, 1)]

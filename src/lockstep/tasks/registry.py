@@ -26,6 +26,7 @@ _SHIPPED_TASKS = {
     "toy": "lockstep.tasks.toy.options:ToyOptions",
     "classification": "lockstep.tasks.classification.options:ClassificationOptions",
     "text": "lockstep.tasks.text.options:TextOptions",
+    "segmentation": "lockstep.tasks.segmentation.options:SegmentationOptions",
 }
 _SHIPPED_RECIPES = "lockstep.recipes"
 

@@ -26,7 +26,8 @@ class FreeOutputs(nn.Module):
 
     Args:
         model: runs to find the shapes.
-        constant: the same output for every sample; otherwise one output per sample, for a single batch.
+        constant: the same output for every sample, and for every place of a map; otherwise one output per sample, for a
+            single batch.
     """
 
     def __init__(self, model: nn.Module, constant: bool) -> None:
@@ -55,7 +56,7 @@ class FreeOutputs(nn.Module):
             if not tensor.is_floating_point() or not tensor.ndim:
                 return tensor
             place += 1
-            shape = tensor.shape[1:] if self.constant else tensor.shape
+            shape = _constant_shape(tensor) if self.constant else tensor.shape
             if place == len(self.outputs):
                 self.outputs.append(nn.Parameter(tensor.new_zeros(shape)))
             if self.outputs[place].shape != shape:
@@ -64,6 +65,17 @@ class FreeOutputs(nn.Module):
             return output
 
         return map_tensors(model_outputs, replace)
+
+
+def _constant_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of an output that is the same for every sample.
+
+    Maps (samples, channels, height, width) have a number for each channel: pictures may have different sizes, and a
+    number for each place would learn where things usually are.
+    """
+    if tensor.ndim < 4:
+        return tuple(tensor.shape[1:])
+    return (tensor.shape[1], *(1 for _ in tensor.shape[2:]))
 
 
 def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple[float, float]:

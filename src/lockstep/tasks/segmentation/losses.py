@@ -1,0 +1,121 @@
+"""Losses of segmentation as sums over units that labels alone determine: valid pixels, or pictures with valid pixels.
+
+Dice and Lovasz are no sums over pixels. They are defined here for each picture, and summed over pictures, so that the
+loss of a global batch does not depend on how it is cut into ranks and micro-batches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+IGNORED = -1
+"""The class number of pixels that do not count."""
+
+
+def valid_pixels(masks: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The number of pixels with a class, or the sum of the weights of their classes.
+
+    Args:
+        masks: integers (..., height, width).
+        weights: (classes,) on the device of `masks`.
+    """
+    if weights is None:
+        return (masks != IGNORED).sum()
+    # Counts are exact integers, so the sum does not depend on the order of pixels.
+    counts = torch.stack([(masks == number).sum() for number in range(len(weights))])
+    return (counts.double() * weights.double()).sum()
+
+
+def pictures_with_labels(masks: Tensor) -> Tensor:
+    """The number of pictures of which at least one pixel has a class: masks (pictures, height, width)."""
+    return (masks != IGNORED).flatten(1).any(dim=1).sum()
+
+
+def cross_entropy(logits: Tensor, masks: Tensor, *, weights: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
+    """The cross-entropy, summed over valid pixels, each with the weight of its class.
+
+    Args:
+        logits: (pictures, classes, height, width).
+        masks: integers (pictures, height, width).
+    """
+    target = masks.long()
+    options = {"ignore_index": IGNORED, "reduction": "sum", "label_smoothing": smoothing}
+    return functional.cross_entropy(logits, target, weights, **options)  # type: ignore[arg-type]
+
+
+def focal(logits: Tensor, masks: Tensor, *, gamma: float, weights: Tensor | None = None) -> Tensor:
+    """-(1 - p)^gamma log p of the true class, summed over valid pixels, each with the weight of its class.
+
+    Source: Lin et al., Focal Loss for Dense Object Detection, arXiv:1708.02002, equations 4 and 5, with softmax.
+
+    Args:
+        logits: (pictures, classes, height, width).
+        masks: integers (pictures, height, width).
+    """
+    target = masks.long()
+    plain = functional.cross_entropy(logits, target, ignore_index=IGNORED, reduction="none")
+    # The gradient of a power with an exponent below 1 is infinite at zero.
+    hard = (1 - (-plain).exp()).clamp(min=torch.finfo(plain.dtype).tiny) ** gamma
+    losses = hard * plain
+    if weights is not None:
+        losses = losses * weights[target.clamp(min=0)]
+    return (losses * (target != IGNORED)).sum()
+
+
+def dice(logits: Tensor, masks: Tensor) -> Tensor:
+    """1 - 2 sum(p g) / (sum(p) + sum(g)) over the valid pixels of a picture, as the mean over the classes that occur in
+    the picture; summed over pictures. p is the probability of a class, g is 1 where the pixel has the class, else 0.
+
+    Source: Milletari et al., V-Net, arXiv:1606.04797, section 3; with sums instead of squares in the denominator, as
+    Drozdzal et al., arXiv:1608.04117, equation 1.
+
+    Args:
+        logits: (pictures, classes, height, width).
+        masks: integers (pictures, height, width).
+    """
+    truth, valid = _one_hot(masks, logits)
+    share = logits.softmax(dim=1) * valid
+    common, size = (share * truth).sum(dim=(2, 3)), share.sum(dim=(2, 3)) + truth.sum(dim=(2, 3))
+    present = truth.flatten(2).any(dim=2).to(logits.dtype)
+    losses = (1 - 2 * common / size.clamp(min=torch.finfo(size.dtype).tiny)) * present
+    return (losses.sum(dim=1) / present.sum(dim=1).clamp(min=1)).sum()
+
+
+def lovasz(logits: Tensor, masks: Tensor) -> Tensor:
+    """The Lovasz extension of 1 - IoU, as the mean over the classes that occur in a picture; summed over pictures.
+
+    Source: Berman et al., The Lovasz-Softmax loss, arXiv:1705.08790, algorithm 1, for each picture by itself.
+
+    Args:
+        logits: (pictures, classes, height, width).
+        masks: integers (pictures, height, width).
+    """
+    total = logits.sum() * 0  # a scalar with a gradient, also where no pixel is valid
+    for picture, mask in zip(logits, masks, strict=True):
+        valid = mask != IGNORED
+        labels = mask[valid].long()
+        shares = picture[:, valid].softmax(dim=0)
+        classes = labels.unique()
+        for number in classes.tolist():
+            truth = (labels == number).to(shares.dtype)
+            errors, order = (truth - shares[number]).abs().sort(descending=True, stable=True)
+            total = total + torch.dot(errors, _lovasz_gradient(truth[order])) / len(classes)
+    return total
+
+
+def _lovasz_gradient(truth: Tensor) -> Tensor:
+    """The gradient of the Lovasz extension of 1 - IoU with respect to sorted errors: `truth` sorted alike."""
+    positives = truth.sum()
+    intersection = positives - truth.cumsum(0)
+    union = positives + (1 - truth).cumsum(0)
+    jaccard = 1 - intersection / union
+    return torch.cat([jaccard[:1], jaccard[1:] - jaccard[:-1]])
+
+
+def _one_hot(masks: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """1 where a pixel has a class, (pictures, classes, height, width); and 1 where it has any, (pictures, 1, ...)."""
+    numbers = torch.arange(logits.shape[1], device=masks.device).reshape(1, -1, 1, 1)
+    truth = (masks.unsqueeze(1) == numbers).to(logits.dtype)
+    return truth, (masks != IGNORED).unsqueeze(1).to(logits.dtype)

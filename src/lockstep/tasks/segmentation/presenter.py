@@ -1,0 +1,209 @@
+"""How segmentation shows its data, predictions and results to people."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.observe import drawing
+from lockstep.sources.masked_images import masked_inputs
+from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.segmentation.losses import IGNORED
+from lockstep.tasks.segmentation.models import Preparation, models_for
+from lockstep.tasks.segmentation.windows import Window, Windows
+
+if TYPE_CHECKING:
+    from lockstep.tasks.segmentation.task import Segmentation
+
+_SHOWN = 8
+_SIDE = 720  # pixels of image, truth and prediction side by side
+_ALPHA = 0.55
+_DIGITS = 4
+_UINT8_CLASSES = 256
+
+Array = npt.NDArray[Any]
+
+
+class SegmentationPresenter(Presenter):
+    """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are pictures and
+    folders of pictures."""
+
+    task: Segmentation
+    picture_side = _SIDE
+
+    def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
+        """The pictures that the arguments name: files, folders, patterns and shards."""
+        about = self.task.about
+        colors = [(red, green, blue) for red, green, blue in about.colors]
+        return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
+
+    # ---- one sample
+
+    def describe(self, output: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Height and width in pixels, and the share of the pixels of each class that occurs."""
+        classes = output["classes"]
+        return {"height": classes.shape[0], "width": classes.shape[1], "shares": self._shares(classes.cpu().numpy())}
+
+    def truth(self, sample: Any) -> dict[str, float] | None:
+        """The share of the valid pixels of each class that occurs."""
+        return None if sample.mask is None else self._shares(_part(sample)[1])
+
+    def _shares(self, numbers: Array) -> dict[str, float]:
+        counts = np.bincount(numbers[numbers >= 0].reshape(-1).astype(np.int64), minlength=len(self.task.classes))
+        total = max(int(counts.sum()), 1)
+        pairs = zip(self.task.classes, counts.tolist(), strict=True)
+        return {name: round(count / total, _DIGITS) for name, count in pairs if count}
+
+    def mistakes(self, output: Sequence[Mapping[str, Tensor]], batch: Mapping[str, Any]) -> Tensor | None:
+        """The share of the valid pixels of each picture whose class is wrong; -inf where no pixel is valid."""
+        shares = []
+        for part, mask in zip(output, batch["masks"], strict=True):
+            valid = mask != IGNORED
+            wrong = ((part["classes"].to(mask.dtype) != mask) & valid).sum().double() / valid.sum()
+            shares.append(torch.where(valid.any(), wrong, -torch.inf))
+        return torch.stack(shares)
+
+    def picture(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> Any:
+        """The image, its true classes and the predicted classes in colour, with a legend of the classes that occur."""
+        if output is None:
+            image, truth = prepared["images"].permute(1, 2, 0).numpy(), prepared["masks"].numpy()
+            masks, titles = [truth], ["image", "truth"]
+        else:
+            image, truth = _part(sample)
+            predicted = output["classes"].cpu().numpy().astype(np.int32)
+            masks, titles = [truth, predicted], ["image", "truth", "prediction"]
+            if truth is None:
+                masks, titles = [predicted], ["image", "prediction"]
+        colors = np.array(self.task.about.colors, dtype=np.uint8)
+        painted = [drawing.colored_mask(image, mask, colors, _ALPHA) for mask in masks]
+        side = _SIDE * (len(painted) + 1) // 3
+        row = drawing.side_by_side([image, *painted], titles, side=side)
+        seen = [number for number in range(len(colors)) if any((mask == number).any() for mask in masks)]
+        names = [self.task.classes[number] for number in seen]
+        inks = [colors[number] for number in seen]
+        if any((mask == IGNORED).any() for mask in masks):
+            names, inks = [*names, "ignored"], [*inks, np.full(3, 255, np.uint8)]
+        return drawing.stacked([row, drawing.legend(names, inks, width=side)])
+
+    def caption(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> str:
+        """The name of the picture; of an evaluation also its pixel accuracy and mean IoU."""
+        lines = [str(sample.name)]
+        if output is not None and sample.mask is not None:
+            from lockstep.tasks.segmentation import counts
+
+            classes = self.task.classes
+            truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
+            found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
+            lines.append(f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}")
+        return "\n".join(lines)
+
+    def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
+        """The mask with class numbers, and with the colours of the classes as its palette; and the picture with the
+        mask on top. With more than 256 classes, the mask has 16 bits and no palette."""
+        numbers = output["classes"].cpu().numpy()
+        colors = np.array(self.task.about.colors, dtype=np.uint8)
+        overlay = drawing.colored_mask(_part(sample)[0], numbers.astype(np.int32), colors, _ALPHA)
+        return {"masks/*.png": _mask_file(numbers, colors), "overlays/*.png": drawing.png(overlay)}
+
+    # ---- an evaluation and a run
+
+    def class_names(self) -> Sequence[str]:
+        return self.task.classes
+
+    def report(self, values: Mapping[str, Any], samples: Sequence[tuple[Any, Any]]) -> str:
+        """IoU, and shares of true and predicted pixels of each class."""
+        if "confusion" not in values:
+            return ""
+        from lockstep.tasks.segmentation.counts import by_class
+
+        return by_class(values, self.task.classes)
+
+    def epoch_header(self, epoch: int) -> str:
+        """The size of training pictures in an epoch, counted from 0."""
+        return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
+
+    def log_header(self) -> list[str]:
+        """The data, the sizes of pictures, how evaluations see them, and the weights that are new."""
+        task = self.task
+        options, about = task.options, task.about
+        lines = _of_data("training", task.train_data())
+        evaluation = task.eval_data()
+        if evaluation is not None:
+            lines += _of_data("evaluation", evaluation)
+        lines.append(f"classes: {', '.join(about.classes)}")
+        first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
+        grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
+        numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
+        lines.append(f"images: {grows} pixels; mean {numbers[0]}, standard deviation {numbers[1]}")
+        lines.append(f"evaluation: {self._evaluation()}; counted at the original resolution")
+        if task.new_weights:
+            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
+            lines.append(f"not in {options.model}, so new: {shown}")
+        return lines
+
+    def _evaluation(self) -> str:
+        options = self.task.options
+        if options.eval_window:
+            way = f"windows of {options.eval_window} pixels that overlap by {options.eval_overlap:.0%} or more"
+        elif options.eval_shape == "square":
+            way = f"squares of {options.size_for_evaluation(self.task.about.size)} pixels"
+        elif options.eval_size:
+            way = f"shorter side {options.eval_size} pixels"
+        else:
+            way = "pictures at their own size"
+        return f"{way}, with the mirror image" if options.flip_at_evaluation else way
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write `segmentation.json` (classes, colours, normalisation), and what `transformers.pipeline` needs if the
+        model is of transformers: its config and the config of an image processor."""
+        task = self.task
+        (folder / "segmentation.json").write_text(json.dumps(asdict(task.about), indent=1))
+        about, options = task.about, task.options
+        square = options.eval_shape == "square"
+        preparation = Preparation(
+            size=options.size_for_evaluation(about.size) if square else options.eval_size,
+            square=square,
+            mean=about.mean,
+            std=about.std,
+            interpolation=options.augment.interpolation,
+        )
+        models_for(options, task.folder).export(model, preparation, folder)
+
+
+def _part(sample: Any) -> tuple[Array, Any]:
+    """Pixels and mask of a picture; of a window those of its core, which the output has."""
+    if not isinstance(sample, Window):
+        return sample.pixels, sample.mask
+    (top, left, _, _), (core_top, core_left, height, width) = sample.tile
+    inside = (slice(core_top - top, core_top - top + height), slice(core_left - left, core_left - left + width))
+    return sample.pixels[inside], None if sample.mask is None else sample.mask[inside]
+
+
+def _mask_file(numbers: Array, colors: Array) -> bytes:
+    from PIL import Image
+
+    if len(colors) > _UINT8_CLASSES:
+        image = Image.fromarray(numbers.astype(np.uint16))
+    else:
+        image = Image.fromarray(numbers.astype(np.uint8))
+        image.putpalette(colors.reshape(-1).tolist())
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _of_data(name: str, data: Any) -> list[str]:
+    """Lines about the pictures that were read."""
+    pictures = data.pictures if isinstance(data, Windows) else data
+    windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
+    return [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]

@@ -1,0 +1,109 @@
+"""A small U-Net that trains from scratch."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Norm = Literal["group", "batch"]
+_MOST_GROUPS = 8
+_WIDEST = 8  # times the width of the first level
+
+
+class UNet(nn.Module):
+    """An encoder that halves the picture, and a decoder that joins each size with the encoder's features of that size.
+
+    (batch, channels, height, width) -> (batch, classes, ceil(height / stride), ceil(width / stride)) logits, for any
+    height and width.
+
+    The blocks are residual (He et al., arXiv:1512.03385), the rest follows Ronneberger et al., arXiv:1505.04597. With
+    `norm: group` the result for a picture depends on no other picture.
+
+    Args:
+        width: channels of the first level. Each level has twice the channels of the level before, up to 8 times.
+        depth: how many times the picture is halved after the stem.
+        blocks: residual blocks in each level of the encoder. Each level of the decoder has a single block.
+        stride: of the stem: 1 or more. With 2, logits have half the height and width of the picture, and a step takes
+            a quarter of the time.
+        norm: GroupNorm or BatchNorm.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        classes: int,
+        *,
+        width: int = 32,
+        depth: int = 4,
+        blocks: int = 1,
+        stride: int = 1,
+        norm: Norm = "group",
+    ) -> None:
+        super().__init__()
+        widths = [width * min(2**level, _WIDEST) for level in range(depth + 1)]
+        size = 3 if stride < 3 else stride + 3
+        self.stem = nn.Sequential(
+            nn.Conv2d(channels, width, size, stride, padding=(size - 1) // 2, bias=False), _norm(norm, width), nn.ReLU()
+        )
+        self.encoder = nn.ModuleList(
+            nn.Sequential(
+                *(
+                    Block(
+                        widths[max(level - 1, 0)] if block == 0 else outputs,
+                        outputs,
+                        norm=norm,
+                        stride=2 if level and block == 0 else 1,
+                    )
+                    for block in range(blocks)
+                )
+            )
+            for level, outputs in enumerate(widths)
+        )
+        self.decoder = nn.ModuleList(
+            Block(widths[level + 1] + widths[level], widths[level], norm=norm) for level in reversed(range(depth))
+        )
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images)
+        levels = []
+        for level in self.encoder:
+            features = level(features)
+            levels.append(features)
+        levels.pop()
+        for block in self.decoder:
+            skip = levels.pop()
+            features = functional.interpolate(features, size=skip.shape[-2:], mode="nearest")
+            features = block(features, skip)
+        logits: Tensor = self.head(features)
+        return logits
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions with normalisation, added to their input: (batch, inputs, h, w) -> (batch, outputs, h /
+    stride, w / stride)."""
+
+    def __init__(self, inputs: int, outputs: int, *, norm: Norm, stride: int = 1) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.first_norm = _norm(norm, outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.second_norm = _norm(norm, outputs)
+        changes = stride > 1 or inputs != outputs
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else nn.Identity()
+
+    def forward(self, features: Tensor, skip: Tensor | None = None) -> Tensor:
+        """The features of the block; `skip`, of the same height and width, is joined to the input's channels."""
+        if skip is not None:
+            features = torch.cat([features, skip], dim=1)
+        inner = functional.relu(self.first_norm(self.first(features)), inplace=True)
+        inner = self.second_norm(self.second(inner))
+        return functional.relu(inner + self.shortcut(features), inplace=True)
+
+
+def _norm(norm: Norm, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if norm == "batch" else nn.GroupNorm(math.gcd(_MOST_GROUPS, channels), channels)
