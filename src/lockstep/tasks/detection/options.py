@@ -1,0 +1,52 @@
+"""Options of object detection."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveInt
+
+from lockstep.config_section import Section
+from lockstep.images.options import AugmentOptions, Probability
+from lockstep.tasks.image_options import BatchNormChoice, ImageOptions
+
+CENTER = "center"
+
+
+class ScratchOptions(Section):
+    """A new model."""
+
+    architecture: str = CENTER
+    """`center` (a small detector without anchors, see `center_detector`), or a model type of transformers such as
+    `detr`, `rt_detr`, `d_fine` or `yolos`."""
+    sizes: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the architecture's config. `center` has the keys `width`, `depth` and `levels`."""
+
+
+class DetectionOptions(ImageOptions):
+    """Object detection with a model of transformers, or with a small detector that needs no pretrained weights.
+
+    Pictures are resized so that the whole picture fits into a square, with padding at the right and at the bottom.
+    """
+
+    task: ClassVar[str] = "lockstep.tasks.detection.task:Detection"
+
+    model: str | None = None
+    """A pretrained model: its name on the Hugging Face hub, or a local folder. None: a new model, which `scratch`
+    describes."""
+    scratch: ScratchOptions = ScratchOptions()
+    new_head: bool = False
+    """Whether to replace the last layers of a model that already detects other classes."""
+    classes: list[str] | str | None = None
+    """Names of the classes in the order of their numbers, or a file with these names. None: those of the data."""
+    images: str | None = None
+    """The folder of the pictures, where the data is an annotation file. None: beside the annotations."""
+    augment: AugmentOptions = AugmentOptions(crop="resize")
+    batch_norm: BatchNormChoice = "group"
+    most_boxes: PositiveInt = 300
+    """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
+    score_threshold: Probability = 0.3
+    """Boxes with a smaller score are not drawn and not predicted. Metrics use boxes of every score."""
+    nms: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
+    number, the box with the smaller score is left out."""
