@@ -33,7 +33,7 @@ ALLOWED = {
     "tasks.task": {"errors", "tasks.presenter"},
     "tasks.presenter": {"errors"},
     "tasks.registry": {"errors", "plugins", "tasks"},
-    "tasks": {"errors", "atomic", "plugins", "config_section", "data", "images", "sources", "tasks"},
+    "tasks": {"errors", "atomic", "plugins", "config_section", "data", "images", "sources", "tasks", "observe.drawing"},
     "config_section": set(),
     "config": {"config_section"},
     "config_file": {"errors", "config", "config_section", "tasks.registry"},
@@ -53,6 +53,7 @@ ALLOWED = {
     },
     "observe.predictions": {"errors", "atomic", "observe"},
     "observe.progress": set(),
+    "observe.drawing": {"atomic"},
     "build": COMPOSED,
     "run_directory": {
         "errors",

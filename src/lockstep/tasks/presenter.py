@@ -104,6 +104,74 @@ class Presenter:
             lines.append(f"truth: {truth}" if lines else str(truth))
         return "\n".join(lines)
 
+    picture_side: int = 160
+    """Pixels of the longer side of a picture on a sheet. A picture of this size is shown as it is. Smaller and larger
+    pictures are scaled to it, so that a text in them may be hard to read."""
+
+    def mistakes(self, output: Any, batch: Any) -> Tensor | None:
+        """How wrong the output of each sample of an evaluation batch is, such as its loss, or the number of missed and
+        invented boxes.
+
+        The log shows the samples of an evaluation with the highest numbers on one sheet, drawn by `picture`. The
+        numbers of a sample must not depend on the other samples of its batch. NaN counts as the highest number. Samples
+        with the number -inf are not shown.
+
+        Args:
+            output: of the whole batch, as the metrics get it, on the device of the batch.
+
+        Returns:
+            (samples,), floating-point numbers. None: nobody can tell. This is the default.
+        """
+        return None
+
+    mistakes.default = mistakes  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
+        """Pictures of the results of an evaluation by name, such as a precision-recall curve. None by default.
+
+        A confusion matrix needs no picture from here. A metric that returns the points of a curve should return a
+        tensor of two dimensions: it is kept in metric_arrays.jsonl, and is not logged as numbers.
+
+        Args:
+            values: the results of `Task.metrics` by name.
+
+        Returns:
+            arrays of uint8 (height, width, 3), RGB. They are shown as they are.
+        """
+        return {}
+
+    def files(self, sample: Any, output: Any) -> Mapping[str, bytes]:
+        """The files of one prediction, which `lockstep predict --out FOLDER` writes: masks, pictures with boxes.
+
+        The rank that computed the output calls this and writes the files.
+
+        Args:
+            sample: a raw sample.
+            output: the output of this sample.
+
+        Returns:
+            the contents by path below FOLDER. Each path contains a `*`, such as `masks/*.png`. Lockstep replaces it
+            by a name of the sample that no other sample of the prediction has. By default there are no files.
+        """
+        return {}
+
+    files.default = files  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
+    def rows(self, sample: Any, output: Any) -> list[dict[str, Any]]:
+        """The rows of one prediction in files of CSV, JSON and JSON lines: any number of dicts of plain values.
+
+        Lockstep puts `input` (the source of the sample) or `sample` (its number) before the values of each row. A
+        detection has a row for each box with the keys of COCO's results, so that `--out boxes.json` is a file of COCO
+        results. By default there is a single row: `describe(output)`, with `truth` and `show` beside it.
+
+        Args:
+            sample: a raw sample.
+            output: the output of this sample.
+        """
+        return [{**self.describe(output)}]
+
+    rows.default = rows  # type: ignore[attr-defined]  # see `data.loader.is_default`
+
     def class_names(self) -> Sequence[str]:
         """Names of the classes, for the picture of a confusion matrix. Empty, the default: classes have numbers."""
         return ()

@@ -160,7 +160,19 @@ _REPLACED = {
     "input_data": "`inputs` of a lockstep.Presenter",
 }
 # Methods of a Presenter. A task may have methods with these names for itself.
-_OF_PRESENTER = ("describe", "truth", "show", "report", "log_header", "notes", "export")
+_OF_PRESENTER = (
+    "describe",
+    "truth",
+    "show",
+    "report",
+    "mistakes",
+    "pictures",
+    "files",
+    "rows",
+    "log_header",
+    "notes",
+    "export",
+)
 
 
 def _refuse_old_names(kind: type[Task]) -> None:
