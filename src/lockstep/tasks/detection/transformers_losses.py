@@ -240,10 +240,10 @@ class FineLosses(VarifocalLosses):
         super()._add(heads, layer, labels, matches, copies)
         if "pred_corners" not in layer:
             return
-        self.criterion.up = self.criterion.up.to(layer["logits"].device)
+        # transformers computes distances in float32, and refuses to mix them with float64.
+        self.criterion.to(device=layer["logits"].device, dtype=torch.float32)
         for picture, (label, found) in enumerate(zip(labels, matches, strict=True)):
             one = {key: value[picture : picture + 1] for key, value in layer.items()}
-            # transformers computes the distances in float32, and refuses to mix them with float64.
             one["ref_points"] = one["ref_points"].float()
             terms = self.criterion.loss_local(
                 one, [{**label, "boxes": label["boxes"].float()}], [found], copies, T=_DISTILLATION_TEMPERATURE
@@ -302,16 +302,24 @@ def _two_stage_layers(predictions: Predictions, *, auxiliary: bool) -> tuple[lis
         denoised = {key: half[0] for key, half in halves.items()}
         stacked = {key: half[1] for key, half in halves.items()}
     chosen = {"logits": more["enc_topk_logits"], "pred_boxes": more["enc_topk_bboxes"]}
-    return [last, *_unstack(stacked)[:-1], chosen], _unstack(denoised)
+    return [last, *_unstack(stacked, but_last=True), chosen], _unstack(denoised, but_last=False)
 
 
-def _unstack(stacked: Mapping[str, Tensor]) -> list[Layer]:
-    """The layers of tensors (pictures, layers, ...). Each layer of D-FINE also has the last one as its teacher."""
+def _unstack(stacked: Mapping[str, Tensor], *, but_last: bool) -> list[Layer]:
+    """The layers of tensors (pictures, layers, ...). Each layer of D-FINE also has the last one as its teacher.
+
+    D-FINE has one more layer of boxes than of distributions: that of its initial boxes. As in transformers, the first
+    boxes stand beside the first distributions, and what is left over is left out.
+
+    Args:
+        but_last: leave out the last layer of each tensor.
+    """
     if not stacked:
         return []
-    layers = [{key: value[:, number] for key, value in stacked.items()} for number in range(stacked["logits"].shape[1])]
+    by_key = {key: value.unbind(1)[: -1 if but_last else None] for key, value in stacked.items()}
+    layers = [dict(zip(by_key, values, strict=True)) for values in zip(*by_key.values(), strict=False)]
     if "pred_corners" in stacked:
-        teacher = {"teacher_corners": layers[-1]["pred_corners"], "teacher_logits": layers[-1]["logits"]}
+        teacher = {"teacher_corners": stacked["pred_corners"][:, -1], "teacher_logits": stacked["logits"][:, -1]}
         layers = [layer | teacher for layer in layers]
     return layers
 
