@@ -122,7 +122,9 @@ def test_texts_of_boxes_stay_in_the_picture():
 
 
 def test_pictures_in_a_row_have_one_height_and_the_asked_width():
-    row = drawing.side_by_side([plain(10, 20, 1), np.zeros((30, 30), np.uint8), plain(5, 10, 3)], ["a", "b"], side=508)
+    row = drawing.side_by_side(
+        [plain(10, 20, 1), np.zeros((30, 30), np.uint8), plain(5, 10, 3)], ["a", "b", ""], side=508
+    )
     assert row.shape == (100 + 16, 508, 3)
     assert (row[16:, :200] == 1).all()
     assert (row[16:, 204:304] == 0).all()

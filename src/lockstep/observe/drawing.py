@@ -82,14 +82,15 @@ def sheet(pictures: Sequence[Any], captions: Sequence[str], *, columns: int, sid
 
 
 def palette(count: int) -> npt.NDArray[np.uint8]:
-    """Colours for `count` classes that are easy to tell apart: uint8 (count, 3). The first 20 are the same for every
-    `count`."""
+    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are
+    easy to tell apart."""
     steps = np.arange(count)
     hue = (steps * _GOLDEN) % 1.0 * 6  # neighbours are far from each other on the circle of hues
     strength, light = np.array([0.85, 0.55, 1.0])[steps // 7 % 3], np.array([0.95, 1.0, 0.6])[steps // 7 % 3]
     place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, strength and light to red, green, blue
     fall = np.clip(np.minimum(place, 4 - place), 0, 1)
-    return (255 * light[:, None] * (1 - strength[:, None] * fall)).round().astype(np.uint8)
+    colors: npt.NDArray[np.float64] = 255 * light[:, None] * (1 - strength[:, None] * fall)
+    return colors.round().astype(np.uint8)
 
 
 def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Picture:
