@@ -52,6 +52,21 @@ class Targets:
         counts = self.counts.tolist()
         return list(zip(self.boxes.split(counts), self.labels.split(counts), strict=True))
 
+    def part(self, begin: int, end: int) -> Targets:
+        """The targets of the pictures from `begin` to before `end`."""
+
+        def rows(values: Tensor, counts: Tensor) -> Tensor:
+            return values[int(counts[:begin].sum()) : int(counts[:end].sum())]
+
+        return Targets(
+            boxes=rows(self.boxes, self.counts),
+            labels=rows(self.labels, self.counts),
+            counts=self.counts[begin:end],
+            ignored=rows(self.ignored, self.ignored_counts),
+            ignored_counts=self.ignored_counts[begin:end],
+            shapes=self.shapes[begin:end],
+        )
+
     def units(self) -> Tensor:
         """The sum over pictures of max(1, boxes of the picture): float32 scalar.
 

@@ -50,3 +50,9 @@ class DetectionOptions(ImageOptions):
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
     """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
     number, the box with the smaller score is left out."""
+    tile: PositiveInt | None = None
+    """For evaluations and predictions, a picture with a longer side than this number of pixels is cut into tiles of at
+    most this side, and the boxes of the tiles are put together. None: every picture is seen as a whole."""
+    tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
+    found in parts only."""
