@@ -61,6 +61,8 @@ class Annotations:
     """(pictures + 1) int64: the annotations of picture i have the places starts[i] to starts[i + 1] - 1."""
     notes: tuple[str, ...] = ()
     """Remarks for people about the way in which the file was read."""
+    files: PackedText | None = None
+    """(pictures): the annotation file of each picture, in formats that have a file for each picture."""
     packed: tuple[Array, Array] | None = None
     """The segmentations, if they were asked for: bytes of all, and where those of each annotation begin and end."""
 
@@ -82,7 +84,10 @@ class Annotations:
 
     def where(self, place: int) -> str:
         """The place of an annotation, for messages."""
-        picture = self.file_names[int(self.images[place])]
+        image = int(self.images[place])
+        if self.files is not None:
+            return f"{self.files[image]}: box {place - self.starts[image] + 1}"
+        picture = self.file_names[image]
         return f"{self.path}: annotation {self.ids[place]} (of {picture})"
 
 
