@@ -28,11 +28,12 @@ class CocoTruth(NamedTuple):
     image_ids: Array
     """int64 (pictures): the ids of the pictures."""
     category_ids: Array
-    """int64 (classes): the id of each class in the file, by class number."""
+    """int64 (classes): the id of each class in the file, by class number. -1 for classes that the file lacks."""
     ids: Array
     """int64 (boxes): the ids of the annotations."""
     pictures: Array
-    """int64 (boxes): the place of the picture of each box in `image_ids`. Boxes of a picture are in the file's order."""
+    """int64 (boxes): the place of the picture of each box in `image_ids`, sorted. Boxes of a picture are in the
+    order of the file."""
     labels: Array
     """int64 (boxes): class numbers."""
     boxes: Array

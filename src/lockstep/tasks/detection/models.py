@@ -50,7 +50,7 @@ class Targets:
     def by_picture(self) -> list[tuple[Tensor, Tensor]]:
         """Boxes (n, 4) and labels (n) of each picture."""
         counts = self.counts.tolist()
-        return list(zip(self.boxes.split(counts), self.labels.split(counts), strict=True))
+        return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
 
     def part(self, begin: int, end: int) -> Targets:
         """The targets of the pictures from `begin` to before `end`."""

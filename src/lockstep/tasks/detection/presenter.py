@@ -53,6 +53,7 @@ class UnlabelledImages(Dataset[BoxedImage]):
             area=np.zeros(0, np.float32),
             image_id=index + 1,
             name=name,
+            size=(pixels.shape[0], pixels.shape[1]),
         )
 
     def where(self, index: int) -> str:
@@ -110,8 +111,14 @@ class DetectionPresenter(Presenter):
 
     def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
         """The picture with its boxes that have at least `score_threshold`."""
-        boxes, scores, labels = _shown(output, self.task.options.score_threshold)
+        boxes, scores, labels = self._in_pixels(sample, output)
         return {"boxes/*.png": drawing.png(self._drawn(sample.pixels, boxes, labels, scores))}
+
+    def _in_pixels(self, sample: BoxedImage, output: Output) -> tuple[Tensor, Tensor, Tensor]:
+        """The boxes to show, in pixels of the sample, which the cache may have reduced; their scores and labels."""
+        boxes, scores, labels = _shown(output, self.task.options.score_threshold)
+        height, width = (now / size for now, size in zip(sample.pixels.shape[:2], sample.size, strict=True))
+        return boxes * boxes.new_tensor([width, height, width, height]), scores, labels
 
     def picture(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> Any:
         """The image, and beside it the true boxes and the found boxes with at least `score_threshold`. A training
@@ -121,7 +128,7 @@ class DetectionPresenter(Presenter):
             image, boxes = view.image.permute(1, 2, 0).numpy(), view.boxes
             row = [image, self._drawn(image, boxes, prepared["labels"][0], side=_SIDE // 3)]
             return drawing.side_by_side(row, ["image", "truth"], side=2 * _SIDE // 3)
-        found = _shown(output, self.task.options.score_threshold)
+        found = self._in_pixels(sample, output)
         third = _SIDE // 3
         row = [
             sample.pixels,
@@ -145,17 +152,15 @@ class DetectionPresenter(Presenter):
     def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
         """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""
         lines = [str(sample.name)]
-        if output is not None and len(sample.boxes):
-            matched = self._matched(
-                output,
-                torch.as_tensor(sample.boxes),
-                torch.as_tensor(sample.labels),
-                torch.as_tensor(sample.crowd).bool(),
-            )
+        if output is not None:
+            found, _, labels = self._in_pixels(sample, output)
+            true = (torch.as_tensor(part) for part in (sample.boxes, sample.labels, sample.crowd))
+            matched = match(found, labels, *true)
             lines.append(f"{len(sample.boxes)} boxes, {matched.missed} missed, {matched.invented} invented")
         return "\n".join(lines)
 
     def _matched(self, output: Output, boxes: Tensor, labels: Tensor, crowd: Tensor) -> Matched:
+        """The boxes to show, matched with true boxes in pixels of the original picture."""
         found, _, found_labels = _shown(output, self.task.options.score_threshold)
         return match(found.cpu().float(), found_labels.cpu(), boxes.float(), labels, crowd)
 
@@ -248,10 +253,10 @@ def _rounded(box: Sequence[float]) -> list[float]:
 
 def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
     """Lines about the pictures and boxes that were read."""
-    truth = data.truth
-    counts = np.bincount(truth.labels, minlength=len(classes)).tolist()
-    empty = len(data) - len(np.unique(truth.pictures))
+    counts, empty = data.class_counts(), int((data.counts == 0).sum())
     without = f", {empty:,} without a box" if empty else ""
-    lines = [f"{name}: {len(data):,} images, {len(truth.labels):,} boxes{without}"]
-    lines.append("  by class: " + ", ".join(f"{label} {count:,}" for label, count in zip(classes, counts, strict=True)))
+    lines = [f"{name}: {len(data):,} images, {int(data.counts.sum()):,} boxes{without}"]
+    lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in classes))
+    if data.cache is not None:
+        lines.append(f"  {data.cache.summary()}")
     return lines + [f"  {note}" for note in getattr(data, "notes", ())]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -20,7 +21,7 @@ from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
-from lockstep.sources.boxed_images import BoxedImage, read_boxed_images
+from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.detection.models import Detections, Targets, models_for
 from lockstep.tasks.detection.options import DetectionOptions
@@ -69,10 +70,11 @@ class Detection(Task):
     | key | | |
     |---|---|---|
     | `images` | uint8 (views, channels, size, size) | the pictures, each fitted into a square |
-    | `boxes`, `labels`, `crowd` | float32 (boxes, 4), int64 (boxes), bool (boxes) | of all views, in pixels of the views |
+    | `boxes` | float32 (boxes, 4) | those of all views, in pixels of the views |
+    | `labels`, `crowd` | int64 (boxes), bool (boxes) | their class numbers, and which stand for a group of objects |
     | `counts` | int64 (views) | boxes of each view |
     | `shapes` | int64 (views, 2) | height and width of the part of each view that is no padding |
-    | `scale`, `offset` | float32 (views, 2) | the way back to the picture, as in `views.View` |
+    | `scale`, `offset` | float32 (views, 2) | the way back to the original picture, as in `views.View` |
     | `views` | int64 (pictures) | views of each picture |
     | `sizes` | int64 (pictures, 2) | height and width of the original pictures |
     | `ids` | int64 (pictures) | their ids in the annotation file |
@@ -91,7 +93,8 @@ class Detection(Task):
     def __init__(
         self, options: DetectionOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
-        self.options, self.train_source, self.eval_source, self.cache = options, train, eval, cache
+        self.options, self.train_source, self.cache = options, train, cache
+        self.eval_source = eval or evaluation_part(train)
         self.folder: Path | None = None
         """The folder that is kept with the run. None without a run."""
         self.new_weights: list[str] = []
@@ -124,13 +127,13 @@ class Detection(Task):
         models = models_for(options, None)
         classes, pixels = models.classes(data.classes), models.pixels()
         number = {name: place for place, name in enumerate(data.classes)}
-        counts = np.bincount(data.truth.labels, minlength=len(data.classes))
+        counts = data.class_counts()
         grey = [_GREY] * options.channels
         usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
         return About(
             classes=classes,
             category_ids=[int(data.category_ids[number[name]]) for name in classes],
-            counts=[int(counts[number[name]]) for name in classes],
+            counts=[counts[name] for name in classes],
             mean=options.mean or pixels.mean or usual[0],
             std=options.std or pixels.std or usual[1],
             size=pixels.size,
@@ -147,24 +150,33 @@ class Detection(Task):
 
     # ---- data
 
-    def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
-        return read_boxed_images(source, key=f"data.{split}", split=split, classes=classes)
+    def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
+        options = self.options
+        return read_boxed_images(
+            source,
+            key=f"data.{split}",
+            split=split,
+            classes=options.classes if classes is None else classes,
+            images=options.images if split == "train" else options.eval_images or options.images,
+            on_bad_boxes=options.on_bad_boxes,
+            difficult=options.difficult,
+            channels=options.channels,
+            cache=self.cache,
+        )
 
     @cached_property
-    def _train(self) -> Any:
+    def _train(self) -> BoxedImages:
         return self._read(self.train_source, "train", self.classes)
 
     @cached_property
-    def _eval(self) -> Any:
+    def _eval(self) -> BoxedImages | None:
         return None if self.eval_source is None else self._read(self.eval_source, "eval", self.classes)
 
     def train_data(self) -> Dataset[Any]:
-        data: Dataset[Any] = self._train
-        return data
+        return self._train
 
     def eval_data(self) -> Dataset[Any] | None:
-        data: Dataset[Any] | None = self._eval
-        return data
+        return self._eval
 
     # ---- the model
 
@@ -212,11 +224,15 @@ class Detection(Task):
             )
         indices = [view.picture.box_indices for view in seen]
         labels, crowd = torch.as_tensor(sample.labels), torch.as_tensor(sample.crowd)
+        # The cache may have reduced the picture.
+        reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]
         return {
             "views": seen,
+            "scale": [(view.scale[0] / reduced[0], view.scale[1] / reduced[1]) for view in seen],
+            "offset": [(view.offset[0] * reduced[0], view.offset[1] * reduced[1]) for view in seen],
             "labels": [labels[index] for index in indices],
             "crowd": [crowd[index] for index in indices],
-            "size": picture.size,
+            "size": sample.size,
             "id": int(sample.image_id),
         }
 
@@ -230,8 +246,8 @@ class Detection(Task):
             "crowd": torch.cat([part for sample in samples for part in sample["crowd"]]).bool(),
             "counts": torch.tensor([len(part) for part in boxes if part is not None]),
             "shapes": torch.tensor([view.shape for view in seen]),
-            "scale": torch.tensor([view.scale for view in seen], dtype=torch.float32),
-            "offset": torch.tensor([view.offset for view in seen], dtype=torch.float32),
+            "scale": torch.tensor([pair for sample in samples for pair in sample["scale"]], dtype=torch.float32),
+            "offset": torch.tensor([pair for sample in samples for pair in sample["offset"]], dtype=torch.float32),
             "views": torch.tensor([len(sample["views"]) for sample in samples]),
             "sizes": torch.tensor([sample["size"] for sample in samples]),
             "ids": torch.tensor([sample["id"] for sample in samples]),
@@ -301,7 +317,7 @@ class Detection(Task):
         boxes = in_picture(boxes.float(), batch["scale"], batch["offset"])
         most, counts = self.options.most_boxes, batch["views"].tolist()
         if max(counts) > 1:
-            pictures = zip(*(part.split(counts) for part in (boxes, scores, labels)), strict=True)
+            pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
             merged = [self._merged(*picture) for picture in pictures]
         else:
             merged = list(zip(boxes, scores, labels, strict=True))
@@ -339,17 +355,26 @@ class Detection(Task):
     def _truth(self) -> CocoTruth:
         if self._eval is None:
             raise DataError("there are no true boxes", where="data.eval", remedy="give evaluation data with boxes")
-        truth: CocoTruth = self._eval.truth
-        return truth
+        from lockstep.tasks.detection.coco_map import CocoTruth
+
+        data, annotations = self._eval, self._eval.annotations
+        return CocoTruth(
+            image_ids=annotations.image_ids,
+            category_ids=data.category_ids,
+            ids=annotations.ids,
+            pictures=annotations.images,
+            labels=data.labels,
+            boxes=annotations.boxes,
+            area=annotations.area,
+            crowd=annotations.crowd,
+        )
 
     @cached_property
     def _boxes_of_pictures(self) -> dict[int, tuple[int, int]]:
         """By the id of an evaluation picture: where its true boxes begin and end."""
         truth = self._truth()
-        places = np.arange(len(truth.image_ids) + 1)
-        starts = np.searchsorted(truth.pictures, places).tolist()
-        ids = truth.image_ids.tolist()
-        return dict(zip(ids, zip(starts[:-1], starts[1:], strict=True), strict=True))
+        starts = np.searchsorted(truth.pictures, np.arange(len(truth.image_ids) + 1)).tolist()
+        return dict(zip(truth.image_ids.tolist(), pairwise(starts), strict=True))
 
     def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """The true boxes of an evaluation picture: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
