@@ -74,3 +74,89 @@ def test_png_holds_the_pixels(tmp_path):
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(drawing.png(picture)))), picture)
     drawing.write(tmp_path / "new" / "a.png", picture)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.png"]
+
+
+def test_wide_pictures_leave_no_empty_rows():
+    page = drawing.sheet([plain(20, 100, 90)] * 2, ["a", "a"], columns=1, side=200)
+    assert page.shape == (8 + 2 * (40 + 8 + 14), 216, 3)
+
+
+def test_masks_are_blended_by_class_and_ignored_pixels_are_white():
+    image = np.full((2, 3), 100, np.uint8)
+    mask = np.array([[0, 1, -1], [1, 0, -7]])
+    colors = [[200, 0, 0], [0, 0, 50]]
+    page = drawing.colored_mask(image, mask, colors, alpha=0.25)
+    expected = {0: [125, 75, 75], 1: [75, 75, 88], -1: [139, 139, 139]}
+    assert page.tolist() == [[expected[max(number, -1)] for number in row] for row in mask.tolist()]
+    alone = drawing.colored_mask(image[..., None], mask, colors, alpha=1.0)
+    assert alone[0].tolist() == [*colors, [255, 255, 255]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [(np.zeros((3, 3), int), r"\(3, 3\) for a picture of shape \(2, 3\)"), (np.full((2, 3), 4), "class 4.* 2 colours")],
+)
+def test_masks_that_do_not_fit_are_refused(mask, says):
+    with pytest.raises(ValueError, match=says):
+        drawing.colored_mask(plain(2, 3, 0), mask, drawing.palette(2))
+
+
+def test_boxes_are_drawn_at_their_place_in_the_scaled_picture():
+    boxes = [[10, 5, 20, 15], [30, 10, 90, 90], [np.nan, 0, 1, 1]]
+    page = drawing.with_boxes(plain(20, 40, 0), boxes, colors=[[0, 255, 0], [0, 0, 255], [255, 0, 0]], side=400)
+    assert page.shape == (200, 400, 3)
+    rows, columns = np.nonzero((page == (0, 255, 0)).all(axis=2))
+    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (50, 150, 100, 200)
+    rows, columns = np.nonzero((page == (0, 0, 255)).all(axis=2))
+    assert (rows.min(), rows.max(), columns.min(), columns.max()) == (100, 199, 300, 399)
+    assert not (page == (255, 0, 0)).all(axis=2).any()
+
+
+def test_texts_of_boxes_stay_in_the_picture():
+    green = (0, 255, 0)
+    page = drawing.with_boxes(plain(60, 200, 0), [[190, 0, 199, 3], [0, 50, 20, 59]], ["cell 0.93", "x"], green)
+    label = (page[:15, 120:] == green).all(axis=2)
+    assert label.sum() > 400
+    assert (page[36:50, :10] == green).all(axis=2).any()
+    assert np.array_equal(drawing.with_boxes(plain(6, 7, 9), []), plain(6, 7, 9))
+
+
+def test_pictures_in_a_row_have_one_height_and_the_asked_width():
+    row = drawing.side_by_side(
+        [plain(10, 20, 1), np.zeros((30, 30), np.uint8), plain(5, 10, 3)], ["a", "b", ""], side=508
+    )
+    assert row.shape == (100 + 16, 508, 3)
+    assert (row[16:, :200] == 1).all()
+    assert (row[16:, 204:304] == 0).all()
+    assert (row[16:, 308:] == 3).all()
+    assert drawing.side_by_side([plain(10, 20, 1), plain(20, 20, 2)]).shape == (10, 34, 3)
+
+
+def test_legend_breaks_lines_and_names_every_class():
+    colors = drawing.palette(12)
+    assert len({tuple(color) for color in colors.tolist()}) == 12
+    page = drawing.legend([f"class {number}" for number in range(12)], colors, width=200)
+    assert page.shape[1] == 200
+    for color in colors:
+        assert (page == color).all(axis=2).sum() >= 80
+    tall = drawing.stacked([plain(5, 100, 0), page])
+    assert tall.shape == (5 + page.shape[0], 200, 3)
+    assert (tall[:5, 100:] == 255).all()
+
+
+def test_curves_pass_through_their_points_and_stop_where_there_is_no_number():
+    x = np.linspace(0, 1, 11)
+    page = drawing.curves(
+        {"up": (x, x), "half": (x, np.where(x > 0.55, np.nan, 0.5)), "none": ([], [])},
+        title="t",
+        x_label="recall",
+        y_label="precision",
+    )
+    red, blue, _ = drawing.palette(3)
+    left, top, wide, high = 56, 30, 480, 320
+    for share in (0.25, 0.75):
+        near = page[top + round((1 - share) * high) - 2 :, left + round(share * wide) - 2 :][:5, :5]
+        assert (near == red).all(axis=2).any()
+    columns = np.nonzero((page[top + high // 2 - 2 : top + high // 2 + 2] == blue).all(axis=2))[1]
+    assert left + 0.45 * wide < columns.max() <= left + 0.5 * wide + 2
+    assert drawing.curves({}).ndim == 3

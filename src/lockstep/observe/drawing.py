@@ -1,9 +1,12 @@
-"""Draws sheets of pictures with captions, and confusion matrices. Pillow only, with its own font."""
+"""Draws for people: sheets of pictures with captions, masks in colour, boxes, legends, curves and confusion matrices.
+
+It uses Pillow only, with Pillow's own font.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,16 @@ from lockstep import atomic
 Picture = npt.NDArray[np.uint8]
 """uint8 (height, width, 3), RGB."""
 
-_SIDE = 160  # pixels of the longer side of a picture on a sheet
+_SIDE = 160  # pixels of the longer side of a picture on a sheet, where nobody wishes another
 _GAP = 8
 _LINE = 14  # pixels from a line of text to the next
-_MOST_LINES = 3  # of a caption
+_MOST_LINES = 5  # of a caption
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
 _MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # classes of a matrix that has names, has numbers, is drawn
 _NAME_WIDTH = 110  # pixels of a class name beside a matrix
+_NARROW = 4  # pixels between pictures that belong together
+_GREY, _PALE, _RED = (128, 128, 128), (225, 225, 225), (230, 25, 25)
+_GOLDEN = 0.6180339887  # the golden section: its multiples divide a circle evenly
 
 
 def png(picture: Picture) -> bytes:
@@ -44,33 +50,222 @@ def write(path: Path, picture: Picture) -> None:
         staging.write_bytes(png(picture))
 
 
-def sheet(pictures: Sequence[Any], captions: Sequence[str], *, columns: int) -> Picture:
+def sheet(pictures: Sequence[Any], captions: Sequence[str], *, columns: int, side: int = _SIDE) -> Picture:
     """Pictures side by side, row by row, with their captions below. Small pictures are enlarged, large ones reduced.
 
     Args:
         pictures: arrays of uint8 (height, width, 3), of any sizes.
-        captions: a text for each picture, of up to three lines. Longer lines are cut.
+        captions: a text for each picture, of up to five lines. Longer lines are cut.
         columns: pictures in a row.
+        side: pixels of the longer side of a picture on the sheet. A picture of this size stays as it is.
 
     Raises:
         ValueError: a picture is not such an array.
     """
     from PIL import Image, ImageDraw
 
-    tiles = [_tile(picture) for picture in pictures]
+    tiles = [_tile(picture, side) for picture in pictures]
     texts = [caption.splitlines()[:_MOST_LINES] for caption in captions]
     lines = max((len(text) for text in texts), default=0)
     rows = -(-len(tiles) // columns)
-    width, height = _SIDE + _GAP, _SIDE + _GAP + lines * _LINE
+    tall = max((tile.height for tile in tiles), default=0)
+    width, height = side + _GAP, tall + _GAP + lines * _LINE
     page = Image.new("RGB", (min(columns, len(tiles)) * width + _GAP, rows * height + _GAP), _PAPER)
     draw, font = ImageDraw.Draw(page), _font()
     for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
         row, column = divmod(number, columns)
         left, top = _GAP + column * width, _GAP + row * height
-        page.paste(tile, (left + (_SIDE - tile.width) // 2, top + (_SIDE - tile.height) // 2))
+        page.paste(tile, (left + (side - tile.width) // 2, top + (tall - tile.height) // 2))
         for place, line in enumerate(text):
-            draw.text((left, top + _SIDE + 1 + place * _LINE), _fitted(line, _SIDE, font), fill=_INK, font=font)
+            draw.text((left, top + tall + 1 + place * _LINE), _fitted(line, side, font), fill=_INK, font=font)
     return np.asarray(page)
+
+
+def palette(count: int) -> npt.NDArray[np.uint8]:
+    """Colours for `count` classes: uint8 (count, 3). A class has the same colour for every `count`. The first 20 are
+    easy to tell apart."""
+    steps = np.arange(count)
+    hue = (steps * _GOLDEN) % 1.0 * 6  # neighbours are far from each other on the circle of hues
+    strength, light = np.array([0.85, 0.55, 1.0])[steps // 7 % 3], np.array([0.95, 1.0, 0.6])[steps // 7 % 3]
+    place = (np.array([5.0, 3.0, 1.0]) + hue[:, None]) % 6  # from hue, strength and light to red, green, blue
+    fall = np.clip(np.minimum(place, 4 - place), 0, 1)
+    colors: npt.NDArray[np.float64] = 255 * light[:, None] * (1 - strength[:, None] * fall)
+    return colors.round().astype(np.uint8)
+
+
+def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Picture:
+    """A picture with its mask in colour on top.
+
+    Args:
+        image: uint8 (height, width, channels) with 1 or 3 channels, or (height, width).
+        mask: class numbers (height, width). Negative numbers are ignored pixels: they are white.
+        colors: uint8 (classes, 3), by class number.
+        alpha: the share of the mask's colour in a pixel. 1: the mask alone.
+
+    Raises:
+        ValueError: the mask has another size than the picture, or a class without a colour.
+    """
+    pixels, numbers = _rgb(image), np.asarray(mask)
+    table = np.asarray(colors, dtype=np.float32).reshape(-1, 3)
+    if numbers.shape != pixels.shape[:2]:
+        raise ValueError(f"a mask of shape {numbers.shape} for a picture of shape {pixels.shape[:2]}")
+    if numbers.size and numbers.max() >= len(table):
+        raise ValueError(f"the mask has the class {numbers.max()}, but there are {len(table)} colours")
+    table = np.concatenate([table, np.full((1, 3), 255, dtype=np.float32)])
+    painted = table[np.where(numbers < 0, len(table) - 1, numbers)]
+    return (pixels * (1 - alpha) + painted * alpha).round().astype(np.uint8)
+
+
+def with_boxes(
+    image: Any, boxes: Any, texts: Sequence[str] = (), colors: Any = (), *, side: int | None = None
+) -> Picture:
+    """A picture with boxes, and with a text at each box.
+
+    Args:
+        image: as in `colored_mask`.
+        boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are cut at the edge of the picture.
+        texts: of each box, such as `cell 0.93`. Empty: no texts.
+        colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
+        side: the picture is scaled so that its longer side has `side` pixels, before texts and lines are drawn. So
+            they stay readable. None: the picture keeps its size.
+    """
+    from PIL import Image, ImageDraw
+
+    pixels = _rgb(image)
+    height, width = pixels.shape[:2]
+    canvas = _scaled(Image.fromarray(pixels), side) if side else Image.fromarray(pixels)
+    factors = np.array([canvas.width / width, canvas.height / height] * 2)
+    corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factors
+    inks = np.asarray(colors if len(colors) else _RED, dtype=np.uint8)
+    inks = np.broadcast_to(inks, (len(corners), 3))
+    draw, font = ImageDraw.Draw(canvas), _font()
+    thick = max(1, round(max(canvas.size) / 300))
+    far = np.array([canvas.width - 1, canvas.height - 1] * 2)
+    kept = [(number, box) for number, box in enumerate(corners) if np.isfinite(box).all()]
+    for number, box in kept:
+        left, top, right, bottom = np.clip(box, 0, far).round().astype(int).tolist()
+        draw.rectangle((left, top, max(left, right), max(top, bottom)), outline=tuple(inks[number]), width=thick)
+    for number, box in kept if len(texts) else ():  # texts are drawn last: no box hides them
+        left, top, _, _ = np.clip(box, 0, far).round().astype(int).tolist()
+        text = _fitted(texts[number], canvas.width - 4, font)
+        wide = round(font.getlength(text)) + 4
+        left, top = max(0, min(left, canvas.width - wide)), top - _LINE if top >= _LINE else top
+        draw.rectangle((left, top, left + wide, top + _LINE), fill=tuple(inks[number]))
+        ink = _INK if np.dot(inks[number], (0.299, 0.587, 0.114)) > 128 else _PAPER
+        draw.text((left + 2, top), text, fill=ink, font=font)
+    return np.asarray(canvas)
+
+
+def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> Picture:
+    """Pictures in one row with a narrow gap, such as image, truth and prediction.
+
+    Args:
+        pictures: as `image` in `colored_mask`, of any sizes. They are scaled to the height of the first.
+        titles: a short text above each picture. Empty: no texts.
+        side: width of the row in pixels: the pictures are scaled. None: the first picture keeps its size.
+    """
+    from PIL import Image, ImageDraw
+
+    images = [Image.fromarray(_rgb(picture)) for picture in pictures]
+    gaps = _NARROW * (len(images) - 1)
+    shapes = [image.width / image.height for image in images]
+    height = max(1, int((side - gaps) / sum(shapes))) if side else images[0].height
+    images = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(images, shapes, strict=True)]
+    head = _LINE + 2 if titles else 0
+    row = Image.new("RGB", (side or sum(image.width for image in images) + gaps, height + head), _PAPER)
+    draw, font, left = ImageDraw.Draw(row), _font(), 0
+    for number, image in enumerate(images):
+        row.paste(image, (left, head))
+        if titles:
+            draw.text((left, 0), _fitted(titles[number], image.width, font), fill=_INK, font=font)
+        left += image.width + _NARROW
+    return np.asarray(row)
+
+
+def legend(names: Sequence[str], colors: Any, *, width: int) -> Picture:
+    """Names beside their colours, in as many lines as they need: uint8 (height, `width`, 3).
+
+    Args:
+        names: of the classes.
+        colors: uint8 (classes, 3).
+        width: in pixels.
+    """
+    from PIL import Image, ImageDraw
+
+    font, line, square = _font(), _LINE + 4, _LINE - 2
+    places, left, top = [], 0, 2
+    for name in names:
+        text = _fitted(name, width - square - 4, font)
+        wide = square + 4 + round(font.getlength(text)) + 12
+        if left and left + wide - 12 > width:
+            left, top = 0, top + line
+        places.append((left, top, text))
+        left += wide
+    page = Image.new("RGB", (width, top + line), _PAPER)
+    draw = ImageDraw.Draw(page)
+    for (left, top, text), color in zip(places, np.asarray(colors, dtype=np.uint8).reshape(-1, 3), strict=True):
+        draw.rectangle((left, top, left + square, top + square), fill=tuple(color), outline=_GREY)
+        draw.text((left + square + 4, top), text, fill=_INK, font=font)
+    return np.asarray(page)
+
+
+def stacked(pictures: Sequence[Any]) -> Picture:
+    """Pictures of equal or different widths below each other, on white: a row of pictures and its legend."""
+    parts = [_rgb(picture) for picture in pictures]
+    width = max(part.shape[1] for part in parts)
+    parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255) for part in parts]
+    return np.concatenate(parts)
+
+
+def curves(
+    series: Mapping[str, tuple[Any, Any]],
+    *,
+    title: str = "",
+    x_label: str = "",
+    y_label: str = "",
+    x_range: tuple[float, float] = (0.0, 1.0),
+    y_range: tuple[float, float] = (0.0, 1.0),
+) -> Picture:
+    """Curves in one diagram, with a legend, such as precision over recall for each class.
+
+    Args:
+        series: by name: x and y of the points, (points,) each. Points that are not finite interrupt a line.
+        x_range, y_range: what the axes show.
+    """
+    from PIL import Image, ImageDraw
+
+    left, top, wide, high, times = 56, 30, 480, 320, 2  # lines are drawn at twice the size: they become smooth
+    inks = palette(len(series))
+    plot = Image.new("RGB", (wide * times, high * times), _PAPER)
+    draw = ImageDraw.Draw(plot)
+    for share in np.linspace(0, 1, 6)[1:-1]:
+        draw.line((share * wide * times, 0, share * wide * times, high * times), fill=_PALE, width=times)
+        draw.line((0, share * high * times, wide * times, share * high * times), fill=_PALE, width=times)
+    for (x, y), ink in zip(series.values(), inks, strict=True):
+        x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x, y))
+        across = (x - x_range[0]) / (x_range[1] - x_range[0]) * (wide * times - 1)
+        down = (1 - (y - y_range[0]) / (y_range[1] - y_range[0])) * (high * times - 1)
+        points = np.stack([across, down], axis=1)
+        breaks = np.flatnonzero(~np.isfinite(points).all(axis=1))
+        for run in np.split(points, breaks):
+            run = run[np.isfinite(run).all(axis=1)]
+            if len(run):
+                draw.line([tuple(point) for point in run.tolist()], fill=tuple(ink), width=2 * times, joint="curve")
+    page = Image.new("RGB", (left + wide + 24, top + high + 44), _PAPER)
+    page.paste(plot.resize((wide, high), Image.Resampling.BOX), (left, top))
+    draw, font = ImageDraw.Draw(page), _font()
+    draw.rectangle((left - 1, top - 1, left + wide, top + high), outline=_GREY)
+    for share in np.linspace(0, 1, 6):
+        x, y = (low + share * (high_end - low) for low, high_end in (x_range, y_range))
+        draw.text((left + share * wide, top + high + 4), f"{x:.3g}", fill=_INK, font=font, anchor="ma")
+        draw.text((left - 5, top + (1 - share) * high), f"{y:.3g}", fill=_INK, font=font, anchor="rm")
+    draw.text((left + wide / 2, top - 8), _fitted(title, wide, font), fill=_INK, font=font, anchor="ms")
+    draw.text((left + wide / 2, top + high + 24), _fitted(x_label, wide, font), fill=_INK, font=font, anchor="ma")
+    _draw_upright(page, y_label, left=4, bottom=top + (high + round(font.getlength(y_label))) // 2, font=font)
+    if not series:
+        return np.asarray(page)
+    names = np.pad(legend(list(series), inks, width=wide), ((0, _GAP), (left, 24), (0, 0)), constant_values=255)
+    return stacked([np.asarray(page), names])
 
 
 def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> Picture | None:
@@ -116,8 +311,39 @@ def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> Picture | None:
     return np.asarray(page)
 
 
-def _tile(picture: Any) -> Any:
-    """A Pillow image of the picture with `_SIDE` as its longer side, or a little less where it is enlarged."""
+def _rgb(picture: Any) -> Picture:
+    """The picture with three channels.
+
+    Raises:
+        ValueError: it is no uint8 array of (height, width), or of (height, width, channels) with 1 or 3 channels.
+    """
+    array = np.asarray(picture)
+    if array.ndim == 2:
+        array = array[..., None]
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in (1, 3) or not array.size:
+        raise ValueError(
+            f"a picture has dtype {array.dtype} and shape {array.shape}; "
+            "it must be uint8 of shape (height, width), or (height, width, channels) with 1 or 3 channels"
+        )
+    return np.ascontiguousarray(np.broadcast_to(array, (*array.shape[:2], 3)))
+
+
+def _scaled(image: Any, side: int) -> Any:
+    """A Pillow image with `side` as its longer side."""
+    longer = max(image.size)
+    return _resized(image, max(1, round(image.width * side / longer)), max(1, round(image.height * side / longer)))
+
+
+def _resized(image: Any, width: int, height: int) -> Any:
+    from PIL import Image
+
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), Image.Resampling.BOX if width < image.width else Image.Resampling.BICUBIC)
+
+
+def _tile(picture: Any, side: int) -> Any:
+    """A Pillow image of the picture with `side` as its longer side, or a little less where it is enlarged."""
     from PIL import Image
 
     array = np.asarray(picture)
@@ -127,11 +353,11 @@ def _tile(picture: Any) -> Any:
         )
     image = Image.fromarray(np.ascontiguousarray(array))
     longer = max(image.size)
-    if longer <= _SIDE // 2:  # whole pixels of a small picture stay sharp
-        times = _SIDE // longer
+    if longer <= side // 2:  # whole pixels of a small picture stay sharp
+        times = side // longer
         return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
-    size = (max(1, image.width * _SIDE // longer), max(1, image.height * _SIDE // longer))
-    return image.resize(size, Image.Resampling.BOX if longer > _SIDE else Image.Resampling.BICUBIC)
+    size = (max(1, image.width * side // longer), max(1, image.height * side // longer))
+    return image.resize(size, Image.Resampling.BOX if longer > side else Image.Resampling.BICUBIC)
 
 
 def _draw_upright(page: Any, text: str, *, left: int, bottom: int, font: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from importlib import metadata
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,15 @@ class DecodedImages(Dataset[DecodedImage]):
         return self.records.where(index)
 
 
-def open_cache(records: ImageRecords, *, channels: int, options: CacheOptions) -> DecodedCache:
+class Digested(Protocol):
+    """Pictures of which a digest changes where a picture changes."""
+
+    def __len__(self) -> int: ...
+
+    def digest(self) -> str: ...
+
+
+def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
     """The cache of the decoded pictures of a source, in Lockstep's cache folder.
 
     Its name changes where a file of the source changes, and with the versions of the decoders, whose pixels may differ

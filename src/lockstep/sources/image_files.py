@@ -17,6 +17,7 @@ from lockstep.sources.packed_text import PackedText
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 """Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
 _SHOWN = 8
+_FEW = 32  # files of a folder that are looked for one by one
 
 Array = npt.NDArray[Any]
 
@@ -170,3 +171,18 @@ def _pictures_below(folder: Path) -> list[str]:
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
         found += [prefix + name for name in files if is_picture(name)]
     return sorted(found)
+
+
+def missing_files(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
+    """The numbers of the files that are not in a folder.
+
+    A folder of many files is listed once: asking for each takes minutes on a network file system.
+
+    Args:
+        files: (number, name) of each file.
+    """
+    there: set[str] = set()
+    if len(files) > _FEW and os.path.isdir(folder):
+        with os.scandir(folder) as entries:
+            there = {entry.name for entry in entries if not entry.is_dir()}
+    return [row for row, name in files if name not in there and not os.path.isfile(os.path.join(folder, name))]

@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError, did_you_mean
 from lockstep.sources.columns import LABEL, named, usual
-from lockstep.sources.image_files import PictureFiles, add_file
+from lockstep.sources.image_files import PictureFiles, add_file, missing_files
 from lockstep.sources.labels import single_labels
 from lockstep.sources.table import Source, Table
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns that hold pictures or their paths."""
-_FEW = 32  # files of a folder that are looked for one by one
 
 Array = npt.NDArray[Any]
 Column = str | int | None
@@ -79,7 +78,7 @@ def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: Table
             raise DataError(what, where=place(row), remedy="fill in the path, or remove the row")
         folder, name = os.path.split(os.path.join(root, value))
         by_folder[folder].append((row, name))
-    missing = [row for folder, files in by_folder.items() for row in _missing(folder, files)]
+    missing = [row for folder, files in by_folder.items() for row in missing_files(folder, files)]
     if not missing:
         return
     first = min(missing)
@@ -89,18 +88,6 @@ def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: Table
     more = f" ({len(missing)} of {len(values)} rows name files that are not there)" if len(missing) > 1 else ""
     remedy = f"{hint}Paths are relative to the folder of the table, {root}; task.columns.image is {column!r}"
     raise DataError(f"there is no file {path}{more}", where=place(first), remedy=remedy)
-
-
-def _missing(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
-    """The rows whose files are not in a folder.
-
-    A folder of many files is listed once: asking for each takes minutes on a network file system.
-    """
-    there: set[str] = set()
-    if len(files) > _FEW and os.path.isdir(folder):
-        with os.scandir(folder) as entries:
-            there = {entry.name for entry in entries if not entry.is_dir()}
-    return [row for row, name in files if name not in there and not os.path.isfile(os.path.join(folder, name))]
 
 
 class DataSetPictures:

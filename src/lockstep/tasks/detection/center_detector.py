@@ -110,7 +110,7 @@ class _Block(nn.Module):
         super().__init__()
         self.first = _convolution(inputs, outputs, norm, stride=stride)
         self.second = nn.Sequential(nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), norm(outputs))
-        past = [nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)] if stride == 2 else []
+        past: list[nn.Module] = [nn.AvgPool2d(2, ceil_mode=True, count_include_pad=False)] if stride == 2 else []
         if inputs != outputs:
             past += [nn.Conv2d(inputs, outputs, 1, bias=False), norm(outputs)]
         self.past = nn.Sequential(*past)
@@ -126,11 +126,9 @@ def _convolution(inputs: int, outputs: int, norm: Norm, *, stride: int = 1) -> n
 
 def places(rows: int, columns: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """The middles of the places in pixels: y (rows) and x (columns)."""
-    options = {"dtype": like.dtype, "device": like.device}
-    return (
-        (torch.arange(rows, **options) + 0.5) * STRIDE,  # type: ignore[arg-type]
-        (torch.arange(columns, **options) + 0.5) * STRIDE,  # type: ignore[arg-type]
-    )
+    y = torch.arange(rows, dtype=like.dtype, device=like.device)
+    x = torch.arange(columns, dtype=like.dtype, device=like.device)
+    return (y + 0.5) * STRIDE, (x + 0.5) * STRIDE
 
 
 def boxes_of(distances: Tensor) -> Tensor:

@@ -50,7 +50,22 @@ class Targets:
     def by_picture(self) -> list[tuple[Tensor, Tensor]]:
         """Boxes (n, 4) and labels (n) of each picture."""
         counts = self.counts.tolist()
-        return list(zip(self.boxes.split(counts), self.labels.split(counts), strict=True))
+        return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
+
+    def part(self, begin: int, end: int) -> Targets:
+        """The targets of the pictures from `begin` to before `end`."""
+
+        def rows(values: Tensor, counts: Tensor) -> Tensor:
+            return values[int(counts[:begin].sum()) : int(counts[:end].sum())]
+
+        return Targets(
+            boxes=rows(self.boxes, self.counts),
+            labels=rows(self.labels, self.counts),
+            counts=self.counts[begin:end],
+            ignored=rows(self.ignored, self.ignored_counts),
+            ignored_counts=self.ignored_counts[begin:end],
+            shapes=self.shapes[begin:end],
+        )
 
     def units(self) -> Tensor:
         """The sum over pictures of max(1, boxes of the picture): float32 scalar.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -37,10 +37,17 @@ class DetectionOptions(ImageOptions):
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Whether to replace the last layers of a model that already detects other classes."""
-    classes: list[str] | str | None = None
-    """Names of the classes in the order of their numbers, or a file with these names. None: those of the data."""
+    classes: list[str] | None = None
+    """Names of the classes in the order of their numbers. None: those of the training data."""
     images: str | None = None
-    """The folder of the pictures, where the data is an annotation file. None: beside the annotations."""
+    """The folder of the training pictures, where `data.train` is an annotation file. None: beside the annotations."""
+    eval_images: str | None = None
+    """The same for evaluation pictures. None: `images`."""
+    on_bad_boxes: Literal["raise", "skip"] = "raise"
+    """What happens to a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
+    left out of training and evaluation."""
+    difficult: bool = False
+    """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
     augment: AugmentOptions = AugmentOptions(crop="resize")
     batch_norm: BatchNormChoice = "group"
     most_boxes: PositiveInt = 300
@@ -50,3 +57,9 @@ class DetectionOptions(ImageOptions):
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
     """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
     number, the box with the smaller score is left out."""
+    tile: PositiveInt | None = None
+    """For evaluations and predictions, a picture with a longer side than this number of pixels is cut into tiles of at
+    most this side, and the boxes of the tiles are put together. None: every picture is seen as a whole."""
+    tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
+    """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
+    found in parts only."""

@@ -1,0 +1,379 @@
+"""Pictures with boxes from COCO, Pascal VOC and YOLO files, as a map-style data set of decoded pictures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.errors import DataError, did_you_mean
+from lockstep.images.cache import CacheOptions
+from lockstep.images.decode import decode
+from lockstep.sources.box_files import read_voc, read_yolo, size_of
+from lockstep.sources.box_layouts import Layout, evaluation_part, find_layout
+from lockstep.sources.coco_file import Annotations, read_coco
+from lockstep.sources.decoded_images import open_cache
+from lockstep.sources.image_files import PictureFiles, missing_files
+from lockstep.sources.image_records import Split
+
+__all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
+
+Array = npt.NDArray[Any]
+OnBadBoxes = Literal["raise", "skip"]
+_SHOWN = 8
+_EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted
+
+
+class BoxedImage(NamedTuple):
+    """A raw sample."""
+
+    pixels: npt.NDArray[np.uint8]
+    """(height, width, channels) uint8, upright."""
+    boxes: npt.NDArray[np.float32]
+    """(n, 4) float32: left, top, right and bottom edge of each box in pixels of `pixels`, cut off at the edges of the
+    picture."""
+    labels: Array
+    """(n) int64: class numbers, 0 to classes - 1."""
+    crowd: Array
+    """(n) bool: whether a box stands for a group of objects. Training does not learn these boxes as objects."""
+    area: npt.NDArray[np.float32]
+    """(n) float32: area of each object in square pixels of the original picture, as the annotation file says."""
+    image_id: int
+    """The number of the picture in the annotation file."""
+    name: str
+    """The path of the picture, as the annotation file says."""
+    size: tuple[int, int]
+    """(height, width) of the original picture in pixels. `pixels` has this size, unless the cache reduces pictures."""
+
+
+class BoxedImages(Dataset[BoxedImage]):
+    """Decoded pictures with boxes. With a cache the samples are the same.
+
+    Args:
+        annotations: what is annotated. All sizes of pictures are known.
+        pictures: the files.
+        classes: the names of the classes, by class number.
+        numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
+        channels: 1 (grey) or 3 (RGB).
+        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
+        notes: remarks for people about the way in which the source was read.
+    """
+
+    def __init__(
+        self,
+        annotations: Annotations,
+        pictures: PictureFiles,
+        *,
+        classes: Sequence[str],
+        numbers: Array,
+        channels: int = 3,
+        cache: CacheOptions | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.annotations, self.pictures, self.channels = annotations, pictures, channels
+        self.classes = list(classes)
+        """The names of the classes, by number."""
+        self.labels: Array = numbers[annotations.labels]
+        """The class number of each annotation: (annotations,) int64, sorted by picture."""
+        ids = np.full(len(self.classes), -1, dtype=np.int64)
+        ids[numbers[numbers >= 0]] = annotations.category_ids[numbers >= 0]
+        self.category_ids: Array = ids
+        """The number of each class in the annotation file: (classes,) int64. -1: the file does not declare the
+        class."""
+        self.notes = (*annotations.notes, *notes)
+        """Remarks for people about the way in which the source was read."""
+        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
+        """The cache, whose `summary` is a line for the log. None: there is no cache."""
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> BoxedImage:
+        """A sample.
+
+        Raises:
+            DataError: the file cannot be read, is no whole picture, or has another size than the annotations say. The
+                error names the file.
+        """
+        size = self.size(index)
+
+        def read() -> npt.NDArray[np.uint8]:
+            where = self.where(index)
+            pixels = decode(self.pictures.read(index), channels=self.channels, where=where)
+            if pixels.shape[:2] != size:
+                raise _other_size(pixels.shape[:2], size, where, self.annotations)
+            return pixels
+
+        pixels = read() if self.cache is None else self.cache.pixels(index, read)
+        part = self.annotations.of_image(index)
+        return BoxedImage(
+            pixels=pixels,
+            boxes=self._corners(part, pixels.shape[:2], size),
+            labels=self.labels[part],
+            crowd=self.annotations.crowd[part],
+            area=self.annotations.area[part].astype(np.float32),
+            image_id=int(self.annotations.image_ids[index]),
+            name=self.annotations.file_names[index],
+            size=size,
+        )
+
+    def _corners(self, part: slice, now: Sequence[int], size: tuple[int, int]) -> npt.NDArray[np.float32]:
+        boxes = self.annotations.boxes[part]
+        corners = np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+        corners = corners.clip(0, np.array([size[1], size[0]] * 2))
+        corners *= np.array([now[1] / size[1], now[0] / size[0]] * 2)
+        return corners.astype(np.float32)
+
+    def size(self, index: int) -> tuple[int, int]:
+        """(height, width) of a picture in pixels, without reading it."""
+        height, width = self.annotations.sizes[index].tolist()
+        return height, width
+
+    @property
+    def counts(self) -> Array:
+        """The number of boxes of each picture, crowds included: (pictures,) int64."""
+        return np.diff(self.annotations.starts)
+
+    def class_counts(self) -> dict[str, int]:
+        """The number of boxes of each class, without crowds."""
+        numbers = np.bincount(self.labels[~self.annotations.crowd], minlength=len(self.classes))
+        return dict(zip(self.classes, numbers.tolist(), strict=True))
+
+    def ground_truth(self) -> dict[str, Any]:
+        """The annotations as pycocotools takes them: the content of a COCO file.
+
+        Ids, boxes, areas and crowds are exactly those of the annotation file, boxes that reach over the edge included.
+        It holds Python objects for each annotation: make it where it is needed, and drop it afterwards.
+        """
+        all_ = self.annotations
+        names = ("id", "image_id", "category_id", "bbox", "area", "iscrowd")
+        columns = (
+            all_.ids,
+            all_.image_ids[all_.images],
+            all_.category_ids[all_.labels],
+            all_.boxes,
+            all_.area,
+            all_.crowd.astype(int),
+        )
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        images = zip(all_.image_ids.tolist(), all_.sizes.tolist(), strict=True)
+        categories = zip(all_.category_ids.tolist(), all_.classes, strict=True)
+        return {
+            "info": {},  # pycocotools copies this key of the ground truth to the results
+            "images": [{"id": number, "height": height, "width": width} for number, (height, width) in images],
+            "annotations": [dict(zip(names, row, strict=True)) for row in rows],
+            "categories": [{"id": number, "name": name} for number, name in categories],
+        }
+
+    def where(self, index: int) -> str:
+        """The place of a picture, for messages."""
+        return self.pictures.where(index)
+
+    def digest(self) -> str:
+        """Hexadecimal digits that change where a picture or an annotation changes. Pictures count by size and time of
+        their files."""
+        digest = hashlib.sha256(self.pictures.digest().encode())
+        digest.update(repr((self.classes, self.annotations.classes)).encode())
+        for field in fields(self.annotations):
+            value = getattr(self.annotations, field.name)
+            if isinstance(value, np.ndarray):
+                digest.update(f"{field.name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).data)
+        return digest.hexdigest()
+
+
+def read_boxed_images(
+    source: str,
+    *,
+    key: str,
+    split: Split,
+    classes: Sequence[str] | None = None,
+    images: str | None = None,
+    on_bad_boxes: OnBadBoxes = "raise",
+    difficult: bool = False,
+    channels: int = 3,
+    cache: CacheOptions | None = None,
+) -> BoxedImages:
+    """The pictures of a source, with boxes. No picture is decoded here.
+
+    | source | samples |
+    |---|---|
+    | `FILE.json`, or a folder with `annotations/*.json` and `images/` | COCO |
+    | a folder with `Annotations/*.xml`, `JPEGImages/` and perhaps `ImageSets/Main/*.txt` | Pascal VOC: `read_voc` |
+    | `FILE.yaml`, or a folder with `data.yaml` or with `images/` and `labels/` | YOLO: `read_yolo` |
+    | a folder with `train/`, and `val/`, `valid/` or `test/` | those of one of these folders |
+
+    Args:
+        key: the config's key of the source, such as `data.train`, for errors.
+        split: which part to read where a source has several.
+        classes: the class names of the training data, or of the config; class numbers are places in this list. None:
+            the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
+        images: the folder of the pictures. None: a usual place beside the annotations.
+        on_bad_boxes: what to do with a box that is not finite, has no area, or lies outside of its picture. `raise` an
+            error, or `skip` the annotation: it is then neither trained nor evaluated, and a note says how many.
+        difficult: VOC: take difficult objects for ordinary ones, not for crowds.
+        channels: 1 (grey) or 3 (RGB).
+        cache: keep decoded pictures on disk.
+
+    Raises:
+        DataError: there is no such source; a picture is missing; an annotation is bad (see `read_coco`, `read_voc`,
+            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`. The error names file, annotation
+            and value.
+    """
+    layout = find_layout(source, key=key, split=split, images=images)
+    annotations = _read(layout, key=key, classes=classes, difficult=difficult)
+    pictures = PictureFiles(
+        layout.images, [annotations.file_names[number] for number in range(len(annotations.image_ids))]
+    )
+    _check_files(pictures, annotations, key)
+    annotations = _with_sizes(annotations, pictures)
+    annotations, notes = _check_boxes(annotations, on_bad_boxes)
+    if not len(annotations.ids):
+        raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
+    names = list(annotations.classes if classes is None else classes)
+    return BoxedImages(
+        annotations,
+        pictures,
+        classes=names,
+        numbers=_class_numbers(annotations, names),
+        channels=channels,
+        cache=cache,
+        notes=notes,
+    )
+
+
+def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult: bool) -> Annotations:
+    if layout.kind == "coco":
+        return read_coco(layout.annotations, key=key)
+    if layout.kind == "voc":
+        where, stems = layout.annotations, layout.stems
+        return read_voc(where, layout.images, stems=stems, classes=classes, difficult=difficult)
+    names = classes if layout.names is None else layout.names
+    return read_yolo(layout.pictures, names, whole_folders=layout.whole_folders)
+
+
+def _check_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
+    """Raise DataError if a picture is not there."""
+    by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for index in range(len(pictures)):
+        folder, name = os.path.split(pictures.path(index))
+        by_folder[folder].append((index, name))
+    missing = [index for folder, files in by_folder.items() for index in missing_files(folder or ".", files)]
+    if missing:
+        path = Path(pictures.path(min(missing)))
+        there = os.listdir(path.parent) if path.parent.is_dir() else []
+        more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
+        hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
+        raise DataError(
+            f"{key}: there is no file {path}{more}",
+            where=f"{annotations.path}: image {annotations.image_ids[min(missing)]}",
+            remedy=f"{hint}Give the folder that the names of the pictures are relative to as task.images",
+        )
+
+
+def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations:
+    """The annotations with sizes of all pictures: those that the file does not give are read from the pictures."""
+    unknown = np.flatnonzero((annotations.sizes <= 0).any(axis=1))
+    if not len(unknown):
+        return annotations
+    sizes = annotations.sizes.copy()
+    for index in unknown.tolist():
+        sizes[index] = size_of(Path(pictures.path(index)))
+    return replace(annotations, sizes=sizes)
+
+
+def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotations, list[str]]:
+    """The annotations without bad boxes, and notes."""
+    boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
+    (left, top), (width, height) = boxes[:, :2].T, boxes[:, 2:].T
+    with np.errstate(invalid="ignore"):  # boxes may have NaN and infinity
+        right, bottom = left + width, top + height
+        faults = {
+            "has a number that is not finite": ~np.isfinite(boxes).all(axis=1) | ~np.isfinite(annotations.area),
+            "has no area": (width <= 0) | (height <= 0) | (annotations.area < 0),
+            "lies outside of its picture": (right <= 0) | (bottom <= 0) | (left >= sizes[:, 1]) | (top >= sizes[:, 0]),
+        }
+        over = (np.minimum(left, top) < -_EDGE) | (right > sizes[:, 1] + _EDGE) | (bottom > sizes[:, 0] + _EDGE)
+    bad = np.logical_or.reduce(list(faults.values()))
+    over &= ~bad
+    notes = []
+    if bad.any():
+        first = int(np.flatnonzero(bad)[0])
+        fault = next(what for what, found in faults.items() if found[first])
+        if on_bad == "raise":
+            raise _bad_box(annotations, first, fault, others=int(bad.sum()) - 1)
+        notes.append(f"bad boxes are left out: {bad.sum()}. The first, {annotations.where(first)}, {fault}")
+    if over.any():
+        notes.append(
+            f"boxes that reach over the edge of their picture by more than a pixel: {over.sum()}, the first at "
+            f"{annotations.where(int(np.flatnonzero(over)[0]))}. Training cuts them off at the edge"
+        )
+    return (_only(annotations, ~bad) if bad.any() else annotations), notes
+
+
+def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -> DataError:
+    box = ", ".join(f"{value:g}" for value in annotations.boxes[place])
+    height, width = annotations.sizes[annotations.images[place]]
+    more = f" (and {others} more bad boxes)" if others else ""
+    about = f"left, top, width, height; area {annotations.area[place]:g}; picture {width} x {height}"
+    return DataError(
+        f"the box [{box}] {fault} ({about}){more}",
+        where=annotations.where(place),
+        remedy="repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes",
+    )
+
+
+def _only(annotations: Annotations, kept: Array) -> Annotations:
+    """The annotations that are kept, of all pictures."""
+    images = annotations.images[kept]
+    return replace(
+        annotations,
+        ids=annotations.ids[kept],
+        images=images,
+        labels=annotations.labels[kept],
+        boxes=annotations.boxes[kept],
+        area=annotations.area[kept],
+        crowd=annotations.crowd[kept],
+        starts=np.searchsorted(images, np.arange(len(annotations.image_ids) + 1)),
+    )
+
+
+def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
+    """The place in `classes` of each class of the file, or -1.
+
+    Raises:
+        DataError: an annotation has a class that is not there.
+    """
+    places = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([places.get(name, -1) for name in annotations.classes], dtype=np.int64)
+    lost = np.flatnonzero(numbers[annotations.labels] < 0)
+    if len(lost):
+        first = int(lost[0])
+        name = annotations.classes[annotations.labels[first]]
+        listed = ", ".join(classes[:_SHOWN]) + (", ..." if len(classes) > _SHOWN else "")
+        more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
+        raise DataError(
+            f"class {name!r} is not among the {len(classes)} classes that are trained{more}",
+            where=annotations.where(first),
+            remedy=f"{did_you_mean(name, classes)}The classes are: {listed}. Remove these annotations, or train with "
+            "them",
+        )
+    return numbers
+
+
+def _other_size(found: Sequence[int], said: tuple[int, int], where: str, annotations: Annotations) -> DataError:
+    turned = tuple(found) == said[::-1]
+    why = "perhaps its EXIF data turns it: annotate the upright picture, or remove the EXIF data. " if turned else ""
+    return DataError(
+        f"the picture has {found[0]} x {found[1]} pixels (height x width), but {annotations.path} says "
+        f"{said[0]} x {said[1]}",
+        where=where,
+        remedy=f"{why}Boxes would be in wrong places: correct height and width, or bring back the annotated picture",
+    )
