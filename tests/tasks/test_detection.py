@@ -187,6 +187,22 @@ def test_a_batch_without_any_box_teaches_background_and_nothing_else(folder):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_labels_of_a_mosaic_are_those_of_its_boxes(folder):
+    """The colour of a box tells its class: pictures have no other saturated pixels."""
+    augment = {"crop": "scale_jitter", "jitter": [1.0, 1.5], "min_visible": 0.99}
+    task = make_task({"mosaic": 1.0, "augment": augment, "image_size": 128}, folder)
+    batch = batch_of(task, range(6))
+    pictures = torch.repeat_interleave(torch.arange(6), batch["counts"])
+    assert len(batch["labels"]) > 10
+    colours = [CATEGORIES[number] for number in (7, 3, 12)]  # red, green, blue
+    right = 0
+    for picture, box, label in zip(pictures.tolist(), batch["boxes"], batch["labels"].tolist(), strict=True):
+        x, y = ((box[:2] + box[2:]) / 2).long().tolist()
+        right += colours[int(batch["images"][picture, :, y, x].argmax())] == task.classes[label]
+    assert right > 0.8 * len(batch["labels"])  # a later box may hide an earlier box
+    assert all(torch.equal(prepared(task, 3)[name][0], prepared(task, 3)[name][0]) for name in ("labels", "crowd"))
+
+
 # ---- views
 
 
@@ -353,13 +369,18 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, held_out):
 # ---- ranks, accumulation, crashes
 
 
-def test_ranks_and_accumulation_change_nothing(folder):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mosaic": 0.5, "augment": {"crop": "scale_jitter", "trivialaugment": True}}],
+    ids=["flip", "mosaic"],
+)
+def test_ranks_and_accumulation_change_nothing(folder, options):
     """The pictures have 0 to 14 boxes; some micro-batches have none."""
     settings = runs.config(batch={"global": 6}, train={"steps": 8}, optim={"lr": 0.003})
-    (reference, _), *_ = run_ranks(1, fit, {}, folder, None, settings)
+    (reference, _), *_ = run_ranks(1, fit, options, folder, None, settings)
     for world, micro in ((2, 3), (2, 1), (3, 2)):
         cut = settings | {"batch": {"global": 6, "micro": micro}}
-        for weights, _ in run_ranks(world, fit, {}, folder, None, cut):
+        for weights, _ in run_ranks(world, fit, options, folder, None, cut):
             assert runs.difference(weights, reference) < 1e-10
 
 
