@@ -69,7 +69,17 @@ ALLOWED = {
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
     "run_pictures": {"atomic", "data", "engine", "observe", "tasks", "build"},
     "training_run": {*COMPOSED, "build", "run_directory", "run_pictures", "resume"},
-    "trainer": {*COMPOSED, "config_file", "images", "build", "run_directory", "resume", "training_run"},
+    "prediction_run": {"errors", "data", "distributed", "engine", "observe", "tasks", "build"},
+    "trainer": {
+        *COMPOSED,
+        "config_file",
+        "images",
+        "build",
+        "run_directory",
+        "resume",
+        "training_run",
+        "prediction_run",
+    },
     "__main__": {"cli"},
     "cli": {
         "errors",

@@ -63,6 +63,19 @@ class Double(lockstep.Task):
 
     def predict(self, model, batch):
         return torch.cat([2 * batch[0], 3 * batch[0], 0 * model(batch[0])], dim=1)
+
+
+class ShowAll(Show):
+    def files(self, sample, output):
+        number = int(sample[0])
+        return {"masks/*.bin": bytes([number]), "*.txt": str(float(output[0])).encode()} if number != 9 else {}
+
+    def rows(self, sample, output):
+        return [{"box": box, "of": float(sample[0])} for box in range(int(sample[0]) % 3)]
+
+
+class Boxes(Double):
+    presenter = ShowAll
 """
 COUNT = 23
 
@@ -73,10 +86,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict")
     (folder / "mine.py").write_text(TASK)
     settings = ["batch.global=4", "train.steps=1", "log.writers=[json_lines]", "device=cpu"]
-    done = CliRunner().invoke(
-        cli.app, ["train", f"{folder / 'mine.py'}:Double", *settings, "--run-dir", str(folder / "run")]
-    )
-    assert done.exit_code == 0, done.stderr
+    for kind, name in (("Double", "run"), ("Boxes", "boxes")):
+        done = CliRunner().invoke(
+            cli.app, ["train", f"{folder / 'mine.py'}:{kind}", *settings, "--run-dir", str(folder / name)]
+        )
+        assert done.exit_code == 0, done.stderr
     for number in range(COUNT):
         for kind in ("good", "bad"):
             (folder / kind).mkdir(exist_ok=True)
@@ -116,6 +130,72 @@ def test_ranks_share_the_files_and_write_what_one_rank_writes(run, tmp_path, wor
     assert [row["input"] for row in rows] == names(run / "good")
     assert [json.loads(row["all"]) for row in rows] == [[2 * number, 3 * number] for number in range(COUNT)]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def files_of(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_ranks_write_the_files_of_their_samples_and_all_rows_into_a_folder(run, tmp_path, world):
+    arguments = ("predict", run / "boxes", run / "bad", "--on-error", "skip", "--out", tmp_path / "new")
+    run_ranks(world, rank_cases.command, *arguments)
+    found = files_of(tmp_path / "new")
+    rows = [json.loads(line) for line in found.pop("predictions.jsonl").splitlines()]
+    readable = [number for number in range(COUNT) if number not in (0, 4, 5, 6, 7)]
+    written = {f"masks/{number:02}.bin": bytes([number]) for number in readable if number != 9}
+    written |= {f"{number:02}.txt": str(2.0 * number).encode() for number in readable if number != 9}
+    assert found == written
+    expected = []
+    for number in range(COUNT):
+        (place,) = names(run / "bad", (number,))
+        if number not in readable:
+            expected.append({"input": place, "error": next(row["error"] for row in rows if row["input"] == place)})
+        else:
+            expected += [{"input": place, "box": box, "of": float(number)} for box in range(number % 3)]
+    assert rows == expected
+
+
+def test_inputs_with_one_name_do_not_overwrite_each_other(run, tmp_path):
+    places = ["a/1.txt", "b/1.txt", "b/1.text", "b/x.y.txt"]
+    for number, place in enumerate(places):
+        path = tmp_path / "in" / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(number))
+    out = tmp_path / "out"
+    for _ in range(2):  # files that are there are replaced
+        done = call("predict", run / "boxes", *(tmp_path / "in" / place for place in places), "--out", f"{out}/")
+        assert done.exit_code == 0, done.stderr
+    kept = {path: content for path, content in files_of(out).items() if path.startswith("masks")}
+    stems = ["a/1", "b/1.txt", "b/1.text", "b/x.y"]
+    assert kept == {f"masks/{stem}.bin": bytes([number]) for number, stem in enumerate(stems)}
+    assert "4 predictions" in done.stderr
+
+
+def test_rows_in_one_file_and_objects_where_a_sample_has_one(run, tmp_path):
+    inputs = [run / "bad", "--on-error", "skip"]
+    assert call("predict", run / "boxes", *inputs, "--out", tmp_path / "rows.json").exit_code == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    readable = [number for number in range(COUNT) if number not in (0, 4, 5, 6, 7)]
+    assert [(row["of"], row["box"]) for row in rows] == [(n, box) for n in readable for box in range(n % 3)]
+    assert call("predict", run / "boxes", *inputs, "--out", tmp_path / "rows.csv").exit_code == 0
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        assert len([row for row in csv.DictReader(file) if not row["error"]]) == len(rows)
+    assert call("predict", run / "boxes", *inputs, "--out", tmp_path / "rows.npz").exit_code == 0
+    assert len(np.load(tmp_path / "rows.npz")["twice"]) == len(readable)
+    printed = [json.loads(line) for line in call("predict", run / "boxes", *inputs).stdout.splitlines()]
+    assert [row["twice"] for row in printed if "error" not in row] == [2 * number for number in readable]
+    assert call("predict", run / "run", run / "good", "--out", tmp_path / "rows.json").exit_code == 0
+    assert [row["twice"] for row in json.loads((tmp_path / "rows.json").read_text())] == [2 * n for n in range(COUNT)]
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_anything_is_computed(run, tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "no" / "folder"):
+        done = call("predict", run / "boxes", run / "good", "--out", out)
+        assert done.exit_code == 2
+        assert "cannot be written there" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_file_that_cannot_be_read_ends_the_command_and_leaves_no_output(run, tmp_path):
@@ -198,7 +278,7 @@ def test_the_bar_is_on_a_terminal_where_no_predictions_go(run, tmp_path, monkeyp
     seen = []
     bar = progress.bar
     monkeypatch.setattr(progress, "bar", lambda what, shown: seen.append(shown) or bar(what, shown=False))
-    monkeypatch.setattr(Trainer, "describe_each", lambda *_, **__: None)
+    monkeypatch.setattr(Trainer, "predict_rows", lambda *_, **__: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(err))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(out))
     path = tmp_path / "rows.jsonl" if to_file else None

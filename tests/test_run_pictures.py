@@ -1,6 +1,7 @@
 """What a run draws: the same samples with truth and prediction, and no trace of it in the training."""
 
 import dataclasses
+import json
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
+from torchmetrics import Metric
 
 from lockstep import Metrics, Presenter, Task, Trainer
 from tests import runs
@@ -178,6 +180,80 @@ def test_same_samples_with_their_outputs_on_any_number_of_ranks(kind, tmp_path):
     text = (tmp_path / "2fsdp" / "model.txt").read_text()
     assert "each rank holds only a part" in text
     assert "Linear" in text
+
+
+class DrawsWorst(Draws):
+    """Says how wrong outputs are, and draws a curve."""
+
+    picture_side = 96
+
+    def mistakes(self, output, batch):
+        return (batch[0][:, 0, 0, 0] * 255).round()  # a pixel of the picture: no rounding of the model counts
+
+    def pictures(self, values):
+        assert values["curve"].shape == (2, 3)
+        assert isinstance(values["points"], tuple)
+        return {"recall": np.full((20, 30, 3), int(values["curve"].sum()), np.uint8)}
+
+
+class Worst(Pictures):
+    presenter = DrawsWorst
+
+    def metrics(self):
+        found = super().metrics()
+        return Metrics(found.metrics | {"curve": Points(False), "points": Points(True)}, found.update)
+
+
+class Points(Metric):
+    """Counts samples, and returns the points of a curve as a matrix or as a tuple."""
+
+    def __init__(self, is_tuple):
+        super().__init__()
+        self.is_tuple = is_tuple
+        self.add_state("count", torch.zeros(2, 3), dist_reduce_fx="sum")
+
+    def update(self, output, labels):
+        self.count += len(labels)
+
+    def compute(self):
+        return tuple(self.count) if self.is_tuple else self.count
+
+
+def test_worst_samples_are_the_same_on_any_number_of_ranks(tmp_path):
+    seen = {}
+    for world in (1, 2, 3):
+        config = settings(pictures=3, optim={"lr": 1e-30, "weight_decay": 0.0}, train={"steps": 6})
+        told = run_ranks(world, fit, "Worst", {}, config, tmp_path / str(world))
+        seen[world] = [part[:2] for part in told[0][2][-3:]]
+        folder = tmp_path / str(world)
+        assert {path.name for path in (folder / "samples").iterdir()} >= {"worst-step-00000006.png"}
+        assert np.asarray(Image.open(folder / "pictures" / "recall-step-00000006.png"))[0, 0, 0] == 39 * 6
+        steps, _ = summaries(folder)
+        assert steps["samples/worst"] == steps["eval/recall"] == [6]
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        (entry,) = [line for line in lines if "eval/loss" in line]
+        assert entry["memory/evaluation_mb"] >= 0
+        assert not [name for name in entry if "curve" in name or "points" in name]
+        assert '"curve": [[39.0, 39.0, 39.0]' in (folder / "metric_arrays.jsonl").read_text()
+    assert seen[1] == seen[2] == seen[3]
+    pixels = [pixel for _, pixel in seen[1]]
+    assert pixels == sorted(pixels, reverse=True)
+    sheet = np.asarray(Image.open(tmp_path / "1" / "samples" / "worst-step-00000006.png"))
+    assert sheet.shape == (8 + 8 * (96 // 10) + 8 + 4 * 14, 8 + 3 * (96 + 8), 3)  # one row, and captions of four lines
+
+
+def test_failing_mistakes_are_one_warning(tmp_path, capsys):
+    class Failing(Draws):
+        def mistakes(self, output, batch):
+            raise KeyError("no box")
+
+    class Shown(Pictures):
+        presenter = Failing
+
+    runs.fit(Shown(), settings(), tmp_path)
+    warning = "warning: samples/worst cannot be written: RuntimeError: Presenter.mistakes failed: KeyError: 'no box'"
+    assert (tmp_path / "train.log").read_text().count(warning) == 1
+    assert (tmp_path / "samples" / "step-00000006.png").exists()
 
 
 def test_unreadable_samples_are_left_out(tmp_path):

@@ -168,7 +168,13 @@ def predict(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="How many evaluation samples, without INPUT.", min=1)] = 8,
-    out: Annotated[Path | None, typer.Option(help="Write a file instead: .csv, .jsonl, .npz or .safetensors.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a file instead: .csv, .json, .jsonl, .npz or .safetensors; or into a folder, also the files of "
+            "each prediction, such as masks."
+        ),
+    ] = None,
     top_k: Annotated[int | None, typer.Option("--top-k", help="The config's task.top_k, for this prediction.")] = None,
     on_error: Annotated[
         OnError | None,
@@ -214,16 +220,25 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
         rows = stack.enter_context(predictions.opened(out)) if _is_first() else None
         bar = stack.enter_context(progress.bar("predicting", shown=has_bar))
 
-        def add(row: dict[str, Any], readable: bool) -> None:
+        def add(of_sample: list[dict[str, Any]], readable: bool) -> None:
             nonlocal count
             count += readable
             if not readable:
-                unreadable.append(row["error"])
+                unreadable.append(of_sample[0]["error"])
             if rows is not None:
-                rows.add(row, readable)
+                for row in of_sample:
+                    rows.add(row, readable)
             bar.advance()
 
-        trainer.describe_each(add, inputs, samples, on_error=_POLICY[on_error], begin=bar.begin)
+        trainer.predict_rows(
+            add,
+            inputs,
+            samples,
+            on_error=_POLICY[on_error],
+            begin=bar.begin,
+            by_row=predictions.takes_rows(out),
+            folder=out if predictions.is_folder(out) else None,
+        )
     if rows is not None and out is not None:
         lacking = f"; left out: {', '.join(rows.left_out)}" if rows.left_out else ""
         print(f"{count} predictions: {out}{lacking}", file=sys.stderr)

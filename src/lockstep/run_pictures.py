@@ -19,6 +19,7 @@ from lockstep.build import EvaluationData, PreparedRun
 from lockstep.data.loader import is_default
 from lockstep.data.randomness import restored_generators
 from lockstep.engine import dry_run, task_checks
+from lockstep.engine.worst import WorstSamples
 from lockstep.observe import drawing, model_table
 from lockstep.observe.plain import as_numpy, is_tensor
 from lockstep.observe.writer import Guard, Writer
@@ -27,7 +28,8 @@ from lockstep.tasks.task import Task
 _CPU = torch.device("cpu")
 _DRAWS = 4  # epochs in which a training sample is drawn
 _COLUMNS = 4
-AUGMENTED, EVALUATED = "samples/augmented", "samples/evaluation"
+_WIDE = 672  # pixels of a row of pictures, unless one picture is wider
+AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "samples/worst"
 
 
 class RunPictures:
@@ -86,10 +88,30 @@ class RunPictures:
         if wanted:
             self._attempt(EVALUATED, lambda: self._draw_evaluated(step, evaluated, wanted, outputs))
 
-    def draw_confusion(self, step: int, values: Mapping[str, Any]) -> None:
-        """Draw each of `values` that is a confusion matrix: a square of integers, or of numbers by that name."""
-        if not self.count or importlib.util.find_spec("PIL") is None:
+    def worst_samples(self) -> WorstSamples | None:
+        """What collects the most wrong samples of one evaluation. All ranks call it. None: they are not drawn."""
+        mistakes = task_checks.presenter(self.task).mistakes
+        count = self._number_of_samples()
+        return None if not count or is_default(mistakes) else WorstSamples(mistakes, count=count)
+
+    def draw_worst(self, step: int, evaluated: EvaluationData, worst: WorstSamples) -> None:
+        """Draw the samples that an evaluation found to be most wrong, the most wrong first.
+
+        Args:
+            worst: after `gather`.
+        """
+        self._attempt(WORST, lambda: self._draw_worst(step, evaluated, worst))
+
+    def draw_results(self, step: int, values: Mapping[str, Any]) -> None:
+        """Draw the results of an evaluation: what the presenter draws, and each confusion matrix: a square of integers,
+        or of numbers by that name.
+
+        Args:
+            values: what the metrics computed.
+        """
+        if not self.count or not values or importlib.util.find_spec("PIL") is None:
             return
+        self._attempt("pictures", lambda: self._draw_of_presenter(step, values))
         for name, value in values.items():
             is_square = is_tensor(value) and value.ndim == 2 and value.shape[0] == value.shape[1] > 1
             if is_square and ("confusion" in name or not value.is_floating_point()):
@@ -136,19 +158,41 @@ class RunPictures:
                     shown.append((picture, presenter.caption(sample, item, outputs[index])))
         self._save_sheet(EVALUATED, shown, step=step, file=f"samples/step-{step:08}.png", columns=_COLUMNS)
 
+    def _draw_worst(self, step: int, evaluated: EvaluationData, worst: WorstSamples) -> None:
+        if worst.problem:
+            raise RuntimeError(worst.problem)
+        read = evaluated.loader.read_apart([(found.index, 0) for found in worst.found])
+        where = getattr(evaluated.data, "where", lambda index: f"sample {index}")
+        presenter = task_checks.presenter(self.task)
+        shown = []
+        for found in worst.found:
+            if (found.index, 0) not in read:
+                continue
+            sample, item = read[found.index, 0]
+            picture = presenter.picture(sample, item, found.output)
+            if picture is not None:
+                lines = [f"mistake {found.mistake:.4g}", presenter.caption(sample, item, found.output)]
+                shown.append((picture, "\n".join([*lines, str(where(found.index)).rsplit("/", 1)[-1]])))
+        self._save_sheet(WORST, shown, step=step, file=f"samples/worst-step-{step:08}.png", columns=_COLUMNS)
+
+    def _draw_of_presenter(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, picture in task_checks.presenter(self.task).pictures(values).items():
+            self._save(f"eval/{name}", picture, step=step, file=_file_of(name, step))
+
     def _draw_matrix(self, step: int, name: str, counts: Any) -> None:
         names = list(task_checks.presenter(self.task).class_names())
         if len(names) != len(counts):
             names = []
         picture = drawing.confusion_matrix(as_numpy(counts), names)
         if picture is not None:
-            file = f"pictures/{name.replace('/', '_')}-step-{step:08}.png"
-            self._save(f"eval/{name}", picture, step=step, file=file)
+            self._save(f"eval/{name}", picture, step=step, file=_file_of(name, step))
 
     def _save_sheet(self, name: str, shown: Sequence[tuple[Any, str]], *, step: int, file: str, columns: int) -> None:
         if shown:
             pictures, captions = zip(*shown, strict=True)
-            self._save(name, drawing.sheet(pictures, captions, columns=columns), step=step, file=file)
+            side = task_checks.presenter(self.task).picture_side
+            columns = max(1, min(columns, _WIDE // side))
+            self._save(name, drawing.sheet(pictures, captions, columns=columns, side=side), step=step, file=file)
 
     def _save(self, name: str, picture: drawing.Picture, *, step: int, file: str) -> None:
         for writer in self.writers:
@@ -177,3 +221,8 @@ class RunPictures:
                     for writer in self.writers:
                         writer.graph(model, *found.arguments)
         atomic.write_text(path, model_table.table(model, found, note=note))
+
+
+def _file_of(name: str, step: int) -> str:
+    """The file of the picture of a result, below the run directory."""
+    return f"pictures/{name.replace('/', '_')}-step-{step:08}.png"

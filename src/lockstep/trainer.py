@@ -13,26 +13,25 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 import lockstep
-from lockstep import build, config_file, resume, run_directory
+from lockstep import build, config_file, prediction_run, resume, run_directory
 from lockstep.build import BuiltModel, PreparedRun
 from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch, is_default
+from lockstep.data.loader import MicroBatch
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import CheckpointError, DataError, UsageError, exits_are_failures
+from lockstep.errors import CheckpointError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
-from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, report, samples_of_report
 
@@ -234,6 +233,40 @@ class Trainer:
             DataError: a sample cannot be read; or with `skip`, none of many samples in a row can be read.
             UsageError: the task reads no such inputs.
         """
+        self.predict_rows(
+            lambda rows, readable: add(rows[0], readable),
+            inputs,
+            samples,
+            task,
+            on_error=on_error,
+            begin=begin,
+            by_row=False,
+        )
+
+    def predict_rows(
+        self,
+        add: Callable[[list[dict[str, Any]], bool], None],
+        inputs: Sequence[str] = (),
+        samples: int = 8,
+        task: Task | None = None,
+        *,
+        on_error: Literal["raise", "skip"] | None = None,
+        begin: Callable[[int], None] = lambda count: None,
+        by_row: bool = True,
+        folder: Path | None = None,
+    ) -> None:
+        """As `describe_each`, for tasks whose predictions have several rows, such as boxes, or files, such as masks.
+
+        Args:
+            add: is called on rank 0 with the rows of each sample, and with whether the sample could be read.
+            by_row: whether a sample has the rows of `Presenter.rows`. Otherwise it has the single row of
+                `describe_each`.
+            folder: every rank writes the files of `Presenter.files` of its samples into this folder. None: no files
+                are written.
+
+        Raises:
+            UsageError: also where a file cannot be written.
+        """
         config = self.config
         if on_error is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
@@ -242,64 +275,27 @@ class Trainer:
             if self._kept.is_dir():
                 self._set_up(task, world, trained=True)
             presenter = task_checks.presenter(task)
-            data, head = self._described(task, presenter, world, inputs, samples)
+            found = prediction_run.read_samples(task, presenter, world, inputs, samples)
             strategy = self._trained(task, world).strategy
-            evaluated = build.evaluation_data(config, task, world, data)
-            shows = not is_default(presenter.show)
-
-            def finish(indices: Sequence[int], output: Any) -> list[dict[str, Any]]:
-                return [
-                    head(index)
-                    | (task_checks.row(presenter.show(data[index]), "Presenter.show") if shows else {})
-                    | task_checks.row(presenter.describe(part), "Presenter.describe")
-                    for index, part in zip(indices, evaluation.split(output, len(indices)), strict=True)
-                ]
-
+            evaluated = build.evaluation_data(config, task, world, found.data)
             if world.rank == 0:
-                begin(len(data))
+                begin(len(found.data))
             with strategy.inference() as forward:
-                rows = evaluation.predict_each(
+                outputs = evaluation.predict_each(
                     task,
                     forward,
                     evaluated.loader,
                     plan=evaluated.plan,
                     world=world,
                     precision=Precision(config.precision, world.device),
-                    finish=finish,
+                    finish=prediction_run.RowsAndFiles(presenter, found, by_row=by_row, folder=folder),
                 )
-                with contextlib.closing(rows):
-                    for index, row in rows:
-                        if isinstance(row, evaluation.Unreadable):
-                            add(head(index, readable=False) | {"error": row.what}, False)
+                with contextlib.closing(outputs):
+                    for index, rows in outputs:
+                        if isinstance(rows, evaluation.Unreadable):
+                            add([found.head(index) | {"error": rows.what}], False)
                         else:
-                            add(row, True)
-
-    def _described(
-        self, task: Task, presenter: Presenter, world: World, inputs: Sequence[str], samples: int
-    ) -> tuple[Any, Callable[..., dict[str, Any]]]:
-        """The samples to describe, and a function that says where a sample comes from, and if it can be read its truth.
-
-        The function is called with the index of a sample, and with `readable=False` where the sample cannot be read.
-        """
-        if not inputs:
-            evaluated = build.required_evaluation_data(task)
-            chosen = Subset(evaluated, range(min(samples, len(evaluated))))  # type: ignore[arg-type]
-
-            def number_and_truth(index: int, readable: bool = True) -> dict[str, Any]:
-                return {"sample": index} | ({"truth": presenter.truth(chosen[index])} if readable else {})
-
-            return chosen, number_and_truth
-        if "-" in inputs and world.size > 1:
-            what = f"{world.size} ranks cannot all read standard input"
-            raise UsageError(what, where="INPUT -", remedy="write it into a file, or use --nproc 1")
-        data: Any = task_checks.data(presenter.inputs(inputs), "Presenter.inputs")
-        count = len(data)
-        counts = world.broadcast(world.gather(count))
-        if len(set(counts)) > 1:
-            what = f"the ranks found {', '.join(map(str, counts))} samples in the same inputs"
-            raise DataError(what, where="INPUT", remedy="wait until no process changes these files, and start again")
-        where = getattr(data, "where", lambda index: inputs[index] if count == len(inputs) else index)
-        return data, lambda index, readable=True: {"input": where(index)}
+                            add(rows, True)
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
         """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.

@@ -226,14 +226,17 @@ class TrainingRun:
 
         reported = samples_of_report(self.task, evaluated)
         drawn = self.pictures.samples_to_draw(evaluated)
+        worst = self.pictures.worst_samples()
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             by_index = dict(outputs)
             self.arrays.record({"step": state.step, **values})
             if values and (text := report(self.task, evaluated, values, _of(by_index, reported))):
                 self.tell(text)
-            self.pictures.draw_confusion(state.step, values)
+            self.pictures.draw_results(state.step, values)
             self.pictures.draw_samples(state.step, evaluated, by_index)
+            if worst is not None:
+                self.pictures.draw_worst(state.step, evaluated, worst)
 
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
@@ -252,6 +255,7 @@ class TrainingRun:
                 tick=tick,
                 show=show,
                 show_samples=tuple(dict.fromkeys((*reported, *drawn))),
+                worst=worst,
             )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:

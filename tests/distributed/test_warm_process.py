@@ -35,6 +35,7 @@ def test_processes_are_like_new_interpreters(tmp_path, case):
         assert fields["leads_session"]
         assert all(fields["default_signals"])
         assert fields["blocked"] == []
+        assert not fields["ignores_hangup"]
         assert fields["name"] == "MainProcess"
         assert fields["start_method"] == multiprocessing.get_start_method()  # for loader workers
         assert (fields["rank"], fields["gone"]) == (str(rank), False)
@@ -51,6 +52,20 @@ def test_module_that_starts_a_thread_makes_ranks_start_cold(tmp_path):
     out, err = program("unsafe", tmp_path).communicate(timeout=60)
     assert "note: importing the modules started 1 thread, so ranks start cold" in err
     assert [fields["rank"] for fields in json.loads(out.rpartition(" ")[0])] == ["0", "1"]
+
+
+def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
+    out, err = program("killed", tmp_path).communicate(timeout=60)
+    assert err == (
+        "note: the process from which ranks are forked was killed by signal 9, so ranks start cold: "
+        "each of them imports torch\n"
+    )
+    assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
+
+
+def test_ranks_ignore_a_hangup_where_their_launcher_does(tmp_path):
+    out, _ = program("nohup", tmp_path).communicate(timeout=60)
+    assert [fields["ignores_hangup"] for fields in json.loads(out.rpartition(" ")[0])] == [True, True]
 
 
 def test_warm_process_ends_when_its_launcher_is_killed(tmp_path):

@@ -22,6 +22,7 @@ def describe(out):
         "parent_threads": len(os.listdir(f"/proc/{parent}/task")),
         "leads_session": os.getsid(0) == os.getpid(),
         "default_signals": [signal.getsignal(s) in (signal.SIG_DFL, signal.default_int_handler) for s in SIGNALS],
+        "ignores_hangup": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
         "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "draws": [float(np.random.rand()), __import__("random").random()],
         "name": multiprocessing.current_process().name,
@@ -47,8 +48,12 @@ def main(case, folder):
     if case == "unsafe":
         warm_process.MODULES = ("tests.distributed.starts_a_thread",)
     os.environ["GONE"] = "1"
+    if case == "nohup":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if case != "cold":
         warm_process.start()
+    if case == "killed":
+        os.kill(warm_process._warm_pid, signal.SIGKILL)
     del os.environ["GONE"]
     outs = [f"{folder}/{rank}" for rank in range(2)]
     target = wait if case == "wait" else describe

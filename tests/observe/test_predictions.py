@@ -150,12 +150,12 @@ def test_a_table_has_the_columns_of_all_rows_and_waits_in_no_file_with_a_name(tm
     assert (tmp_path / "rows.csv").read_bytes() == b"a,b\r\n1.5,\r\nnan,\\ud800\r\n"
 
 
-@pytest.mark.parametrize("name", ["rows.txt", "rows", "rows.json", "rows.csv.gz", ".csv"])
+@pytest.mark.parametrize("name", ["rows.txt", "rows.jsn", "rows.csv.gz", ".csv"])
 def test_another_suffix_is_a_usage_error(tmp_path, name):
     with pytest.raises(UsageError, match="unknown suffix") as caught:
         predictions.check(tmp_path / name)
     assert caught.value.where == f"--out {tmp_path / name}"
-    assert caught.value.remedy == "end it with .csv, .jsonl, .npz or .safetensors"
+    assert caught.value.remedy == "end it with .csv, .json, .jsonl, .npz or .safetensors, or give a folder (no suffix)"
 
 
 def test_a_place_that_cannot_be_written_is_a_usage_error(tmp_path, monkeypatch):

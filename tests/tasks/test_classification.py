@@ -355,3 +355,16 @@ def test_a_trained_run_predicts_and_exports_without_its_training_data(tmp_path):
     about = json.loads((tmp_path / "out" / "classification.json").read_text())
     assert about["classes"] == ["blue", "green", "red"]
     assert about["mean"] == [0.485, 0.456, 0.406]
+
+
+def test_mistakes_are_the_loss_of_each_sample():
+    task = digits()
+    logits = torch.randn(5, 10, generator=torch.Generator().manual_seed(0))
+    logits[3] = torch.tensor([0.0] + [-1e4] * 9)  # the probability of the label is zero
+    labels = torch.tensor([1, 9, -1, 4, 0])
+    found = task.presenter(task).mistakes(logits.softmax(1), {"labels": labels})
+    expected = functional.cross_entropy(logits, labels, reduction="none", ignore_index=-1)
+    assert torch.allclose(found[[0, 1, 4]], expected[[0, 1, 4]])
+    assert found[2] == -torch.inf
+    assert 50 < found[3] < 200
+    assert list(task.presenter(task).class_names()) == task.classes

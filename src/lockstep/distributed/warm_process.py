@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -38,7 +39,8 @@ MODULES = (
 )
 """What every rank imports until its first step."""
 
-_is_running = False
+_ENDS_S = 0.1  # from the last words of a process to its end
+_warm_pid: int | None = None
 
 
 def is_possible() -> bool:
@@ -54,8 +56,8 @@ def start(modules: Sequence[str] = ()) -> None:
     Args:
         modules: further modules to import, such as those of the run's task.
     """
-    global _is_running
-    if _is_running or not is_possible():
+    global _warm_pid
+    if _warm_pid is not None or not is_possible():
         return
     multiprocessing.set_forkserver_preload([preload.__name__])
     os.environ[preload.PRELOAD] = ",".join((*MODULES, *modules))
@@ -67,24 +69,49 @@ def start(modules: Sequence[str] = ()) -> None:
     finally:  # no other process may take itself for the warm process
         for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT):
             os.environ.pop(name, None)
-    _is_running = True
+    _warm_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def start_process(function: Callable[..., None], *arguments: Any, **variables: str) -> BaseProcess:
     """A new process that calls `function(*arguments)`: forked from the warm process if `start` was called, else cold.
 
-    It has its own session, default signal handlers, generators that no other process shares, and the environment
-    variables of this process with `variables`.
+    It has its own session, the signal handlers of a new interpreter, generators that no other process shares, and the
+    environment variables of this process with `variables`.
     """
-    global _is_running
+    global _warm_pid
     environment = dict(os.environ) | variables
-    if _is_running:
-        try:
-            return _start("forkserver", environment, function, arguments)
-        except (OSError, EOFError):  # the warm process has ended, and has said why
-            _is_running = False
-            print("note: ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
-    return _start("spawn", environment, function, arguments)
+    # A rank ignores what this process was told to ignore when it started, such as SIGHUP under nohup.
+    ignored = [number for number in preload.IGNORED if signal.getsignal(number) is signal.SIG_IGN]
+    if _warm_pid is not None:
+        reason = _how_it_ended(_warm_pid)
+        if reason is None:
+            try:
+                return _start("forkserver", environment, ignored, function, arguments)
+            except (OSError, EOFError) as error:  # it ended just now, or this system has no memory or processes left
+                time.sleep(_ENDS_S)
+                reason = _how_it_ended(_warm_pid)
+                if reason is None:
+                    reason = f"a rank could not be forked ({type(error).__name__}: {error})"
+        _warm_pid = None
+        if reason:
+            print(f"note: {reason}, so ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
+    return _start("spawn", environment, ignored, function, arguments)
+
+
+def _how_it_ended(pid: int) -> str | None:
+    """How the warm process ended. None: it runs. An empty text: it ended by itself, and has said why.
+
+    Python would start a new fork server instead, which has imported nothing.
+    """
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return "the process from which ranks are forked is gone"
+    if ended is None:
+        return None
+    if ended.si_code == os.CLD_EXITED:
+        return ""
+    return f"the process from which ranks are forked was killed by signal {ended.si_status}"
 
 
 def _start(method: str, *arguments: Any) -> BaseProcess:
@@ -104,12 +131,15 @@ def _blocked_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(environment: Mapping[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run(
+    environment: Mapping[str, str], ignored: Sequence[int], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     """The main function of a process: make it like a new interpreter, call `function`, and end like an interpreter."""
     os.setsid()
     for number in preload.IGNORED:
         signal.signal(number, signal.SIG_IGN)  # forget what waits: it was sent to the terminal's processes
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        if number not in ignored:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, preload.IGNORED)
     os.environ.clear()  # a forked process has the environment variables of the warm process
     os.environ.update(environment)

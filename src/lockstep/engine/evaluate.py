@@ -18,6 +18,7 @@ from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
+from lockstep.engine.worst import WorstSamples
 from lockstep.errors import DataError, TrainingError, UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def evaluate(
     tick: Tick = _nothing,
     show: Show = _nothing,
     show_samples: Sequence[int] = (),
+    worst: WorstSamples | None = None,
 ) -> dict[str, float]:
     """The loss and the task's metrics over the samples of `plan`. All ranks call it.
 
@@ -69,6 +71,7 @@ def evaluate(
         show: called on rank 0, where there are metrics or outputs to show.
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
             be read or have no output, and all samples where the output has no part for each sample.
+        worst: collects the samples whose outputs are most wrong. `show` is called after that.
 
     Returns:
         `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
@@ -95,6 +98,8 @@ def evaluate(
                 outputs = zip(micro_batch.indices, split(output, len(micro_batch.indices)), strict=True)
                 # A view would keep the memory of its batch, and take it along to rank 0.
                 shown |= {index: map_tensors(part, Tensor.clone) for index, part in outputs if index in wanted}
+        if worst is not None and output is not None:
+            worst.add(micro_batch.indices, output, micro_batch.batch, split)
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
     gathered = world.data_gather((parts, shown))
     losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
@@ -105,7 +110,9 @@ def evaluate(
         flat, values = metric_sync.compute(metrics, world)
         check_names(flat)
         results |= flat
-    if values or by_index:
+    if worst is not None:
+        worst.gather(world)
+    if values or by_index or (worst is not None and (worst.found or worst.problem)):
         show(values, [(index, by_index[index]) for index in show_samples if index in by_index])
     counted = world.data_sum([samples, bad])
     return results | {"samples": int(counted[0]), "bad": int(counted[1])}

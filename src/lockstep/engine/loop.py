@@ -226,6 +226,7 @@ class _Log:
         heartbeat.enter(Phase(phase))
         elapsed = round(time.perf_counter() - self.window.started, 3)
         figures, lines = self.memory.report(evaluated=True)
+        figures |= self.memory.highest_of("evaluation")
         entry = {"step": state.step, "epoch": round(state.step / self.window.steps_per_epoch, 4), "time_s": elapsed}
         self._write(entry | results | figures, before=[], after=lines)
         self.latest |= results | figures

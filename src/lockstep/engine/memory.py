@@ -159,6 +159,13 @@ class MemoryMonitor:
             self.peaks[part] = max(self.peaks.get(part, 0), self.gauge.peak() - begin)
             self.peak_at_reset = self.gauge.reset_peak()
 
+    def highest_of(self, part: str) -> dict[str, float]:
+        """The peak of a part of the run so far, in MiB by name: the largest of all ranks. All ranks call it."""
+        world = self.state.world
+        by_rank = [0.0] * world.size
+        by_rank[world.rank] = self.peaks.get(part, 0)
+        return {f"memory/{part}_mb": mib(max(world.all_sum(by_rank)))}
+
     def _update_training_peak(self) -> None:
         peak = self.gauge.peak()
         if peak > self.peak_at_reset:  # else the peak may be older than the reset, and not the training's

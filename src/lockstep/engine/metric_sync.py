@@ -125,14 +125,15 @@ def _to_cpu(value: Any) -> Any:
 def flatten(values: dict[str, Any]) -> dict[str, float]:
     """The values of a metric collection as numbers by name.
 
-    A vector gives `name/0`, `name/1`, ... A dict gives `name/key`. A tensor of two or more dimensions gives no number:
-    `Presenter.report` may show it.
+    A vector gives `name/0`, `name/1`, ... A dict gives `name/key`. A tensor of two or more dimensions gives no number,
+    and so does a tuple or a list, such as the points of a curve: `Presenter.report` and `Presenter.pictures` may show
+    it.
     """
     flat: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
             flat |= flatten({f"{name}/{key}": item for key, item in value.items()})
-        elif isinstance(value, Tensor) and value.ndim > 1:
+        elif isinstance(value, tuple | list) or (isinstance(value, Tensor) and value.ndim > 1):
             continue
         elif isinstance(value, Tensor) and value.numel() > 1:
             flat |= {f"{name}/{number}": item for number, item in enumerate(value.flatten().tolist())}

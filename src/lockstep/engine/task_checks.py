@@ -113,6 +113,17 @@ def row(returned: Any, method: str) -> dict[str, Any]:
     return dict(returned)
 
 
+def rows(returned: Any) -> list[dict[str, Any]]:
+    """What `Presenter.rows` returned for a sample.
+
+    Raises:
+        UsageError: it is not a list of mappings.
+    """
+    if not isinstance(returned, list | tuple):
+        raise UsageError(_describe(returned), where="Presenter.rows", remedy="return a list of dicts")
+    return [row(one, "Presenter.rows") for one in returned]
+
+
 def data(found: Any, where: str) -> Dataset[Any]:
     """Check that samples can be read from `found` in any order. Returns `found`.
 

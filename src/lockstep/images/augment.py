@@ -24,7 +24,9 @@ __all__ = ["AugmentOptions", "eval_picture", "train_picture"]
 _ATTEMPTS = 10  # draws of a rectangle, before the middle is taken
 
 
-def train_picture(picture: Picture, size: int | Size, options: AugmentOptions, *, mask_fill: int = 255) -> Picture:
+def train_picture(
+    picture: Picture, size: int | Size, options: AugmentOptions, *, mask_fill: int = 255, fit: Size | None = None
+) -> Picture:
     """A training picture after the random changes that `options` describe. The picture that is given stays as it is.
 
     Crop, flips, and the geometry of RandAugment and TrivialAugment act alike on image, mask and boxes. Colour and
@@ -33,12 +35,18 @@ def train_picture(picture: Picture, size: int | Size, options: AugmentOptions, *
     Args:
         size: side, or (height, width), of the result in pixels.
         mask_fill: value of the mask where no pixel of the picture is: the value that the loss ignores.
+        fit: scale_jitter: (height, width) into which the picture fits at the factor 1. None: `size`.
 
     Returns:
         A picture of this size, contiguous, channels_last.
+
+    Raises:
+        ValueError: the mask's type cannot hold `mask_fill`.
     """
-    height, width = (size, size) if isinstance(size, int) else size
-    picture = _crop(picture, (height, width), options, mask_fill)
+    frame = (size, size) if isinstance(size, int) else size
+    if picture.mask is not None and not _holds(picture.mask.dtype, mask_fill):
+        raise ValueError(f"a mask of {picture.mask.dtype} cannot hold mask_fill={mask_fill}")
+    picture = _crop(picture, frame, options, mask_fill, fit=fit or frame)
     if options.flip and _happens(options.flip):
         picture = geometry.flip(picture)
     if options.vertical_flip and _happens(options.vertical_flip):
@@ -103,13 +111,17 @@ def covering_size(picture: Size, size: Size, resize: int) -> Size:
     return max(int(width * picture[0] / picture[1]), size[0]), round(width)
 
 
-def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int) -> Picture:
+def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
     if options.crop == "random_resized":
-        shape = (options.ratio[0] * size[1] / size[0], options.ratio[1] * size[1] / size[0])
-        region = _rectangle(picture.size, options.scale, shape) or _middle(picture.size, shape)
+        region = _resized_region(picture, size, options)
         return geometry.crop_resize(
             picture, region, size, interpolation=options.interpolation, min_visible=options.min_visible
         )
+    if options.crop == "scale_jitter":
+        return _scale_jitter(picture, size, options, mask_fill, fit=fit)
+    if options.crop == "fit":
+        fill, interpolation = options.fill, options.interpolation
+        return geometry.letterbox(picture, size, interpolation=interpolation, fill=fill, mask_fill=mask_fill)[0]
     picture = geometry.resize(picture, size, interpolation=options.interpolation)
     most = options.shift
     if options.crop == "resize" or most == 0:
@@ -119,6 +131,68 @@ def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int)
         picture, top=most, left=most, bottom=most, right=most, fill=options.fill, mask_fill=mask_fill
     )
     return geometry.crop(picture, (top, left, *size), min_visible=options.min_visible)
+
+
+def _resized_region(picture: Picture, size: Size, options: AugmentOptions) -> Region:
+    """The part of the picture that is resized."""
+    shape = (options.ratio[0] * size[1] / size[0], options.ratio[1] * size[1] / size[0])
+    boxes = _boxes_to_keep(picture, options)
+    for _ in range(_ATTEMPTS):
+        region = _rectangle(picture.size, options.scale, shape) or _middle(picture.size, shape)
+        if boxes is None or geometry.any_box_in(boxes, region, min_visible=options.min_visible):
+            return region
+    return 0, 0, *picture.size
+
+
+def _scale_jitter(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:
+    """The picture at a random scale, of which a random part is cut out, or which lies at a random place of the frame.
+
+    A side that is longer than the frame is cut, and a shorter side is padded.
+    """
+    boxes, (height, width) = _boxes_to_keep(picture, options), picture.size
+    fits = min(fit[0] / height, fit[1] / width)
+    for _ in range(_ATTEMPTS):
+        drawn, down, across = torch.rand(3, dtype=torch.float64).tolist()
+        factor = fits * (options.jitter[0] + (options.jitter[1] - options.jitter[0]) * drawn)
+        whole = geometry.scaled_size((height, width), factor)
+        (top, high, above), (left, wide, before) = _place(whole[0], size[0], down), _place(whole[1], size[1], across)
+        if boxes is None:
+            break
+        scaled = boxes * boxes.new_tensor([whole[1] / width, whole[0] / height] * 2)
+        if geometry.any_box_in(scaled, (top, left, high, wide), min_visible=options.min_visible):
+            break
+    else:
+        whole = high, wide = geometry.fitted_size((height, width), size)
+        top = left = above = before = 0
+    picture = geometry.resize_crop(
+        picture,
+        whole,
+        (top, left, high, wide),
+        interpolation=options.interpolation,
+        min_visible=options.min_visible,
+    )
+    below, after = size[0] - high - above, size[1] - wide - before
+    if not (above or before or below or after):
+        return picture
+    sides = {"top": above, "left": before, "bottom": below, "right": after}
+    return geometry.pad(picture, **sides, fill=options.fill, mask_fill=mask_fill)
+
+
+def _place(length: int, frame: int, share: float) -> tuple[int, int, int]:
+    """Where a part of a side begins, its length, and the padding before it. `share` (0 to 1) chooses the place."""
+    begin = min(int(share * (abs(length - frame) + 1)), abs(length - frame))
+    return (begin, frame, 0) if length > frame else (0, length, begin)
+
+
+def _boxes_to_keep(picture: Picture, options: AugmentOptions) -> Tensor | None:
+    """The boxes of which a part of the picture must have one. None: any part will do."""
+    boxes = picture.boxes
+    return boxes if options.keep_boxes and boxes is not None and len(boxes) else None
+
+
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
 
 
 def _happens(probability: float) -> bool:

@@ -102,6 +102,40 @@ def resize_crop(
     return _clip_boxes(moved, min_visible)
 
 
+def fitted_size(size: Size, frame: Size) -> Size:
+    """The largest size with the shape of `size` that fits into `frame`, in whole pixels, at least 1."""
+    factor = min(frame[0] / size[0], frame[1] / size[1])
+    return scaled_size(size, factor, most=frame)
+
+
+def scaled_size(size: Size, factor: float, *, most: Size | None = None) -> Size:
+    """`size` times `factor`, in whole pixels, at least 1 and at most `most`."""
+    height, width = (max(1, round(side * factor)) for side in size)
+    return (height, width) if most is None else (min(height, most[0]), min(width, most[1]))
+
+
+def letterbox(
+    picture: Picture, frame: Size, *, interpolation: Interpolation = "bilinear", fill: int = 0, mask_fill: int = 0
+) -> tuple[Picture, Size]:
+    """The whole picture, resized so that it just fits into a frame, with padding at the right and at the bottom.
+
+    Args:
+        frame: (height, width) of the result.
+        fill: grey level of the padding, 0 to 255.
+        mask_fill: value of the mask in the padding.
+
+    Returns:
+        the picture in its frame, and the (height, width) that it takes there, from the upper left corner on. So a point
+        (x, y) of the result is the point (x * old width / width, y * old height / height) of the picture.
+    """
+    inner = fitted_size(picture.size, frame)
+    resized = resize(picture, inner, interpolation=interpolation)
+    if inner == frame:
+        return resized, inner
+    bottom, right = frame[0] - inner[0], frame[1] - inner[1]
+    return pad(resized, bottom=bottom, right=right, fill=fill, mask_fill=mask_fill), inner
+
+
 def flip(picture: Picture, *, vertical: bool = False) -> Picture:
     """Left and right exchanged; with `vertical`, top and bottom."""
     height, width = picture.size
@@ -265,12 +299,27 @@ def _clip_boxes(picture: Picture, min_visible: float) -> Picture:
     boxes, indices = picture.boxes, picture.box_indices
     if boxes is None or indices is None:
         return picture
-    height, width = picture.size
-    x, y = boxes[:, 0::2].clamp(0, width), boxes[:, 1::2].clamp(0, height)
+    clipped, kept = _visible(boxes, (0, 0, *picture.size), min_visible)
+    return Picture(picture.image, picture.mask, clipped[kept], indices[kept])
+
+
+def any_box_in(boxes: Tensor, region: Region, *, min_visible: float = MIN_VISIBLE) -> bool:
+    """Whether `crop` to this region keeps a box.
+
+    Args:
+        boxes: (n, 4) left, top, right, bottom, in pixels.
+        min_visible: as in `crop`.
+    """
+    return bool(_visible(boxes, region, min_visible)[1].any())
+
+
+def _visible(boxes: Tensor, region: Region, min_visible: float) -> tuple[Tensor, Tensor]:
+    """Boxes clipped to a region, and which of them are kept."""
+    top, left, height, width = region
+    x, y = boxes[:, 0::2].clamp(left, left + width), boxes[:, 1::2].clamp(top, top + height)
     clipped = torch.stack([x[:, 0], y[:, 0], x[:, 1], y[:, 1]], dim=1)
     visible = _area(clipped)
-    kept = (visible > 0) & (visible >= min_visible * _area(boxes))
-    return Picture(picture.image, picture.mask, clipped[kept], indices[kept])
+    return clipped, (visible > 0) & (visible >= min_visible * _area(boxes))
 
 
 def _area(boxes: Tensor) -> Tensor:

@@ -77,9 +77,17 @@ class AugmentOptions(Section):
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
-    crop: Literal["random_resized", "shift", "resize"] = "random_resized"
+    crop: Literal["random_resized", "scale_jitter", "shift", "resize", "fit"] = "random_resized"
     """`random_resized`: a part of random area and shape is resized (Szegedy et al., arXiv:1409.4842).
-    `shift`: the whole picture is resized and moved by up to `shift` pixels. `resize`: the whole picture is resized."""
+    `scale_jitter`: the picture keeps its shape, is scaled at random, and cut or padded at a random place (large scale
+    jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole picture is resized and moved by up to `shift`
+    pixels. `resize`: the whole picture is resized. `fit`: the whole picture keeps its shape and is padded at the right
+    and at the bottom."""
+    jitter: Range = (0.5, 2.0)
+    """scale_jitter: smallest and largest factor, relative to the scale at which the picture just fits in."""
+    keep_boxes: bool = True
+    """random_resized, scale_jitter: a part without any box of a picture that has boxes is drawn anew, up to 10 times.
+    Then the whole picture is taken. No effect on pictures without boxes."""
     scale: Shares = (0.08, 1.0)
     """random_resized: smallest and largest area, as share of the picture's area."""
     ratio: Range = (3 / 4, 4 / 3)

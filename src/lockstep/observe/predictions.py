@@ -1,4 +1,4 @@
-"""Writes predictions as text, as CSV or JSON lines, or as arrays (NumPy or safetensors)."""
+"""Writes predictions as text, as CSV, JSON or JSON lines, as arrays (NumPy or safetensors), or into a folder."""
 
 from __future__ import annotations
 
@@ -15,12 +15,28 @@ from lockstep import atomic
 from lockstep.errors import UsageError
 from lockstep.observe import arrays
 from lockstep.observe.plain import dumps, plain
+from lockstep.observe.prediction_files import ROWS
 
-_SUFFIXES = (".csv", ".jsonl", ".npz", ".safetensors")
+_SUFFIXES = (".csv", ".json", ".jsonl", ".npz", ".safetensors")
+_ARRAYS = (".npz", ".safetensors")
+
+
+def is_folder(path: Path | None) -> bool:
+    """Whether predictions are written into a folder: `path` has no suffix, or is a folder without such a suffix as
+    files of predictions have."""
+    if path is None or path.name.startswith("."):
+        return path is not None and path.is_dir()
+    return not path.suffix or (path.is_dir() and path.suffix not in _SUFFIXES)
+
+
+def takes_rows(path: Path | None) -> bool:
+    """Whether `path` holds the rows of `Presenter.rows`: any number for each sample. Otherwise, and on stdout, a sample
+    has one object."""
+    return path is not None and path.suffix not in _ARRAYS
 
 
 def check(path: Path, skips: bool = False) -> None:
-    """Check, before predicting, that predictions can be written to `path`.
+    """Check, before predicting, that predictions can be written to `path`: a file, or a folder (see `is_folder`).
 
     Args:
         skips: whether inputs that cannot be read are left out.
@@ -29,8 +45,14 @@ def check(path: Path, skips: bool = False) -> None:
         UsageError: the suffix is unknown, or the folder does not exist or is not writable; or the format has no texts,
             so that nobody could tell which inputs were left out.
     """
+    if is_folder(path):
+        nearest = path if path.exists() else path.parent
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            remedy = "give a folder that is writable, or a new folder in such a folder"
+            raise UsageError("cannot be written there", where=f"--out {path}", remedy=remedy)
+        return
     if path.suffix not in _SUFFIXES:
-        remedy = f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        remedy = f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, or give a folder (no suffix)"
         raise UsageError(f"unknown suffix {path.suffix!r}", where=f"--out {path}", remedy=remedy)
     if skips and path.suffix == ".safetensors":
         raise UsageError(
@@ -94,6 +116,8 @@ class Rows(Protocol):
 def opened(path: Path | None) -> Iterator[Rows]:
     """Yield where predictions are written one after another, as `write` does. None: lines of JSON on stdout.
 
+    Into a folder, which is made if it is not there, they go as `predictions.jsonl`.
+
     Predictions are not kept in memory, except for .npz and .safetensors. If the block raises, a file that was there
     stays as it was.
 
@@ -105,6 +129,9 @@ def opened(path: Path | None) -> Iterator[Rows]:
         return
     with contextlib.ExitStack() as stack:
         with _naming(path):
+            if is_folder(path):
+                path.mkdir(exist_ok=True)
+                path = path / ROWS
             staging = stack.enter_context(atomic.staged_file(path))
             rows = _FORMATS.get(path.suffix, _Arrays)(path, staging)
             stack.callback(rows.close)
@@ -163,6 +190,24 @@ class _Lines:
         _close(self.file)
 
 
+class _Array(_Lines):
+    """An array of JSON in a file, with a line for each prediction. Samples that cannot be read are left out: a reader
+    of such a file (of COCO results) expects the same names in every object."""
+
+    separator = "[\n"
+
+    def add(self, prediction: Mapping[str, Any], readable: bool = True) -> None:
+        if readable:
+            line = self.separator + text(prediction)
+            self.separator = ",\n"
+            with _naming(self.path):
+                self.file.write(line)
+
+    def finish(self) -> None:
+        self.file.write("[]\n" if self.separator.startswith("[") else "\n]\n")
+        super().finish()
+
+
 class _Table:
     """A table in CSV. Its columns are known at the end, so the rows wait as lines of JSON in a file without a name."""
 
@@ -208,7 +253,7 @@ class _Arrays:
         self.rows = []
 
 
-_FORMATS: dict[str, type[_Lines | _Table | _Arrays]] = {".jsonl": _Lines, ".csv": _Table}
+_FORMATS: dict[str, type[_Lines | _Table | _Arrays]] = {".jsonl": _Lines, ".json": _Array, ".csv": _Table}
 
 
 def _plain(prediction: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.sources.image_records import ImageRecords, unlabelled_pictures
@@ -50,6 +52,15 @@ class ClassificationPresenter(Presenter):
         """The image of a prepared sample as people see it: uint8 (height, width, 3)."""
         image: Tensor = prepared["images"]
         return image.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+
+    def mistakes(self, output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        """The cross-entropy of each sample, without class weights. A sample without a label has -inf."""
+        labels = batch["labels"]
+        chosen = output.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+        return (-chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()).masked_fill(labels < 0, -math.inf)
+
+    def class_names(self) -> Sequence[str]:
+        return self.task.classes
 
     def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
         """Precision, recall and F1 by class, and the confusion matrix; of many classes the most frequent confusions."""

@@ -48,7 +48,10 @@ class DetectionOptions(ImageOptions):
     left out of training and evaluation."""
     difficult: bool = False
     """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
-    augment: AugmentOptions = AugmentOptions(crop="resize")
+    augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
+    mosaic: Probability = 0.0
+    """How often a training picture is put together of four pictures: itself, and three that are drawn from the training
+    data."""
     batch_norm: BatchNormChoice = "group"
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""

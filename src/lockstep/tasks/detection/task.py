@@ -19,6 +19,7 @@ from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
+from lockstep.images.mosaic import draw_others, mosaic
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
@@ -208,9 +209,18 @@ class Detection(Task):
     def prepare(self, sample: BoxedImage, epoch: int, training: bool) -> dict[str, Any]:
         """The views of a picture: in training a single view, augmented."""
         options, default = self.options, self.about.size
-        picture = Picture.from_pixels(sample.pixels, boxes=torch.as_tensor(sample.boxes))
+        picture = _picture(sample)
+        labels, crowd = torch.as_tensor(sample.labels), torch.as_tensor(sample.crowd)
         if training:
-            changed = train_picture(picture, options.size_at(epoch, default), options.augment)
+            size = options.size_at(epoch, default)
+            others = draw_others(len(self._train), options.mosaic) if options.mosaic else []
+            if others:
+                samples = [sample, *(self._other(index) for index in others)]
+                changed = mosaic([_picture(one) for one in samples], size, options.augment)
+                labels = torch.cat([torch.as_tensor(one.labels) for one in samples])
+                crowd = torch.cat([torch.as_tensor(one.crowd) for one in samples])
+            else:
+                changed = train_picture(picture, size, options.augment)
             seen = [View(changed, changed.size, (1.0, 1.0), (0, 0))]
         else:
             seen = views(
@@ -223,7 +233,6 @@ class Detection(Task):
                 min_visible=options.augment.min_visible,
             )
         indices = [view.picture.box_indices for view in seen]
-        labels, crowd = torch.as_tensor(sample.labels), torch.as_tensor(sample.crowd)
         # The cache may have reduced the picture.
         reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]
         return {
@@ -235,6 +244,14 @@ class Detection(Task):
             "size": sample.size,
             "id": int(sample.image_id),
         }
+
+    def _other(self, index: int) -> BoxedImage:
+        """A training sample for a mosaic."""
+        try:
+            return self._train[index]
+        except DataError as error:
+            where = self._train.where(index)
+            raise DataError(f"the partner for a mosaic: {error.what}", where=where, remedy=error.remedy) from error
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         seen: list[View] = [view for sample in samples for view in sample["views"]]
@@ -389,3 +406,7 @@ class Detection(Task):
     @staticmethod
     def _update(metrics: MetricCollection, output: dict[str, Tensor], batch: Batch) -> None:
         metrics.update(output["boxes"], output["scores"], output["labels"], batch["ids"])
+
+
+def _picture(sample: BoxedImage) -> Picture:
+    return Picture.from_pixels(sample.pixels, boxes=torch.as_tensor(sample.boxes))

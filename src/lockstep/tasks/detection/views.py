@@ -38,11 +38,8 @@ def fitted(
         offset: kept in the result.
     """
     height, width = picture.size
-    factor = size / max(height, width)
-    shape = max(1, round(height * factor)), max(1, round(width * factor))
-    resized = geometry.resize(picture, shape, interpolation=interpolation)
-    padded = geometry.pad(resized, top=0, left=0, bottom=size - shape[0], right=size - shape[1], fill=fill, mask_fill=0)
-    return View(contiguous(padded), shape, (shape[1] / width, shape[0] / height), offset)
+    inside, shape = geometry.letterbox(picture, (size, size), interpolation=interpolation, fill=fill)
+    return View(contiguous(inside), shape, (shape[1] / width, shape[0] / height), offset)
 
 
 def tiles(size: tuple[int, int], side: int, overlap: float) -> list[Region]:
