@@ -12,6 +12,7 @@ from transformers.loss import loss_d_fine, loss_utils
 
 from lockstep import LockstepError
 from lockstep.data.order import permute
+from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.detection.models import Preparation
 from lockstep.tasks.detection.transformers_boxes import inside_of, labels_of, stretch
 from tests import detector_cases, runs
@@ -161,6 +162,15 @@ def test_weights_are_the_same_on_every_number_of_ranks(architecture, steps):
             assert apart(weights, one) < 1e-10
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_without_boxes_train_with_denoising(strategy):
+    settings = runs.config(
+        batch={"global": 4, "micro": 1}, train={"steps": 4}, optim=OPTIM, parallel={"strategy": strategy}
+    )
+    one, two = run_ranks(2, detector_cases.trained_with_denoising, "rt_detr", settings)
+    assert apart(one, two) == 0
+
+
 def test_evaluated_losses_are_the_same_on_every_number_of_ranks(tmp_path):
     settings = runs.config(batch={"global": 8, "micro": 4}, train={"steps": 2, "eval_every_steps": 2}, optim=OPTIM)
     (_, one) = detector_cases.trained("rt_detr", settings)
@@ -300,3 +310,19 @@ def test_softmax_units_count_queries_with_and_without_a_box():
     units = models.weights(targets_of([3, 0, 9]))
     assert float(units["box"]) == float(units["giou"]) == 12
     assert float(units["class"]) == (3 + 6) + 0.25 * (3 + 6 + 0)  # six queries: three of nine boxes have none
+
+
+def test_batch_norm_suits_models_of_transformers_if_it_is_not_given():
+    options = detector_cases.DetectionOptions.model_validate
+    assert options({}).batch_norm == "group"
+    assert options({"scratch": {"architecture": "rt_detr"}}).batch_norm == "batch"
+    assert options({"model": "PekingU/rtdetr_r18vd"}).batch_norm == "frozen"
+    assert options({"model": "PekingU/rtdetr_r18vd", "batch_norm": "sync"}).batch_norm == "sync"
+
+
+def test_model_whose_layers_transformers_does_not_know_is_not_exported(tmp_path):
+    models, model = made("rt_detr")
+    changed = exchange_batch_norm(model, "group")
+    preparation = Preparation(size=SIZE, mean=[0.5] * 3, std=[0.5] * 3, fill=128, score_threshold=0.3)
+    with pytest.raises(LockstepError, match=r"task\.batch_norm: .* has model\..*, which this model lacks"):
+        models.export(changed, preparation, tmp_path)
