@@ -449,3 +449,48 @@ def test_blood_cells(shared_data):
     sample = data[59]
     assert sample.pixels.shape == (480, 640, 3)
     assert (sample.boxes[:, 2:] > sample.boxes[:, :2]).all()
+
+
+def test_pycocotools_finds_the_same_in_the_ground_truth_as_in_the_file(tmp_path):
+    """Also with crowds, boxes over the edge, areas of their own, and pictures without boxes."""
+    pytest.importorskip("pycocotools", reason="pycocotools is not installed")
+    import contextlib
+    import io
+
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    random = np.random.default_rng(0)
+    annotations = [
+        {
+            "id": int(number),
+            "image_id": int(random.choice([70, 9])),
+            "category_id": int(random.choice([3, 7])),
+            "bbox": [*random.uniform(-3, 15, 2).round(2).tolist(), *random.uniform(4, 20, 2).round(2).tolist()],
+            "area": float(random.uniform(5, 300)),
+            "iscrowd": int(random.random() < 0.2),
+        }
+        for number in random.permutation(60) + 1
+    ]
+    file = coco(tmp_path, annotations=annotations)
+    results = [
+        {
+            "image_id": entry["image_id"],
+            "category_id": entry["category_id"],
+            "bbox": (np.array(entry["bbox"]) + random.normal(0, 1.5, 4)).tolist(),
+            "score": float(random.random()),
+        }
+        for entry in annotations * 2
+    ]
+    made, stats = COCO(), []
+    with contextlib.redirect_stdout(io.StringIO()):
+        made.dataset = read(file).ground_truth()
+        made.createIndex()
+        for truth in (COCO(str(file)), made):
+            evaluation = COCOeval(truth, truth.loadRes(results), "bbox")
+            evaluation.evaluate()
+            evaluation.accumulate()
+            evaluation.summarize()
+            stats.append(evaluation.stats)
+    assert np.array_equal(*stats)
+    assert 0.05 < stats[0][0] < 0.95

@@ -121,6 +121,8 @@ FAULTS = {
     "an id that is no integer": (changed(1, id=1.5), "its id is 1.5"),
     "an id that is too large": (changed(1, image_id=2**70), "its image_id is 11805"),
     "crowd": (changed(1, iscrowd="yes"), "annotation 2: its iscrowd is 'yes'"),
+    "numbers as annotations": (content(annotations=[0]), "entry 0 of annotations"),
+    "an area that is too large": (changed(1, area=10**400), "annotation 2: its area is 1000"),
     "area": (changed(1, area="3"), "annotation 2: its area is '3'"),
 }
 

@@ -29,6 +29,7 @@ __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
 Array = npt.NDArray[Any]
 OnBadBoxes = Literal["raise", "skip"]
 _SHOWN = 8
+_MOST_AREA = float(np.finfo(np.float32).max)
 _EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted
 
 
@@ -296,7 +297,7 @@ def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotati
     with np.errstate(invalid="ignore"):  # boxes may have NaN and infinity
         right, bottom = left + width, top + height
         faults = {
-            "has a number that is not finite": ~np.isfinite(boxes).all(axis=1) | ~np.isfinite(annotations.area),
+            "has a number that is not finite": ~np.isfinite(boxes).all(axis=1) | ~(abs(annotations.area) <= _MOST_AREA),
             "has no area": (width <= 0) | (height <= 0) | (annotations.area < 0),
             "lies outside of its picture": (right <= 0) | (bottom <= 0) | (left >= sizes[:, 1]) | (top >= sizes[:, 0]),
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from lockstep.sources.packed_text import PackedText
 Array = npt.NDArray[Any]
 _PARTS = ("images", "annotations", "categories")
 _SHOWN = 8
+_MOST_SIDE = 2**31  # pixels; a larger number is no height or width of a picture
+_MOST = sys.float_info.max
 _REPAIR = "repair or remove this entry of the file"
 
 
@@ -137,6 +140,10 @@ class _About:
     classes: tuple[str, ...]
 
 
+class _Taken(int):
+    """The number of an annotation that was taken, in the place of the annotation."""
+
+
 class _Reader:
     """Takes annotations while the JSON is parsed, so that their dicts do not all live at the same time."""
 
@@ -158,7 +165,11 @@ class _Reader:
         for kind, values in (("id", self.ids), ("image_id", self.images), ("category_id", self.categories)):
             value = entry.get(kind)
             if type(value) is not int or not -(2**63) <= value < 2**63:
-                what = f"its {kind} is {value!r}, but must be an integer" if kind in entry else f"it has no {kind}"
+                what = (
+                    f"its {kind} is {repr(value)[:80]}, but must be an integer"
+                    if kind in entry
+                    else f"it has no {kind}"
+                )
                 self.faults.setdefault(number, (name, what))
                 value = -1
             values.append(value)
@@ -171,7 +182,7 @@ class _Reader:
         if self.segmentations is not None:
             self.segmentations += pickle.dumps(entry.get("segmentation"), protocol=5)
             self.ends.append(len(self.segmentations))
-        return number
+        return _Taken(number)
 
     def _box(self, entry: dict[str, Any], number: int, name: str) -> None:
         try:
@@ -180,13 +191,13 @@ class _Reader:
             box = array("d")
         if len(box) != 4:
             if self.boxes_needed or "bbox" in entry:
-                said = f"its bbox is {entry['bbox']!r}" if "bbox" in entry else "it has no bbox"
+                said = f"its bbox is {repr(entry['bbox'])[:80]}" if "bbox" in entry else "it has no bbox"
                 self.faults.setdefault(number, (name, f"{said}, but must be [left, top, width, height] in pixels"))
             box = array("d", [float("nan")] * 4)
         self.boxes.extend(box)
         area = entry.get("area")
-        if area is not None and type(area) not in (int, float):
-            self.faults.setdefault(number, (name, f"its area is {area!r}, but must be a number"))
+        if area is not None and (type(area) not in (int, float) or (type(area) is int and abs(area) > _MOST)):
+            self.faults.setdefault(number, (name, f"its area is {repr(area)[:80]}, but must be a number of pixels"))
             area = None
         self.area.append(box[2] * box[3] if area is None else area)
 
@@ -197,7 +208,7 @@ class _Reader:
             DataError: an entry is no annotation, or a taken annotation has a fault.
         """
         for place, entry in enumerate(entries):
-            if type(entry) is not int:
+            if type(entry) is not _Taken:
                 name = f"annotation {entry['id']!r}" if isinstance(entry, dict) and "id" in entry else "an annotation"
                 where = f"{self.path}: {name} (entry {place} of annotations, counted from 0)"
                 raise DataError("it has no image_id", where=where, remedy=_REPAIR)
@@ -317,7 +328,8 @@ def _texts(entries: Sequence[Any], ids: Array, kind: str, field: str, path: Path
 def _sizes(images: Sequence[dict[str, Any]]) -> Array:
     values = [[image.get("height"), image.get("width")] for image in images]
     return np.array(
-        [[side if type(side) is int and side > 0 else 0 for side in pair] for pair in values], dtype=np.int64
+        [[side if type(side) is int and 0 < side < _MOST_SIDE else 0 for side in pair] for pair in values],
+        dtype=np.int64,
     )
 
 
