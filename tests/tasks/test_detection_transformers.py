@@ -90,6 +90,19 @@ def test_loss_of_one_batch_is_that_of_transformers(architecture, counts):
         assert (one - other).norm() <= 1e-10 * max(float(other.norm()), 1e-6), name
 
 
+@pytest.mark.parametrize("architecture", SIZES)
+def test_loss_in_evaluation_is_that_of_transformers(architecture):
+    models, model = made(architecture)
+    model.eval()
+    targets = targets_of(EQUAL)
+    images = torch.randn(len(EQUAL), 3, SIZE, SIZE).double()
+    expected, _ = own_loss(model, images, targets)
+    outputs = models.forward(model, images, targets.shapes, None)
+    sums, units = models.losses(model, outputs, targets), models.weights(targets)
+    loss = sum(factor * sums[head] / units[head] for head, factor in models.coefficients().items())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+
+
 @pytest.mark.parametrize("architecture", ["rt_detr", "rt_detr_v2", "d_fine"])
 def test_loss_with_denoised_boxes_is_that_of_transformers(architecture):
     models, model = made(architecture, num_denoising=8)
