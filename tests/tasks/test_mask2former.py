@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from lockstep.tasks.segmentation.mask2former import (
+    UNUSED,
     Mask2FormerLosses,
     class_scores,
     counts_of,
@@ -88,7 +89,19 @@ def test_loss_of_one_batch_is_that_of_transformers():
     ours, theirs = (torch.autograd.grad(total, trained, allow_unused=True) for total in (loss, expected))
     for one, other in zip(ours, theirs, strict=True):
         assert (one is None) == (other is None)
-        assert one is None or (one - other).norm() <= 1e-10 * max(float(other.norm()), 1e-6)
+        assert one is None or (one - other).norm() <= 1e-10 * max(float(other.norm()), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_used_parameter_gets_a_gradient_in_every_precision(dtype):
+    model = made().to(torch.float32 if dtype == torch.bfloat16 else dtype)
+    images = torch.randn(2, 3, SIZE, SIZE, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        sums = Mask2FormerLosses(model.config).sums(outputs_of(model, images), masks_of((0, 1), (2,)))
+    sum(sums.values()).backward()
+    without = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
+    assert [name for name in without if not any(part in name for part in UNUSED)] == []
+    assert without
 
 
 def test_picture_without_valid_pixels_has_no_mask():

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor, nn
 
 
+UNUSED = ("encoder.swin.layernorm.",)
+"""Parts of the names of parameters that have no part in the outputs. Without a gradient, DDP would refuse them: set
+their `requires_grad` to False."""
+
+
 class TrueMasks(NamedTuple):
     """The masks of one picture."""
 
@@ -109,14 +114,18 @@ class Mask2FormerLosses:
         if self.auxiliary:
             inner = outputs.auxiliary_logits
             layers += [(layer["masks_queries_logits"], layer["class_queries_logits"]) for layer in inner]
-        logits = outputs.class_queries_logits
+        # transformers draws points in the default type, and refuses to mix them with another.
+        dtype = torch.get_default_dtype()
+        layers = [(own.to(dtype), classes.to(torch.promote_types(dtype, classes.dtype))) for own, classes in layers]
+        logits = layers[0][1]
         # transformers keeps this weight in float32. Cross-entropy wants the type of the logits.
         self.criterion.empty_weight = logits.new_ones(logits.shape[-1])
         self.criterion.empty_weight[-1] = self.no_object
         self.criterion.num_labels = logits.shape[-1] - 1
-        true = true_masks(masks, outputs.masks_queries_logits.dtype)
+        true = true_masks(masks, dtype)
         units = self._query_units(torch.tensor([len(one.classes) for one in true])).item()
-        by_layer = [self._layer(*layer, true, units) for layer in layers]
+        with torch.autocast(logits.device.type, enabled=False):
+            by_layer = [self._layer(*layer, true, units) for layer in layers]
         return {head: torch.stack([sums[head] for sums in by_layer]).sum() for head in by_layer[0]}
 
     def _layer(self, masks: Tensor, classes: Tensor, true: list[TrueMasks], units: float) -> dict[str, Tensor]:
