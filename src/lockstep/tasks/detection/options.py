@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from lockstep.config_section import Section
 from lockstep.images.options import AugmentOptions, Probability
@@ -53,6 +53,9 @@ class DetectionOptions(ImageOptions):
     """How often a training picture is put together of four pictures: itself, and three that are drawn from the training
     data."""
     batch_norm: BatchNormChoice = "group"
+    """What BatchNorm layers normalise by, as for every task on images. If it is not given, a model of transformers has
+    `frozen` with pretrained weights and `batch` without: its exported files cannot say that GroupNorm took their
+    place."""
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
     score_threshold: Probability = 0.3
@@ -66,3 +69,14 @@ class DetectionOptions(ImageOptions):
     tile_overlap: Annotated[float, Field(ge=0, lt=1)] = 0.25
     """The least share of a tile that the next tile covers too. An object that is larger than the common part may be
     found in parts only."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _batch_norm_of_transformers(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "batch_norm" in values:
+            return values
+        scratch = values.get("scratch") or {}
+        named = scratch.get("architecture", CENTER) if isinstance(scratch, dict) else CENTER
+        if values.get("model"):
+            return {**values, "batch_norm": "frozen"}
+        return values if named == CENTER else {**values, "batch_norm": "batch"}
