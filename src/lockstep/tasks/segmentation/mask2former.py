@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-
 UNUSED = ("encoder.swin.layernorm.",)
 """Parts of the names of parameters that have no part in the outputs. Without a gradient, DDP would refuse them: set
 their `requires_grad` to False."""
