@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SHIPPED_TASKS = {
     "toy": "lockstep.tasks.toy.options:ToyOptions",
     "classification": "lockstep.tasks.classification.options:ClassificationOptions",
+    "detection": "lockstep.tasks.detection.options:DetectionOptions",
     "text": "lockstep.tasks.text.options:TextOptions",
     "segmentation": "lockstep.tasks.segmentation.options:SegmentationOptions",
 }

@@ -1,0 +1,191 @@
+"""What a detection task asks of a model: losses as sums, the units of these sums, and boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.tasks.detection.options import CENTER, DetectionOptions
+
+
+class Pixels(NamedTuple):
+    """What a model expects of pictures."""
+
+    size: int
+    """Height and width in pixels."""
+    mean: list[float] | None
+    """Mean of each channel, from 0 to 1. None: the model does not say."""
+    std: list[float] | None
+    """Standard deviation of each channel. None: the model does not say."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The true boxes of a batch of prepared pictures. The boxes of all pictures stand behind each other."""
+
+    boxes: Tensor
+    """float32 (boxes, 4): left, top, right and bottom in pixels of the prepared picture."""
+    labels: Tensor
+    """int64 (boxes): class numbers, from 0."""
+    counts: Tensor
+    """int64 (pictures): the number of boxes of each picture."""
+    ignored: Tensor
+    """float32 (regions, 4): regions with a crowd of objects. They are neither objects nor background."""
+    ignored_counts: Tensor
+    """int64 (pictures): the number of ignored regions of each picture."""
+    shapes: Tensor
+    """int64 (pictures, 2): height and width in pixels of the part of each prepared picture that is no padding. It
+    starts in the upper left corner. In training, an augmentation may leave empty places inside."""
+
+    @property
+    def pictures(self) -> Tensor:
+        """int64 (boxes): the picture of each box."""
+        return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
+
+    def by_picture(self) -> list[tuple[Tensor, Tensor]]:
+        """Boxes (n, 4) and labels (n) of each picture."""
+        counts = self.counts.tolist()
+        return list(zip(torch.split(self.boxes, counts), torch.split(self.labels, counts), strict=True))
+
+    def part(self, begin: int, end: int) -> Targets:
+        """The targets of the pictures from `begin` to before `end`."""
+
+        def rows(values: Tensor, counts: Tensor) -> Tensor:
+            return values[int(counts[:begin].sum()) : int(counts[:end].sum())]
+
+        return Targets(
+            boxes=rows(self.boxes, self.counts),
+            labels=rows(self.labels, self.counts),
+            counts=self.counts[begin:end],
+            ignored=rows(self.ignored, self.ignored_counts),
+            ignored_counts=self.ignored_counts[begin:end],
+            shapes=self.shapes[begin:end],
+        )
+
+    def units(self) -> Tensor:
+        """The sum over pictures of max(1, boxes of the picture): float32 scalar.
+
+        This is the unit of losses that background has a part in. In a picture with boxes, the unit is the box. A
+        picture without boxes counts as one, so that it teaches that nothing is there, also in a global batch that has
+        no box at all.
+        """
+        return self.counts.clamp(min=1).sum().float()
+
+
+class Detections(NamedTuple):
+    """The boxes that a model found in a batch, equally many places for each picture, the best first."""
+
+    boxes: Tensor
+    """float32 (pictures, places, 4): left, top, right and bottom in pixels of the prepared picture."""
+    scores: Tensor
+    """float32 (pictures, places), from 0 to 1, descending. 0 in places without a box."""
+    labels: Tensor
+    """int64 (pictures, places): class numbers. -1 in places without a box."""
+
+
+class Preparation(NamedTuple):
+    """How pictures are prepared for a trained model."""
+
+    size: int
+    """Height and width in pixels of the square into which the whole picture is fitted, with padding at the right and
+    at the bottom."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    fill: int
+    """Grey level of the padding."""
+    score_threshold: float
+    """Boxes with a smaller score are not shown."""
+
+
+class DetectionModels(Protocol):
+    """Makes models of one kind, and knows their losses and their boxes."""
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        """The classes in the order of the model's scores; `names` are those of the data.
+
+        Raises:
+            UsageError: the pretrained model has other classes.
+        """
+        ...
+
+    def pixels(self) -> Pixels:
+        """What the model expects of pictures."""
+        ...
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        """The model, and names of the weights that the pretrained model lacks.
+
+        Args:
+            size: height and width in pixels of the largest pictures.
+            trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
+        """
+        ...
+
+    def coefficients(self) -> Mapping[str, float]:
+        """The factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
+        ...
+
+    def weights(self, targets: Targets) -> dict[str, Tensor]:
+        """The units of each head: scalars, from the labels alone.
+
+        The engine divides the sum of each head over the global batch by the sum of its units over the global batch.
+        For most heads the unit is the box (`targets.counts.sum()`) or `targets.units()`.
+        """
+        ...
+
+    def forward(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Any:
+        """The outputs of the model, for `losses` and `detections`.
+
+        Args:
+            images: (pictures, 3, size, size), normalised.
+            shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
+            targets: the true boxes while the model trains, for models that denoise them. Otherwise None.
+        """
+        ...
+
+    def losses(self, model: nn.Module, outputs: Any, targets: Targets) -> dict[str, Tensor]:
+        """The SUM of each head's loss over the units that `weights` counts: scalars with the keys of `weights`.
+
+        Every head depends on the outputs, also where a batch has no box: its sum is then zero times an output.
+        """
+        ...
+
+    def detections(self, model: nn.Module, outputs: Any, *, size: tuple[int, int], most: int) -> Detections:
+        """The best boxes of each picture.
+
+        Args:
+            size: height and width in pixels of the prepared pictures.
+            most: the greatest number of boxes of a picture.
+        """
+        ...
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
+        ...
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        """Write what the library needs to load the weights of `model` into `folder`."""
+        ...
+
+
+def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
+    """What makes the models that `options` ask for.
+
+    Args:
+        folder: where an earlier start of the run has kept the model's config. None: there is none.
+    """
+    if options.model is None and options.scratch.architecture == CENTER:
+        from lockstep.tasks.detection.center_models import CenterModels
+
+        return CenterModels(options)
+    from lockstep.tasks.detection.transformers_models import TransformersModels
+
+    models: DetectionModels = TransformersModels(options, folder)
+    return models

@@ -1,0 +1,63 @@
+"""How much boxes overlap, and which of several boxes on the same object remain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SMALL = 1e-7
+
+
+def area(boxes: Tensor) -> Tensor:
+    """Areas of boxes (..., 4) of left, top, right and bottom: (...). 0 for boxes whose edges are exchanged."""
+    return (boxes[..., 2:] - boxes[..., :2]).clamp(min=0).prod(-1)
+
+
+def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
+    """The overlap of each box of `first` (..., n, 4) with each of `second` (..., m, 4): (..., n, m), from 0 to 1."""
+    one, other = first[..., :, None, :], second[..., None, :, :]
+    inner = (torch.minimum(one[..., 2:], other[..., 2:]) - torch.maximum(one[..., :2], other[..., :2])).clamp(min=0)
+    both = inner.prod(-1)
+    return both / (area(one) + area(other) - both).clamp(min=_SMALL)
+
+
+def generalised_overlap(first: Tensor, second: Tensor) -> Tensor:
+    """Generalised intersection over union of pairs of boxes (..., 4): (...), from -1 to 1.
+
+    Source: Rezatofighi et al. 2019, arXiv:1902.09630.
+    """
+    inner = (torch.minimum(first[..., 2:], second[..., 2:]) - torch.maximum(first[..., :2], second[..., :2])).clamp(
+        min=0
+    )
+    outer = torch.maximum(first[..., 2:], second[..., 2:]) - torch.minimum(first[..., :2], second[..., :2])
+    both, around = inner.prod(-1), outer.prod(-1).clamp(min=_SMALL)
+    union = (area(first) + area(second) - both).clamp(min=_SMALL)
+    return both / union - (around - union) / around
+
+
+def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
+    """Greedy non-maximum suppression within each class: which boxes are left out.
+
+    A box is left out if a box of its class before it, which remains, overlaps it by more than `most`. The greedy
+    choice is the fixed point of an iteration on all boxes at once (Zheng et al. 2020, arXiv:2005.03572, section 4.2).
+
+    Args:
+        boxes: (..., n, 4), the best first.
+        labels: (..., n): boxes of different labels do not compete.
+        most: the greatest intersection over union, from 0 to 1. 1: no box is left out.
+
+    Returns:
+        bool (..., n).
+    """
+    if most >= 1 or not boxes.shape[-2]:
+        return torch.zeros_like(labels, dtype=torch.bool)
+    competes = intersection_over_union(boxes, boxes) > most
+    competes &= labels[..., :, None] == labels[..., None, :]
+    earlier = competes.triu(1)  # [i, j]: box i comes before box j, and overlaps it
+    gone = torch.zeros_like(labels, dtype=torch.bool)
+    for _ in range(boxes.shape[-2]):  # the first k boxes are right after k rounds; usually a few rounds are enough
+        now = (earlier & ~gone[..., :, None]).any(-2)
+        if torch.equal(now, gone):
+            break
+        gone = now
+    return gone

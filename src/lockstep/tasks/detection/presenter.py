@@ -1,0 +1,262 @@
+"""How detection shows its data, predictions and results to people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep.observe import drawing
+from lockstep.sources.boxed_images import BoxedImage
+from lockstep.sources.decoded_images import DecodedImages
+from lockstep.sources.image_records import unlabelled_pictures
+from lockstep.tasks.detection.matching import Matched, match
+from lockstep.tasks.detection.models import Preparation, models_for
+from lockstep.tasks.presenter import Presenter
+
+if TYPE_CHECKING:
+    from lockstep.tasks.detection.task import Detection
+
+_SHOWN = 8
+_SIDE = 960  # pixels of image, truth and prediction side by side
+_DIGITS = 4
+_RECALLS = np.linspace(0, 1, 101)  # pycocotools' `recThrs`
+
+Array = npt.NDArray[Any]
+Output = Mapping[str, Tensor]
+
+
+class UnlabelledImages(Dataset[BoxedImage]):
+    """Pictures to predict, as samples without boxes. Their ids are their places, counted from 1."""
+
+    def __init__(self, pictures: DecodedImages) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> BoxedImage:
+        pixels, _, name = self.pictures[index]
+        return BoxedImage(
+            pixels=pixels,
+            boxes=np.zeros((0, 4), np.float32),
+            labels=np.zeros(0, np.int64),
+            crowd=np.zeros(0, bool),
+            area=np.zeros(0, np.float32),
+            image_id=index + 1,
+            name=name,
+            size=(pixels.shape[0], pixels.shape[1]),
+        )
+
+    def where(self, index: int) -> str:
+        """The file of a picture."""
+        return self.pictures.where(index)
+
+
+class DetectionPresenter(Presenter):
+    """Shows image, true and found boxes side by side, and the average precision of each class. INPUT arguments are
+    pictures and folders of pictures."""
+
+    task: Detection
+    picture_side = _SIDE
+
+    def inputs(self, arguments: Sequence[str]) -> UnlabelledImages:
+        """The pictures that the arguments name: files, folders, patterns and shards."""
+        return UnlabelledImages(DecodedImages(unlabelled_pictures(arguments), channels=self.task.options.channels))
+
+    # ---- one sample
+
+    def describe(self, output: Output) -> dict[str, Any]:
+        """The boxes with at least `score_threshold`, the best first: class, score, and left, top, right and bottom in
+        pixels of the original picture."""
+        boxes, scores, labels = _shown(output, self.task.options.score_threshold)
+        return {
+            "boxes": [
+                {"class": self.task.classes[label], "score": round(score, _DIGITS), "box": _rounded(box)}
+                for box, score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
+            ]
+        }
+
+    def truth(self, sample: BoxedImage) -> list[dict[str, Any]]:
+        """The true boxes."""
+        pairs = zip(np.asarray(sample.boxes).tolist(), np.asarray(sample.labels).tolist(), strict=True)
+        return [{"class": self.task.classes[label], "box": _rounded(box)} for box, label in pairs]
+
+    def rows(self, sample: BoxedImage, output: Output) -> list[dict[str, Any]]:
+        """A row of COCO's results for each box of any score: `image_id`, `category_id`, `bbox` (left, top, width and
+        height in pixels), `score`; and `class`, its name."""
+        from lockstep.tasks.detection.coco_map import width_and_height
+
+        boxes, scores, labels = (part.cpu().numpy() for part in _shown(output, 0.0))
+        about = self.task.about
+        rows = zip(width_and_height(boxes).tolist(), scores.tolist(), labels.tolist(), strict=True)
+        return [
+            {
+                "image_id": int(sample.image_id),
+                "category_id": about.category_ids[label],
+                "bbox": box,
+                "score": score,
+                "class": about.classes[label],
+            }
+            for box, score, label in rows
+        ]
+
+    def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
+        """The picture with its boxes that have at least `score_threshold`."""
+        boxes, scores, labels = self._in_pixels(sample, output)
+        return {"boxes/*.png": drawing.png(self._drawn(sample.pixels, boxes, labels, scores))}
+
+    def _in_pixels(self, sample: BoxedImage, output: Output) -> tuple[Tensor, Tensor, Tensor]:
+        """The boxes to show, in pixels of the sample, which the cache may have reduced; their scores and labels."""
+        boxes, scores, labels = _shown(output, self.task.options.score_threshold)
+        height, width = (now / size for now, size in zip(sample.pixels.shape[:2], sample.size, strict=True))
+        return boxes * boxes.new_tensor([width, height, width, height]), scores, labels
+
+    def picture(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> Any:
+        """The image, and beside it the true boxes and the found boxes with at least `score_threshold`. A training
+        sample is shown as the model sees it."""
+        if output is None:
+            view = prepared["views"][0].picture
+            image, boxes = view.image.permute(1, 2, 0).numpy(), view.boxes
+            row = [image, self._drawn(image, boxes, prepared["labels"][0], side=_SIDE // 3)]
+            return drawing.side_by_side(row, ["image", "truth"], side=2 * _SIDE // 3)
+        found = self._in_pixels(sample, output)
+        third = _SIDE // 3
+        row = [
+            sample.pixels,
+            self._drawn(sample.pixels, torch.as_tensor(sample.boxes), torch.as_tensor(sample.labels), side=third),
+            self._drawn(sample.pixels, found[0], found[2], found[1], side=third),
+        ]
+        return drawing.side_by_side(row, ["image", "truth", "prediction"], side=_SIDE)
+
+    def _drawn(
+        self, image: Any, boxes: Tensor, labels: Tensor, scores: Tensor | None = None, side: int | None = None
+    ) -> Any:
+        """The image with boxes in the colours of their classes; the best box is drawn last."""
+        order = list(reversed(range(len(boxes))))
+        names = [self.task.classes[label] for label in labels.tolist()]
+        texts = names if scores is None else [f"{n} {s:.2f}" for n, s in zip(names, scores.tolist(), strict=True)]
+        colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)
+        return drawing.with_boxes(
+            image, boxes.cpu().numpy()[order], [texts[n] for n in order], colors[order], side=side
+        )
+
+    def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
+        """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""
+        lines = [str(sample.name)]
+        if output is not None:
+            found, _, labels = self._in_pixels(sample, output)
+            true = (torch.as_tensor(part) for part in (sample.boxes, sample.labels, sample.crowd))
+            matched = match(found, labels, *true)
+            lines.append(f"{len(sample.boxes)} boxes, {matched.missed} missed, {matched.invented} invented")
+        return "\n".join(lines)
+
+    def _matched(self, output: Output, boxes: Tensor, labels: Tensor, crowd: Tensor) -> Matched:
+        """The boxes to show, matched with true boxes in pixels of the original picture."""
+        found, _, found_labels = _shown(output, self.task.options.score_threshold)
+        return match(found.cpu().float(), found_labels.cpu(), boxes.float(), labels, crowd)
+
+    def mistakes(self, output: Output, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """The number of missed and invented boxes of each picture, among the boxes with at least `score_threshold`;
+        -inf for a picture without a known truth."""
+        numbers = []
+        for place, image_id in enumerate(batch["ids"].tolist()):
+            true = self.task.true_boxes(image_id)
+            if true is None:
+                numbers.append(-torch.inf)
+                continue
+            matched = self._matched({name: part[place] for name, part in output.items()}, *true)
+            numbers.append(float(matched.missed + matched.invented))
+        return torch.tensor(numbers)
+
+    # ---- an evaluation and a run
+
+    def report(self, values: Mapping[str, Tensor], samples: Sequence[tuple[Any, Any]]) -> str:
+        """The average precision of each class."""
+        lines = [
+            f"  {name}: {float(values[f'mAP/{name}']):.3f}" for name in self.task.classes if f"mAP/{name}" in values
+        ]
+        return "\n".join(["average precision by class (IoU 0.50 to 0.95):", *lines]) if lines else ""
+
+    def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, npt.NDArray[np.uint8]]:
+        """`precision_recall`: precision over recall of each class, at IoU 0.50."""
+        if "precision_recall" not in values:
+            return {}
+        precision = values["precision_recall"].cpu().numpy()
+        pairs = zip(self.task.classes, precision, strict=True)
+        series = {f"{name} {row.mean():.2f}": (_RECALLS, row) for name, row in pairs if (row > -1).all()}
+        if not series:
+            return {}
+        title = "precision over recall at IoU 0.50, with the average precision"
+        return {"precision_recall": drawing.curves(series, title=title, x_label="recall", y_label="precision")}
+
+    def class_names(self) -> Sequence[str]:
+        return self.task.classes
+
+    def epoch_header(self, epoch: int) -> str:
+        """The size of training pictures in an epoch, counted from 0."""
+        return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
+
+    def log_header(self) -> list[str]:
+        """The data, boxes by class, the sizes of pictures, and the weights that are new."""
+        task = self.task
+        options, about = task.options, task.about
+        lines = _of_data("training", task.train_data(), about.classes)
+        evaluation = task.eval_data()
+        if evaluation is not None:
+            lines += _of_data("evaluation", evaluation, about.classes)
+        first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
+        grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
+        numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
+        size = options.size_for_evaluation(about.size)
+        lines.append(f"images: {grows}, evaluation {size} pixels; mean {numbers[0]}, standard deviation {numbers[1]}")
+        if options.tile:
+            lines.append(f"evaluation: pictures larger than {options.tile} pixels are cut into tiles")
+        if task.new_weights:
+            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
+            lines.append(f"not in {options.model}, so new: {shown}")
+        return lines
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write `detection.json` (classes, size, normalisation), and what `transformers.pipeline` needs if the model is
+        of transformers: its config and the config of an image processor."""
+        task = self.task
+        about, options = task.about, task.options
+        (folder / "detection.json").write_text(json.dumps(asdict(about), indent=1))
+        preparation = Preparation(
+            size=options.size_for_evaluation(about.size),
+            mean=about.mean,
+            std=about.std,
+            fill=options.augment.fill,
+            score_threshold=options.score_threshold,
+        )
+        models_for(options, task.folder).export(model, preparation, folder)
+
+
+def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Boxes, scores and labels of one picture, without empty places and boxes with smaller scores."""
+    kept = (output["labels"] >= 0) & (output["scores"] >= threshold)
+    return output["boxes"][kept], output["scores"][kept], output["labels"][kept]
+
+
+def _rounded(box: Sequence[float]) -> list[float]:
+    return [round(edge, 2) for edge in box]
+
+
+def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
+    """Lines about the pictures and boxes that were read."""
+    counts, empty = data.class_counts(), int((data.counts == 0).sum())
+    without = f", {empty:,} without a box" if empty else ""
+    lines = [f"{name}: {len(data):,} images, {int(data.counts.sum()):,} boxes{without}"]
+    lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in classes))
+    if data.cache is not None:
+        lines.append(f"  {data.cache.summary()}")
+    return lines + [f"  {note}" for note in getattr(data, "notes", ())]

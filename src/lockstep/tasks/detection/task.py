@@ -1,0 +1,412 @@
+"""Object detection: boxes with classes in pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from lockstep import atomic
+from lockstep.errors import DataError, UsageError
+from lockstep.images.augment import train_picture
+from lockstep.images.cache import CacheOptions
+from lockstep.images.mosaic import draw_others, mosaic
+from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.images.picture import Picture, stack_images
+from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
+from lockstep.tasks.batch_norm import exchange_batch_norm
+from lockstep.tasks.detection.models import Detections, Targets, models_for
+from lockstep.tasks.detection.options import DetectionOptions
+from lockstep.tasks.detection.overlap import suppressed
+from lockstep.tasks.detection.presenter import DetectionPresenter
+from lockstep.tasks.detection.views import View, in_picture, views
+from lockstep.tasks.size_check import check_image_sizes
+from lockstep.tasks.task import Metrics, Task
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+    from lockstep.tasks.detection.coco_map import CocoTruth
+
+Batch = dict[str, Tensor]
+
+_KEPT = "detection.json"
+_GREY = 0.5
+_VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles than that and more than pictures
+
+
+@dataclass(frozen=True)
+class About:
+    """What the task learns from its data and its model, and keeps with the run."""
+
+    classes: list[str]
+    """Names of the classes, in the order of their numbers."""
+    category_ids: list[int]
+    """The number of each class in the annotation file of the training data. Files of predictions use these numbers."""
+    counts: list[int]
+    """Number of training boxes of each class."""
+    mean: list[float]
+    """Mean of each channel, from 0 to 1."""
+    std: list[float]
+    """Standard deviation of each channel, from 0 to 1."""
+    size: int
+    """Height and width in pixels that suit the model."""
+
+
+@final
+class Detection(Task):
+    """Each image has any number of boxes with classes. The metrics are COCO's, by pycocotools.
+
+    A batch is a dict. A picture has one view, or several if it is cut into tiles for an evaluation:
+
+    | key | | |
+    |---|---|---|
+    | `images` | uint8 (views, channels, size, size) | the pictures, each fitted into a square |
+    | `boxes` | float32 (boxes, 4) | those of all views, in pixels of the views |
+    | `labels`, `crowd` | int64 (boxes), bool (boxes) | their class numbers, and which stand for a group of objects |
+    | `counts` | int64 (views) | boxes of each view |
+    | `shapes` | int64 (views, 2) | height and width of the part of each view that is no padding |
+    | `scale`, `offset` | float32 (views, 2) | the way back to the original picture, as in `views.View` |
+    | `views` | int64 (pictures) | views of each picture |
+    | `sizes` | int64 (pictures, 2) | height and width of the original pictures |
+    | `ids` | int64 (pictures) | their ids in the annotation file |
+
+    An output is a dict of `boxes`: float32 (pictures, `most_boxes`, 4), left, top, right and bottom in pixels of the
+    original picture; `scores`: float32 (pictures, `most_boxes`), descending; and `labels`: int64 (pictures,
+    `most_boxes`), -1 in places without a box.
+
+    Args:
+        train, eval: sources of pictures with boxes: see `sources.boxed_images.read_boxed_images`.
+        cache: keep decoded pictures on disk, as `data.cache` says.
+    """
+
+    presenter = DetectionPresenter
+
+    def __init__(
+        self, options: DetectionOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
+    ) -> None:
+        self.options, self.train_source, self.cache = options, train, cache
+        self.eval_source = eval or evaluation_part(train)
+        self.folder: Path | None = None
+        """The folder that is kept with the run. None without a run."""
+        self.new_weights: list[str] = []
+        """Names of the weights that the pretrained model lacks. Known after `model`."""
+        self._trained = False
+
+    def setup(self, folder: Path, trained: bool) -> None:
+        """Keep the class names, the normalisation and the model's config in `folder`."""
+        self._trained = trained
+        if not (folder / _KEPT).exists():
+            about = self.about
+            try:
+                with atomic.staged_folder(folder, replace=True) as staging:
+                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
+                    models_for(self.options, None).save(about.classes, size=self._largest, folder=staging)
+            except OSError as error:
+                raise UsageError(
+                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
+                ) from error
+        self.folder = folder
+        for name in ("about", "_models"):  # they are read again from the file, so that they are the same on every rank
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def about(self) -> About:
+        """The classes, and what the model expects of pictures."""
+        if self.folder is not None:
+            return About(**json.loads((self.folder / _KEPT).read_text()))
+        data, options = self._read(self.train_source, "train", None), self.options
+        models = models_for(options, None)
+        classes, pixels = models.classes(data.classes), models.pixels()
+        number = {name: place for place, name in enumerate(data.classes)}
+        counts = data.class_counts()
+        grey = [_GREY] * options.channels
+        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        return About(
+            classes=classes,
+            category_ids=[int(data.category_ids[number[name]]) for name in classes],
+            counts=[counts[name] for name in classes],
+            mean=options.mean or pixels.mean or usual[0],
+            std=options.std or pixels.std or usual[1],
+            size=pixels.size,
+        )
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, in the order of their numbers."""
+        return self.about.classes
+
+    @cached_property
+    def _models(self) -> Any:
+        return models_for(self.options, self.folder)
+
+    # ---- data
+
+    def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
+        options = self.options
+        return read_boxed_images(
+            source,
+            key=f"data.{split}",
+            split=split,
+            classes=options.classes if classes is None else classes,
+            images=options.images if split == "train" else options.eval_images or options.images,
+            on_bad_boxes=options.on_bad_boxes,
+            difficult=options.difficult,
+            channels=options.channels,
+            cache=self.cache,
+        )
+
+    @cached_property
+    def _train(self) -> BoxedImages:
+        return self._read(self.train_source, "train", self.classes)
+
+    @cached_property
+    def _eval(self) -> BoxedImages | None:
+        return None if self.eval_source is None else self._read(self.eval_source, "eval", self.classes)
+
+    def train_data(self) -> Dataset[Any]:
+        return self._train
+
+    def eval_data(self) -> Dataset[Any] | None:
+        return self._eval
+
+    # ---- the model
+
+    @property
+    def _largest(self) -> int:
+        return self.options.all_sizes(self.about.size)[-1]
+
+    def model(self) -> nn.Module:
+        options, about = self.options, self.about
+        model, self.new_weights = self._models.make(about.classes, size=self._largest, trained=self._trained)
+        model = exchange_batch_norm(model, options.batch_norm)
+
+        def forward(model: nn.Module, images: Tensor) -> Any:
+            shapes = torch.full((len(images), 2), images.shape[-1], device=images.device)
+            return self._models.forward(model, images, shapes, None)
+
+        sizes = options.all_sizes(about.size)
+        check_image_sizes(model, sizes, channels=options.channels, forward=forward, where="task.image_size")
+        return model
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:  # type: ignore[override]
+        """Factor of each head's mean in the total loss."""
+        found: Mapping[str, float] = self._models.coefficients()
+        return found
+
+    # ---- from a picture to a batch
+
+    def prepare(self, sample: BoxedImage, epoch: int, training: bool) -> dict[str, Any]:
+        """The views of a picture: in training a single view, augmented."""
+        options, default = self.options, self.about.size
+        picture = _picture(sample)
+        labels, crowd = torch.as_tensor(sample.labels), torch.as_tensor(sample.crowd)
+        if training:
+            size = options.size_at(epoch, default)
+            others = draw_others(len(self._train), options.mosaic) if options.mosaic else []
+            if others:
+                samples = [sample, *(self._other(index) for index in others)]
+                changed = mosaic([_picture(one) for one in samples], size, options.augment)
+                labels = torch.cat([torch.as_tensor(one.labels) for one in samples])
+                crowd = torch.cat([torch.as_tensor(one.crowd) for one in samples])
+            else:
+                changed = train_picture(picture, size, options.augment)
+            seen = [View(changed, changed.size, (1.0, 1.0), (0, 0))]
+        else:
+            seen = views(
+                picture,
+                options.size_for_evaluation(default),
+                tile=options.tile,
+                overlap=options.tile_overlap,
+                fill=options.augment.fill,
+                interpolation=options.augment.interpolation,
+                min_visible=options.augment.min_visible,
+            )
+        indices = [view.picture.box_indices for view in seen]
+        # The cache may have reduced the picture.
+        reduced = sample.size[1] / picture.size[1], sample.size[0] / picture.size[0]
+        return {
+            "views": seen,
+            "scale": [(view.scale[0] / reduced[0], view.scale[1] / reduced[1]) for view in seen],
+            "offset": [(view.offset[0] * reduced[0], view.offset[1] * reduced[1]) for view in seen],
+            "labels": [labels[index] for index in indices],
+            "crowd": [crowd[index] for index in indices],
+            "size": sample.size,
+            "id": int(sample.image_id),
+        }
+
+    def _other(self, index: int) -> BoxedImage:
+        """A training sample for a mosaic."""
+        try:
+            return self._train[index]
+        except DataError as error:
+            where = self._train.where(index)
+            raise DataError(f"the partner for a mosaic: {error.what}", where=where, remedy=error.remedy) from error
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        seen: list[View] = [view for sample in samples for view in sample["views"]]
+        boxes = [view.picture.boxes for view in seen]
+        return {
+            "images": stack_images([view.picture.image for view in seen]),
+            "boxes": torch.cat([part for part in boxes if part is not None]),
+            "labels": torch.cat([part for sample in samples for part in sample["labels"]]).long(),
+            "crowd": torch.cat([part for sample in samples for part in sample["crowd"]]).bool(),
+            "counts": torch.tensor([len(part) for part in boxes if part is not None]),
+            "shapes": torch.tensor([view.shape for view in seen]),
+            "scale": torch.tensor([pair for sample in samples for pair in sample["scale"]], dtype=torch.float32),
+            "offset": torch.tensor([pair for sample in samples for pair in sample["offset"]], dtype=torch.float32),
+            "views": torch.tensor([len(sample["views"]) for sample in samples]),
+            "sizes": torch.tensor([sample["size"] for sample in samples]),
+            "ids": torch.tensor([sample["id"] for sample in samples]),
+        }
+
+    # ---- from a batch to a loss
+
+    @staticmethod
+    def targets(batch: Batch) -> Targets:
+        """The true boxes of the views of a batch; crowds are regions that are ignored."""
+        crowd, counts = batch["crowd"], batch["counts"]
+        view = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        ignored_counts = torch.zeros_like(counts).index_add_(0, view, crowd.to(counts.dtype))
+        return Targets(
+            boxes=batch["boxes"][~crowd],
+            labels=batch["labels"][~crowd],
+            counts=counts - ignored_counts,
+            ignored=batch["boxes"][crowd],
+            ignored_counts=ignored_counts,
+            shapes=batch["shapes"],
+        )
+
+    def weight(self, batch: Batch) -> dict[str, Tensor]:
+        units: dict[str, Tensor] = self._models.weights(self.targets(batch))
+        return units
+
+    def loss(self, model: nn.Module, batch: Batch) -> Any:
+        targets = self.targets(batch)
+        if model.training:
+            outputs = self._forward(model, batch["images"], targets, training=True)
+            return self._models.losses(model, outputs, targets)
+        losses: dict[str, Tensor] = {}
+        found = []
+        for outputs, part in self._parts(model, batch, targets):
+            for head, value in self._models.losses(model, outputs, part).items():
+                losses[head] = losses[head] + value if head in losses else value
+            found.append(self._detections(model, outputs, batch))
+        return losses, self._together(found, batch)
+
+    def _forward(self, model: nn.Module, images: Tensor, targets: Targets, *, training: bool) -> Any:
+        dtype = next(model.parameters()).dtype
+        normalised = normalise(images, self.about.mean, self.about.std, dtype=dtype)
+        return self._models.forward(model, normalised, targets.shapes, targets if training else None)
+
+    def _parts(self, model: nn.Module, batch: Batch, targets: Targets) -> Iterator[tuple[Any, Targets]]:
+        """The outputs of the views of a batch, and their targets; of tiles a few at a time, to save memory."""
+        images, step = batch["images"], max(len(batch["ids"]), _VIEWS)
+        for begin in range(0, len(images), step):
+            part = targets.part(begin, begin + step)
+            yield self._forward(model, images[begin : begin + step], part, training=False), part
+
+    # ---- outputs
+
+    def predict(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The boxes of each picture, in pixels of the original picture."""
+        parts = self._parts(model, batch, self.targets(batch))
+        return self._together([self._detections(model, outputs, batch) for outputs, _ in parts], batch)
+
+    def _detections(self, model: nn.Module, outputs: Any, batch: Batch) -> Detections:
+        height, width = batch["images"].shape[-2:]
+        found: Detections = self._models.detections(model, outputs, size=(height, width), most=self.options.most_boxes)
+        return found
+
+    def _together(self, parts: list[Detections], batch: Batch) -> dict[str, Tensor]:
+        """The boxes of pictures from those of their views, all with `most_boxes` places."""
+        boxes, scores, labels = (torch.cat(part) for part in zip(*parts, strict=True))
+        boxes = in_picture(boxes.float(), batch["scale"], batch["offset"])
+        most, counts = self.options.most_boxes, batch["views"].tolist()
+        if max(counts) > 1:
+            pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
+            merged = [self._merged(*picture) for picture in pictures]
+        else:
+            merged = list(zip(boxes, scores, labels, strict=True))
+        places = (len(merged), most)
+        result = {
+            "boxes": boxes.new_zeros(*places, 4),
+            "scores": boxes.new_zeros(places),
+            "labels": labels.new_full(places, -1),
+        }
+        for number, (own_boxes, own_scores, own_labels) in enumerate(merged):
+            height, width = batch["sizes"][number].tolist()
+            limit = boxes.new_tensor([width, height, width, height])
+            count = min(most, len(own_scores))
+            result["boxes"][number, :count] = torch.minimum(own_boxes[:count].clamp(min=0), limit)
+            result["scores"][number, :count] = own_scores[:count].float()
+            result["labels"][number, :count] = own_labels[:count]
+        return result
+
+    def _merged(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The boxes of one picture from those of its tiles (tiles, places): the best first, without doubles."""
+        order = scores.flatten().argsort(descending=True, stable=True)
+        order = order[labels.flatten()[order] >= 0]
+        boxes, scores, labels = boxes.flatten(0, 1)[order], scores.flatten()[order], labels.flatten()[order]
+        if len(boxes):
+            kept = ~suppressed(boxes, labels, self.options.nms)
+            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
+        return boxes, scores, labels
+
+    def metrics(self) -> Metrics:
+        """`mAP`, `mAP50`, `mAP75`, by size of the objects and by class, as in `coco_map.CocoMap.compute`."""
+        from lockstep.tasks.detection.coco_map import CocoMap
+
+        return Metrics({"boxes": CocoMap(self._truth, self.classes)}, self._update)
+
+    def _truth(self) -> CocoTruth:
+        if self._eval is None:
+            raise DataError("there are no true boxes", where="data.eval", remedy="give evaluation data with boxes")
+        from lockstep.tasks.detection.coco_map import CocoTruth
+
+        data, annotations = self._eval, self._eval.annotations
+        return CocoTruth(
+            image_ids=annotations.image_ids,
+            category_ids=data.category_ids,
+            ids=annotations.ids,
+            pictures=annotations.images,
+            labels=data.labels,
+            boxes=annotations.boxes,
+            area=annotations.area,
+            crowd=annotations.crowd,
+        )
+
+    @cached_property
+    def _boxes_of_pictures(self) -> dict[int, tuple[int, int]]:
+        """By the id of an evaluation picture: where its true boxes begin and end."""
+        truth = self._truth()
+        starts = np.searchsorted(truth.pictures, np.arange(len(truth.image_ids) + 1)).tolist()
+        return dict(zip(truth.image_ids.tolist(), pairwise(starts), strict=True))
+
+    def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The true boxes of an evaluation picture: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
+        (n), and whether each is a crowd (n). None if there is no such picture."""
+        if self._eval is None or image_id not in self._boxes_of_pictures:
+            return None
+        truth, part = self._truth(), slice(*self._boxes_of_pictures[image_id])
+        boxes = torch.from_numpy(truth.boxes[part].astype(np.float32))
+        boxes[:, 2:] += boxes[:, :2]
+        return boxes, torch.from_numpy(truth.labels[part]), torch.from_numpy(truth.crowd[part])
+
+    @staticmethod
+    def _update(metrics: MetricCollection, output: dict[str, Tensor], batch: Batch) -> None:
+        metrics.update(output["boxes"], output["scores"], output["labels"], batch["ids"])
+
+
+def _picture(sample: BoxedImage) -> Picture:
+    return Picture.from_pixels(sample.pixels, boxes=torch.as_tensor(sample.boxes))

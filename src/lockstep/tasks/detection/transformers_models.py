@@ -1,0 +1,258 @@
+"""Detectors of transformers: DETR and its kin, RT-DETR, D-FINE and YOLOS."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError, did_you_mean
+from lockstep.tasks import hugging_face
+from lockstep.tasks.detection import transformers_losses
+from lockstep.tasks.detection.models import Detections, Pixels, Preparation, Targets
+from lockstep.tasks.detection.options import CENTER, DetectionOptions
+from lockstep.tasks.detection.transformers_boxes import Outputs, boxes_of, inside_of, labels_of, stretch
+from lockstep.tasks.detection.transformers_losses import Labels, Predictions, SetLosses
+
+_WHAT = "object detection"
+_KIND = "detection"
+_SIZE = 640  # pixels, where nothing says another size
+_TIMM_BACKBONE = "timm_backbone"
+
+Padding = Literal["masked", "stretched"]
+"""How a model sees a picture that does not fill its square. `masked`: the padding is masked. `stretched`: the picture
+is stretched to the whole square, as the model's anchors and position embeddings cover all of it."""
+
+
+class _Family(NamedTuple):
+    """What differs between the kinds of detectors."""
+
+    losses: Callable[[Any], SetLosses]
+    """Makes the losses from the model's config."""
+    padding: Padding
+    scores: Literal["softmax", "sigmoid"]
+    processor: str
+    """The class of transformers that prepares pictures for an exported model."""
+
+
+_Losses = transformers_losses
+_FAMILIES: Mapping[str, _Family] = {
+    "detr": _Family(_Losses.SoftmaxLosses, "masked", "softmax", "DetrImageProcessor"),
+    "table-transformer": _Family(_Losses.SoftmaxLosses, "masked", "softmax", "DetrImageProcessor"),
+    "conditional_detr": _Family(_Losses.FocalLosses, "masked", "sigmoid", "ConditionalDetrImageProcessor"),
+    "deformable_detr": _Family(_Losses.FocalLosses, "masked", "sigmoid", "DeformableDetrImageProcessor"),
+    "yolos": _Family(_Losses.SoftmaxLosses, "stretched", "softmax", "YolosImageProcessor"),
+    "rt_detr": _Family(_Losses.VarifocalLosses, "stretched", "sigmoid", "RTDetrImageProcessor"),
+    "rt_detr_v2": _Family(_Losses.VarifocalLosses, "stretched", "sigmoid", "RTDetrImageProcessor"),
+    "d_fine": _Family(_Losses.FineLosses, "stretched", "sigmoid", "RTDetrImageProcessor"),
+}
+
+
+@dataclass(frozen=True)
+class TransformersModels:
+    """The detectors of transformers that `AutoModelForObjectDetection` makes."""
+
+    options: DetectionOptions
+    folder: Path | None
+
+    @functools.cached_property
+    def _transformers(self) -> Any:
+        return hugging_face.import_transformers(_KIND, "images")
+
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        """The config of the model. Who changes it, copies it."""
+        transformers, options = self._transformers, self.options
+        source = self.folder if self.folder and (self.folder / "config.json").is_file() else options.model
+        if source:
+            config = hugging_face.load(transformers.AutoConfig.from_pretrained, "config", source)
+        else:
+            config = self._new_config()
+        key = "task.model" if options.model else "task.scratch.architecture"
+        if config.model_type not in _FAMILIES:
+            remedy = f"there are: {', '.join(_FAMILIES)}"
+            raise UsageError(f"no losses for a detector of type {config.model_type!r}", where=key, remedy=remedy)
+        if config.model_type == "yolos" and config.auxiliary_loss:
+            remedy = "set auxiliary_loss to false"
+            raise UsageError("YOLOS of transformers has no auxiliary losses", where=key, remedy=remedy)
+        self._check_backbone(config, key)
+        return config
+
+    @staticmethod
+    def _check_backbone(config: Any, key: str) -> None:
+        backbone = getattr(config, "backbone_config", None)
+        if getattr(backbone, "model_type", None) == _TIMM_BACKBONE and importlib.util.find_spec("timm") is None:
+            raise UsageError(
+                f"its backbone ({getattr(backbone, 'backbone', 'unnamed')}) is a model of timm, which is not installed",
+                where=key,
+                remedy="use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'",
+            )
+
+    def _new_config(self) -> Any:
+        scratch = self.options.scratch
+
+        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+            values: dict[str, Any] = {"num_channels": self.options.channels}
+            size = self.options.all_sizes(_SIZE)[-1]
+            values["image_size"] = [size, size]
+            # Without pretrained weights, frozen statistics would never become those of the data.
+            values["freeze_backbone_batch_norms"] = False
+            known = {key: value for key, value in values.items() if key in names}
+            return known | ({} if "backbone_config" not in names else {"use_timm_backbone": False})
+
+        architecture = scratch.architecture
+        known = [CENTER, *_FAMILIES]
+        if architecture not in _FAMILIES:
+            remedy = f"{did_you_mean(architecture, known)}there are: {', '.join(known)}"
+            raise UsageError(
+                f"no {_WHAT} model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy
+            )
+        return hugging_face.new_config(architecture, known=known, what=_WHAT, sizes=scratch.sizes, defaults=defaults)
+
+    def _config(self, classes: Sequence[str]) -> Any:
+        """A config of its own for a model of these classes."""
+        config = self._loaded.__class__.from_dict(self._loaded.to_dict())
+        hugging_face.set_labels(config, classes)
+        config.problem_type = None
+        return config
+
+    @property
+    def _family(self) -> _Family:
+        return _FAMILIES[self._loaded.model_type]
+
+    @functools.cached_property
+    def _losses(self) -> SetLosses:
+        return self._family.losses(self._loaded)
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        if not self.options.model:
+            return list(names)
+        head, new_head = "ForObjectDetection", self.options.new_head
+        return hugging_face.check_labels(self._loaded, names, head=head, name=self.options.model, new_head=new_head)
+
+    def pixels(self) -> Pixels:
+        said: dict[str, Any] = {}
+        if self.options.model:
+            mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
+            try:
+                said = mixin.get_image_processor_dict(self.options.model)[0]
+            except OSError:  # the model has no such file
+                said = {}
+        size = said.get("pad_size") or said.get("size") or _SIZE
+        if isinstance(size, dict):
+            size = next((size[key] for key in ("height", "max_height", "shortest_edge") if size.get(key)), _SIZE)
+        if said.get("do_normalize", True):
+            return Pixels(int(size), said.get("image_mean"), said.get("image_std"))
+        return Pixels(int(size), [0.0] * self.options.channels, [1.0] * self.options.channels)
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        config = self._config(classes)
+        channels = getattr(config, "num_channels", self.options.channels)
+        if channels != self.options.channels:
+            what = f"the model takes pictures of {channels} channels, and task.channels is {self.options.channels}"
+            raise UsageError(what, where="task.channels", remedy=f"set task.channels={channels}")
+        model, new = hugging_face.make_model(
+            self._transformers.AutoModelForObjectDetection,
+            config,
+            None if trained else self.options.model,
+            what=_WHAT,
+            new_head=self.options.new_head,
+        )
+        _choose_trainable(model, pretrained=bool(self.options.model))
+        made: Any = model
+        made.loss_function = transformers_losses.keep_predictions
+        return model, new
+
+    def coefficients(self) -> Mapping[str, float]:
+        return self._losses.coefficients()
+
+    def weights(self, targets: Targets) -> dict[str, Tensor]:
+        return self._losses.weights(targets.counts)
+
+    def forward(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Outputs:
+        inputs: dict[str, Tensor] = {}
+        if self._family.padding == "stretched":
+            images = stretch(images, shapes)
+        else:
+            inside = inside_of(shapes, size=(images.shape[-2], images.shape[-1]))
+            images = images * inside[:, None]  # transformers pads pictures after it has normalised them
+            inputs["pixel_mask"] = inside.long()
+        # With labels, the model passes the predictions of all its layers to its loss function.
+        labels: Labels = [] if targets is None else labels_of(targets, images.dtype)
+        output = model(pixel_values=images, labels=labels, **inputs)
+        predictions: Predictions = output.loss_dict["predictions"]
+        return Outputs(predictions.full_precision(), shapes)
+
+    def losses(self, model: nn.Module, outputs: Outputs, targets: Targets) -> dict[str, Tensor]:
+        predictions = outputs.predictions
+        labels = labels_of(targets, predictions.logits.dtype)
+        with torch.autocast(predictions.logits.device.type, enabled=False):
+            sums = self._losses.sums(predictions, labels)
+        # A micro-batch without boxes denoises none. DDP wants a gradient of every parameter on every rank all the same.
+        embedding = getattr(getattr(model, "model", None), "denoising_class_embed", None)
+        if embedding is not None and model.training and "denoising_meta_values" not in predictions.more:
+            sums["class"] = sums["class"] + embedding.weight.sum() * 0
+        return sums
+
+    def detections(self, model: nn.Module, outputs: Outputs, *, size: tuple[int, int], most: int) -> Detections:
+        return boxes_of(outputs, scores=self._family.scores, most=most)
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        self._config(classes).save_pretrained(folder)
+
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
+        self._check_layers(model)
+        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+        square = {"height": preparation.size, "width": preparation.size}
+        fitted = {"max_height": preparation.size, "max_width": preparation.size}
+        stretched = self._family.padding == "stretched"
+        processor = {
+            "image_processor_type": self._family.processor,
+            "do_resize": True,
+            "resample": 2,  # bilinear
+            "size": square if stretched else fitted,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": preparation.mean,
+            "image_std": preparation.std,
+            "do_pad": not stretched,
+            **({} if stretched else {"pad_size": square}),
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+
+    def _check_layers(self, model: Any) -> None:
+        """Refuse a model that transformers would make with other layers, and fill with new weights without a word."""
+        with torch.device("meta"):
+            theirs = self._transformers.AutoModelForObjectDetection.from_config(model.config).state_dict()
+        missing = sorted(theirs.keys() - model.state_dict().keys())
+        if missing:
+            raise UsageError(
+                f"transformers cannot load it: its {type(model).__name__} has {missing[0]}, which this model lacks",
+                where="task.batch_norm",
+                remedy="train with task.batch_norm=batch or frozen",
+            )
+
+
+def _choose_trainable(model: Any, *, pretrained: bool) -> None:
+    """Which weights of the backbone train.
+
+    Detectors of the DETR family train stages 2 to 4 of a pretrained ResNet (arXiv:2005.12872, appendix A.4).
+    transformers means to do so, but freezes every weight of a ResNet of its own: the names it looks for are those of
+    another library. A new model has nothing to keep, so that all of its backbone trains.
+    """
+    encoder = getattr(getattr(model, "model", None), "backbone", None)
+    backbone: Any = getattr(encoder, "model", None)
+    if getattr(getattr(backbone, "config", None), "model_type", "") != "resnet":
+        return
+    for name, parameter in backbone.named_parameters():
+        early = name.startswith(("embedder.", "encoder.stages.0."))
+        parameter.requires_grad_(not (pretrained and early))
