@@ -1,7 +1,7 @@
 """Average precision and time of detection from scratch on blood cells, and memory of gathering detections.
 
-    python benchmarks/detection.py [--epochs 150] [--seed 0] [--data ../shared/data] [--keep RUN_DIR]
-    python benchmarks/detection.py --plain [--epochs 150]     the same model and number of samples in a plain loop
+    python benchmarks/detection.py [--epochs 180] [--seed 0] [--data ../shared/data] [--keep RUN_DIR]
+    python benchmarks/detection.py --plain [--epochs 180]     the same model and number of samples in a plain loop
     python benchmarks/detection.py --gather                   5,000 pictures with 300 boxes each, on two ranks
 
 The training is `lockstep train detection` on two ranks with one torch thread each, in bf16. What is quoted is the last
@@ -149,7 +149,7 @@ def _memory(name: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data")
-    parser.add_argument("--epochs", type=int, default=150)
+    parser.add_argument("--epochs", type=int, default=180)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="the run directory, which is kept")
     parser.add_argument("--plain", action="store_true")
