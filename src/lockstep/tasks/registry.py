@@ -26,8 +26,8 @@ _SHIPPED_TASKS = {
     "toy": "lockstep.tasks.toy.options:ToyOptions",
     "classification": "lockstep.tasks.classification.options:ClassificationOptions",
     "detection": "lockstep.tasks.detection.options:DetectionOptions",
-    "text": "lockstep.tasks.text.options:TextOptions",
     "segmentation": "lockstep.tasks.segmentation.options:SegmentationOptions",
+    "text": "lockstep.tasks.text.options:TextOptions",
 }
 _SHIPPED_RECIPES = "lockstep.recipes"
 
