@@ -31,13 +31,13 @@ COMMON = ["precision=bf16", "compute.channels_last=true", "optim.lr=0.003"]
 JITTER = "color_jitter: {brightness: 0.4, contrast: 0.4, saturation: 0.4}"
 OPTIONS = {
     "camvid": [
-        "task.scratch.sizes={width: 32, stride: 2}",
+        "task.scratch.sizes={width: 32, stride: 4, norm: batch}",
         "task.image_size=256",
         "task.eval_size=256",
         "task.class_weights=balanced_sqrt",
         "task.augment={scale: [0.25, 1.0], flip: 0.5}",
-        "train.epochs=90",
-        "train.eval_every_epochs=30",
+        "train.epochs=130",
+        "train.eval_every_epochs=65",
     ],
     "nuclei": [
         "task.classes=[background, nucleus]",

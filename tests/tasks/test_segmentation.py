@@ -374,9 +374,9 @@ def test_street_scenes_train_and_are_predicted(shared_data, tmp_path):
     done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.stderr
     for picture in pictures:
-        mask = np.array(Image.open(tmp_path / "out/masks" / f"{picture.stem}.png"))
-        assert mask.shape == Image.open(picture).size[::-1]
-        assert mask.max() < 11
+        with Image.open(tmp_path / "out/masks" / f"{picture.stem}.png") as mask, Image.open(picture) as image:
+            assert mask.size == image.size
+            assert np.array(mask).max() < 11
         assert (tmp_path / "out/overlays" / f"{picture.stem}.png").is_file()
 
 
