@@ -44,8 +44,8 @@ class Pictures(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by size and time of the files, which are not
-        read."""
+        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        not read. Sources at other places have other digits."""
         ...
 
 
@@ -83,17 +83,22 @@ class PictureFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        digest = hashlib.sha256()
+        # Names are relative to the folder: without it, pictures of another folder with equal sizes and times are alike.
+        digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
         return digest.hexdigest()
 
 
 def add_file(digest: Any, path: str | Path, *, name: str) -> None:
-    """Add name, size and time of a file to a digest; of a file that is not there its name alone."""
+    """Add name, size and times of a file to a digest; of a file that is not there its name alone.
+
+    Archives and reproducible builds set the time of change to a constant. The time of the inode cannot be set, so that
+    a file that takes the place of another is noticed.
+    """
     try:
         about = os.stat(path)
-        digest.update(f"{name!a}|{about.st_size}|{about.st_mtime_ns}|".encode())
+        digest.update(f"{name!a}|{about.st_size}|{about.st_mtime_ns}|{about.st_ctime_ns}|".encode())
     except OSError:
         digest.update(f"{name!a}|".encode())
 

@@ -80,8 +80,8 @@ class ImageRecords(Dataset[ImageRecord]):
         return self.pictures.where(index)
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by size and time of the files, which are not
-        read. It takes seconds for a million files."""
+        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        not read. It takes seconds for a million files."""
         return self.pictures.digest()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,17 @@ class DataSetPictures:
     def digest(self) -> str:
         digest = hashlib.sha256(f"{self.data._fingerprint}|{self.column}|{len(self)}|".encode())
         for file in self.data.cache_files:
-            add_file(digest, file["filename"], name=Path(file["filename"]).name)
+            add_file(digest, file["filename"], name=os.path.realpath(file["filename"]))
+        for path in self._paths():
+            add_file(digest, path, name=path)
         return digest.hexdigest()
+
+    def _paths(self) -> Iterator[str]:
+        """The files of the pictures that the data set names by path. Pictures with bytes are not read here."""
+        for chunk in self.data.data.column(self.column).chunks:
+            held, paths = chunk.field("bytes"), chunk.field("path")
+            if held.null_count:
+                yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
 def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tuple[DataSetPictures, list[str], Array]:
