@@ -7,7 +7,6 @@ import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -319,9 +318,15 @@ class Trainer:
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            return world.on_rank0(
-                lambda: export_weights(whole, Path(folder), about, partial(task.presenter(task).export, model))
-            )
+            warnings: list[str] = []
+
+            def add_files(staging: Path) -> None:
+                warnings.extend(task.presenter(task).export(model, staging) or ())
+
+            file: Path = world.on_rank0(lambda: export_weights(whole, Path(folder), about, add_files))
+            for text in [] if self.quiet else warnings:
+                print(f"warning: {text}", file=sys.stderr)
+            return file
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the newest checkpoint's weights (their moving average, where there is an average)."""

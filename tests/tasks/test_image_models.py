@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lockstep import LockstepError, Trainer
@@ -167,6 +168,31 @@ def test_an_exported_model_predicts_the_same_in_a_pipeline_of_transformers(folde
     classify = pipeline("image-classification", model=str(tmp_path / "out"), device="cpu")
     theirs = {answer["label"]: answer["score"] for answer in classify(picture)}
     assert theirs.keys() == row["top"].keys()
+    assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
+
+
+def test_transformers_does_not_load_exported_groups_as_batch_norm(folder, tmp_path, capfd):
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+    task = {"kind": "classification", "scratch": RESNET, "image_size": 20, "batch_norm": "group", "top_k": 3}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    out = tmp_path / "out"
+    Trainer(settings, run_dir=tmp_path / "run").export(out)
+    told = capfd.readouterr().err
+    assert "warning: transformers cannot load this model" in told
+    assert "task.batch_norm=batch" in told
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForImageClassification.from_pretrained(out)
+    config = AutoConfig.from_pretrained(out / "config_of_other_layers.json")  # as the documentation says
+    model = exchange_batch_norm(AutoModelForImageClassification.from_config(config), "group").eval()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    picture = f"{folder}/red/001.png"
+    pixels = AutoImageProcessor.from_pretrained(out)(Image.open(picture), return_tensors="pt")["pixel_values"]
+    (row,) = Trainer(settings, run_dir=tmp_path / "run", quiet=True).describe([picture])
+    values = model(pixels).logits[0].softmax(0).tolist()
+    theirs = dict(zip(config.id2label.values(), values, strict=True))
     assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
 
 

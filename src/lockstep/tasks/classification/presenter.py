@@ -93,7 +93,7 @@ class ClassificationPresenter(Presenter):
             lines.append("WARNING: task.batch_norm=frozen, but a new model has no running statistics to normalise by")
         return lines
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
         """Write `classification.json` (classes, size, normalisation), and what `transformers.pipeline` needs if the
         model is of transformers: its config and the config of an image processor."""
         task = self.task
@@ -106,7 +106,7 @@ class ClassificationPresenter(Presenter):
             std=about.std,
             interpolation=options.augment.interpolation,
         )
-        models_for(options, task.folder).export(model, preparation, folder)
+        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
