@@ -196,6 +196,29 @@ def test_transformers_does_not_load_exported_groups_as_batch_norm(folder, tmp_pa
     assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
 
 
+@pytest.mark.parametrize("scratch", [RESNET, {"architecture": "convnet"}])
+def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scratch):
+    augment = {"interpolation": "bicubic"}
+    task = {"kind": "classification", "scratch": scratch, "image_size": {0: 16, 1: 20}, "augment": augment}
+    options = {"eval_size": 24, "eval_resize": 28, "channels": 1, "batch_norm": "frozen"}
+    settings = runs.config(task=task | options, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit()
+    trainer.export(tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "classification.json").read_text())
+    assert about == {
+        "classes": ["blue", "green", "red"],
+        "counts": [4, 4, 4],
+        "mean": [0.5],
+        "std": [0.5],
+        "size": 24,
+        "eval_resize": 28,
+        "interpolation": "bicubic",
+        "channels": 1,
+        "batch_norm": "frozen",
+    }
+
+
 def test_a_finished_run_does_not_need_the_pretrained_model_any_more(folder, pretrained, tmp_path):
     moved = tmp_path / "model"
     shutil.copytree(pretrained, moved)

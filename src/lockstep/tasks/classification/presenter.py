@@ -94,11 +94,18 @@ class ClassificationPresenter(Presenter):
         return lines
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write `classification.json` (classes, size, normalisation), and what `transformers.pipeline` needs if the
-        model is of transformers: its config and the config of an image processor."""
+        """Write `classification.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
+        needs if the model is of transformers: its config and the config of an image processor."""
         task = self.task
-        (folder / "classification.json").write_text(json.dumps(asdict(task.about), indent=1))
         about, options = task.about, task.options
+        written = asdict(about) | {
+            "size": options.size_for_evaluation(about.size),
+            "eval_resize": options.eval_resize,
+            "interpolation": options.augment.interpolation,
+            "channels": options.channels,
+            "batch_norm": options.batch_norm,
+        }
+        (folder / "classification.json").write_text(json.dumps(written, indent=1))
         preparation = Preparation(
             size=options.size_for_evaluation(about.size),
             resize_to=options.eval_resize,
