@@ -219,6 +219,24 @@ def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scrat
     }
 
 
+def test_an_exported_model_of_grey_pictures_predicts_the_same_in_transformers(folder, tmp_path, capfd):
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    task = {"kind": "classification", "scratch": RESNET, "image_size": 20, "channels": 1, "top_k": 3}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    out = tmp_path / "out"
+    Trainer(settings, run_dir=tmp_path / "run").export(out)
+    assert "warning: transformers.pipeline makes RGB of every picture" in capfd.readouterr().err
+    picture = f"{folder}/red/001.png"
+    model = AutoModelForImageClassification.from_pretrained(out).eval()
+    inputs = AutoImageProcessor.from_pretrained(out)(Image.open(picture).convert("L"), return_tensors="pt")
+    values = model(**inputs).logits[0].softmax(0).tolist()
+    (row,) = Trainer(settings, run_dir=tmp_path / "run", quiet=True).describe([picture])
+    theirs = dict(zip(model.config.id2label.values(), values, strict=True))
+    assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
+
+
 def test_a_finished_run_does_not_need_the_pretrained_model_any_more(folder, pretrained, tmp_path):
     moved = tmp_path / "model"
     shutil.copytree(pretrained, moved)

@@ -217,18 +217,25 @@ def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Pa
     Returns:
         warnings for whoever exports.
     """
+    warnings = []
+    if len(processor["image_mean"]) == 1:
+        warnings.append(
+            "transformers.pipeline makes RGB of every picture, which this model of grey pictures cannot take. "
+            "AutoImageProcessor and the model can be used directly, with grey pictures (mode L of PIL)"
+        )
     with torch.device("meta"):
         theirs = type(model)(copy.deepcopy(model.config)).state_dict()
     missing = sorted(theirs.keys() - model.state_dict().keys())
     (folder / PROCESSOR).write_text(json.dumps(processor, indent=1))
     if not missing:
         config_for_pipeline(model).save_pretrained(folder)
-        return []
+        return warnings
     (folder / OTHER_LAYERS).write_text(config_for_pipeline(model).to_json_string())
     return [
+        *warnings,
         f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. So "
         f"the config is called {OTHER_LAYERS}; docs/images.md shows how to load it. Models that are trained with "
-        "task.batch_norm=batch, sync or frozen can be loaded as usual"
+        "task.batch_norm=batch, sync or frozen can be loaded as usual",
     ]
 
 
