@@ -327,6 +327,18 @@ def test_the_digest_changes_with_any_file(folder):
     assert read(folder).digest() != first
 
 
+def test_a_pipe_is_no_picture(folder):
+    before = len(read(folder))
+    os.mkfifo(folder / "cat/pipe.jpg")
+    os.symlink(folder / "cat/pipe.jpg", folder / "cat/link.jpg")
+    assert len(read(folder)) == before
+    for number in range(40):
+        put(folder / f"many/{number}.jpg")
+    os.mkfifo(folder / "many/pipe.jpg")
+    rows = [f"many/{number}.jpg,x" for number in range(40)]
+    fault(table(folder, *rows, "many/pipe.jpg,x"), "there is no file", "many/pipe.jpg")
+
+
 # ---- tables
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError, did_you_mean
+from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -163,7 +164,8 @@ def _remedy(folder: Path) -> str:
 
 
 def pictures_below(folder: Path) -> list[str]:
-    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once."""
+    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once.
+    Pipes and devices are left out."""
     seen: set[str] = set()
     found: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
@@ -174,7 +176,8 @@ def pictures_below(folder: Path) -> list[str]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
-        found += [prefix + name for name in files if is_picture(name)]
+        special = special_files(place)
+        found += [prefix + name for name in files if is_picture(name) and name not in special]
     return sorted(found)
 
 
@@ -189,5 +192,5 @@ def missing_files(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
     there: set[str] = set()
     if len(files) > _FEW and os.path.isdir(folder):
         with os.scandir(folder) as entries:
-            there = {entry.name for entry in entries if not entry.is_dir()}
+            there = {entry.name for entry in entries if entry.is_file()}
     return [row for row, name in files if name not in there and not os.path.isfile(os.path.join(folder, name))]
