@@ -31,6 +31,7 @@ from lockstep.errors import CheckpointError, DataError, UsageError, exits_are_fa
 from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
+from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.presenter import Presenter
 from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, report, samples_of_report
@@ -128,6 +129,11 @@ class Trainer:
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {prepared.state.step}"]))
         prepared.built.messages += methods_not_called(task)
+        options = getattr(task, "options", None)
+        if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
+            never = options.never_reached(-(-prepared.stop // prepared.plan.steps_per_epoch))
+            texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
+            prepared.warnings += [text for text in texts if text not in prepared.warnings]
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 

@@ -273,6 +273,19 @@ def test_training_pictures_have_the_size_of_the_epoch_and_evaluation_its_own(fol
     assert task.presenter(task).epoch_header(1) == "image size 16"
 
 
+def test_a_cut_larger_than_the_resized_picture_is_an_error_before_a_picture_is_read(folder):
+    with pytest.raises(LockstepError, match=r"task\.eval_resize: pictures are resized to 30 pixels, but 32"):
+        make_task({"eval_resize": 30}, folder, double=False).model()  # the convnet says 32
+
+
+def test_with_steps_a_size_for_evaluation_that_is_never_reached_is_a_warning(folder, tmp_path):
+    task = {"kind": "classification", "image_size": {0: 12, 50: 16}}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 10}, train={"steps": 4})
+    Trainer(settings, run_dir=tmp_path, quiet=True).fit()
+    log = (tmp_path / "train.log").read_text()
+    assert "warning: task.image_size: 16 pixels from epoch 50 on, but the training ends after 2 epochs" in log
+
+
 EVERYTHING = {
     "image_size": PHASES,
     "mixup_alpha": 0.4,

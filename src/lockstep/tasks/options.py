@@ -29,3 +29,7 @@ class TaskOptions(Section):
         They apply to keys that neither a file nor the command line sets.
         """
         return {}
+
+    def never_reached(self, epochs: int) -> dict[str, str]:
+        """What a training of so many epochs never reaches, and cannot do without: a sentence and a remedy by key."""
+        return {}

@@ -177,6 +177,11 @@ class Classification(Task):
 
     def model(self) -> nn.Module:
         options, about = self.options, self.about
+        size = options.size_for_evaluation(about.size)
+        if options.eval_resize and options.eval_resize < size:
+            what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
+            remedy = f"set it to {size} or more, or set task.eval_size"
+            raise UsageError(what, where="task.eval_resize", remedy=remedy)
         models = models_for(options, self.folder)
         model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
         model = exchange_batch_norm(model, options.batch_norm)
