@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, config_file
 from lockstep.sources.digits import Digits
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
@@ -284,6 +284,19 @@ def test_with_steps_a_size_for_evaluation_that_is_never_reached_is_a_warning(fol
     Trainer(settings, run_dir=tmp_path, quiet=True).fit()
     log = (tmp_path / "train.log").read_text()
     assert "warning: task.image_size: 16 pixels from epoch 50 on, but the training ends after 2 epochs" in log
+
+
+def test_class_folders_alone_train_without_evaluation_and_a_warning_says_so(folder, tmp_path):
+    settings = config_file.load("image_folder", [f"data.train={folder}", "train.epochs=1", "log.pictures=0"])
+    results = Trainer(settings, run_dir=tmp_path, quiet=True).fit()
+    assert not any(name.startswith("eval/") for name in results)
+    log = (tmp_path / "train.log").read_text()
+    assert "warning: nothing is evaluated, because there is no evaluation data: set data.eval" in log
+    best = {"checkpoint": settings.checkpoint.model_copy(update={"keep_best": "max eval/accuracy"})}
+    with pytest.raises(LockstepError, match=r"checkpoint\.keep_best"):
+        Trainer(settings.model_copy(update=best), run_dir=tmp_path / "best", quiet=True).fit()
+    with pytest.raises(LockstepError, match=r"there is no evaluation data\n  remedy: set data\.eval"):
+        Trainer(settings, run_dir=tmp_path, quiet=True).evaluate()
 
 
 EVERYTHING = {
