@@ -1,6 +1,7 @@
 """The classification task on the embedded digits and on folders of pictures."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -297,6 +298,34 @@ def test_class_folders_alone_train_without_evaluation_and_a_warning_says_so(fold
         Trainer(settings.model_copy(update=best), run_dir=tmp_path / "best", quiet=True).fit()
     with pytest.raises(LockstepError, match=r"there is no evaluation data\n  remedy: set data\.eval"):
         Trainer(settings, run_dir=tmp_path, quiet=True).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("text", "remedies"),
+    [
+        ("path;label\n{0};x\n{1};y\n", [("task.delimiter", {"delimiter": ";"})]),
+        (
+            "{0},x\n{1},y\n",
+            [("task.header=false", {"header": False, "columns": {"image": 0, "label": 1}})],
+        ),
+        ('path,label\n{0},"x\n{1},y\n', [("task.quoting=none", {"quoting": "none"})]),
+    ],
+)
+def test_the_remedies_for_tables_are_options(folder, tmp_path, text, remedies):
+    table = tmp_path / "table.csv"
+    table.write_text(text.format(f"{folder}/red/000.png", f"{folder}/blue/000.png"))
+    for remedy, options in remedies:
+        with pytest.raises(LockstepError, match=re.escape(remedy)):
+            make_task({}, str(table)).train_data()
+        assert len(make_task(options, str(table)).train_data()) == 2
+
+
+def test_a_list_of_labels_is_refused_with_a_remedy_that_exists(folder, tmp_path):
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps({"path": f"{folder}/red/000.png", "label": ["x", "y"]}))
+    with pytest.raises(LockstepError, match="give each picture one label") as caught:
+        make_task({}, str(table)).train_data()
+    assert "multi_label" not in str(caught.value)
 
 
 EVERYTHING = {

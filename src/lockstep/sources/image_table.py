@@ -20,6 +20,7 @@ from lockstep.sources.table import Source, Table
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns that hold pictures or their paths."""
+_FOR_LISTS = "give each picture one label, or name another column by task.columns.label"
 
 Array = npt.NDArray[Any]
 Column = str | int | None
@@ -53,7 +54,11 @@ def read_paths(source: Source, *, image: Column, label: Column) -> tuple[Picture
     left = [name for name in columns if name != target]
     path = _column(image, left, usual_names=IMAGE, role="image", where=table.name)
     names, codes = single_labels(
-        table.columns[target], table.classes.get(target), column=target, where=TablePlaces(table)
+        table.columns[target],
+        table.classes.get(target),
+        column=target,
+        where=TablePlaces(table),
+        for_lists=_FOR_LISTS,
     )
     values = table.columns[path]
     root = Path(source.name).parent
@@ -160,7 +165,9 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     values = data.select_columns([target]).with_format(None).to_dict()[target]
     kind = data.features[target]
     classes = list(kind.names) if getattr(kind, "names", None) else None
-    names, codes = single_labels(values, classes, column=target, where=lambda row: f"{name}, row {row}")
+    names, codes = single_labels(
+        values, classes, column=target, where=lambda row: f"{name}, row {row}", for_lists=_FOR_LISTS
+    )
     return data_set_pictures(data, column, name=name), names, codes
 
 

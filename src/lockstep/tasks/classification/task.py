@@ -147,6 +147,7 @@ class Classification(Task):
             image=columns.image,
             label=columns.label,
             subset=subset,
+            **self.options.of_csv(),
         )
 
     def _data(self, source: str, split: Literal["train", "eval"]) -> Digits | DecodedImages:
