@@ -10,7 +10,9 @@ from PIL import Image
 from torch.nn import functional
 
 from lockstep import LockstepError, Trainer, config_file
+from lockstep.images.cache import CacheOptions
 from lockstep.sources.digits import Digits
+from lockstep.sources.image_records import unlabelled_pictures
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
 from tests import runs
@@ -326,6 +328,17 @@ def test_a_list_of_labels_is_refused_with_a_remedy_that_exists(folder, tmp_path)
     with pytest.raises(LockstepError, match="give each picture one label") as caught:
         make_task({}, str(table)).train_data()
     assert "multi_label" not in str(caught.value)
+
+
+def test_files_are_predicted_as_evaluation_pictures_are_with_a_reduced_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    options = ClassificationOptions.model_validate({"image_size": 20})
+    task = Classification(options, folder, folder, CacheOptions(shorter_side=6))
+    cached = task.eval_data()
+    files = unlabelled_pictures([cached.records.pictures.path(index) for index in range(len(cached))])
+    for index in range(len(cached)):
+        expected, item = (task.prepare(data[index], 0, training=False)["images"] for data in (cached, files))
+        assert torch.equal(item, expected)
 
 
 EVERYTHING = {

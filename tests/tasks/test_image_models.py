@@ -215,6 +215,7 @@ def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scrat
         "eval_resize": 28,
         "interpolation": "bicubic",
         "channels": 1,
+        "cache_size": None,
         "batch_norm": "frozen",
     }
 

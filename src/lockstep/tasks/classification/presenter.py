@@ -103,6 +103,7 @@ class ClassificationPresenter(Presenter):
             "eval_resize": options.eval_resize,
             "interpolation": options.augment.interpolation,
             "channels": options.channels,
+            "cache_size": task.cache.shorter_side if task.cache else None,
             "batch_norm": options.batch_norm,
         }
         (folder / "classification.json").write_text(json.dumps(written, indent=1))

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import eval_picture, train_picture
-from lockstep.images.cache import CacheOptions
+from lockstep.images.cache import CacheOptions, reduced
 from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
@@ -209,7 +209,8 @@ class Classification(Task):
         options, default = self.options, self.about.size
         pixels = sample[0]
         if isinstance(pixels, bytes):
-            pixels = decode(pixels, channels=options.channels)
+            # Files to predict are in no cache: they are reduced as the cache has reduced the pictures of the training.
+            pixels = reduced(decode(pixels, channels=options.channels), self.cache and self.cache.shorter_side)
         picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
             return train_picture(picture, options.size_at(epoch, default), options.augment).image
