@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -359,7 +360,8 @@ class Trainer:
         build.seed_everything(self.config)
         data = self.config.data
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        return registry.build_task(self.config.task, data.train, data.eval, cache)
+        train, held_out = (source and os.path.expanduser(source) for source in (data.train, data.eval))
+        return registry.build_task(self.config.task, train, held_out, cache)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import DataError, UsageError
+from lockstep.images.decode import decode
 from lockstep.sources.image_records import evaluation_source, read_image_records, unlabelled_pictures
 from lockstep.sources.image_shards import ShardPictures, find_shards, read_shards
 from lockstep.sources.image_table import read_data_set
@@ -337,6 +338,17 @@ def test_a_pipe_is_no_picture(folder):
     os.mkfifo(folder / "many/pipe.jpg")
     rows = [f"many/{number}.jpg,x" for number in range(40)]
     fault(table(folder, *rows, "many/pipe.jpg,x"), "there is no file", "many/pipe.jpg")
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path):
+    fault(put(tmp_path / "pictures.zip", b"PK"), "data.train is no source of pictures", "Unpack it first")
+
+
+def test_a_broken_picture_names_the_ways_to_go_on_without_it(folder):
+    (folder / "cat/3.jpg").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"--allow-change data\.on_error") as caught:
+        decode(read(folder)[1].data, channels=3)
+    assert "predict: --on-error skip" in caught.value.remedy
 
 
 # ---- tables

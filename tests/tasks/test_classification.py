@@ -1,6 +1,7 @@
 """The classification task on the embedded digits and on folders of pictures."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -339,6 +340,13 @@ def test_files_are_predicted_as_evaluation_pictures_are_with_a_reduced_cache(fol
     for index in range(len(cached)):
         expected, item = (task.prepare(data[index], 0, training=False)["images"] for data in (cached, files))
         assert torch.equal(item, expected)
+
+
+def test_a_source_below_the_home_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", os.path.dirname(folder))
+    config = config_file.load("image_folder", ["data.train=~/train", "data.eval=~/train"])
+    task = Trainer(config, run_dir=tmp_path, quiet=True).task()
+    assert (len(task.train_data()), len(task.eval_data())) == (30, 30)
 
 
 EVERYTHING = {

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep.data import worker_deaths
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
-from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
+from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -192,7 +192,7 @@ class MicroBatches(Dataset[MicroBatch]):
         return DataError(
             f"sample {index} cannot be read: {type(error).__name__}: {error}",
             where=self._name(index),
-            remedy="repair or remove it, or set data.on_error=skip (predict: --on-error skip) to go on without it",
+            remedy=f"repair or remove it, or {SKIP}",
         )
 
     def _name(self, index: int) -> str:

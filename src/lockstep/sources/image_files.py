@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, did_you_mean
+from lockstep.errors import SKIP, DataError, did_you_mean
 from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
 
@@ -74,7 +74,7 @@ class PictureFiles:
             with open(self.path(index), "rb") as file:
                 return file.read()
         except OSError as error:
-            remedy = "it was there when training began: bring it back, or check its permissions"
+            remedy = f"check that the file is there, and its permissions, or {SKIP}"
             raise DataError(f"cannot be read: {error.strerror}", where=self.where(index), remedy=remedy) from error
 
     def name(self, index: int) -> str:

@@ -13,7 +13,7 @@ import os
 import re
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,12 @@ class ShardPictures:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": OrderedDict()}  # another process opens the files itself
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of Python, `os` may be gone
         for handle in self.__dict__.get("_open", {}).values():
-            with contextlib.suppress(OSError):
-                os.close(handle)
+            try:  # noqa: SIM105 - `contextlib` may be gone too
+                close(handle)
+            except OSError:
+                pass
 
 
 def read_shards(

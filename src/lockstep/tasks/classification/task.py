@@ -210,7 +210,8 @@ class Classification(Task):
         pixels = sample[0]
         if isinstance(pixels, bytes):
             # Files to predict are in no cache: they are reduced as the cache has reduced the pictures of the training.
-            pixels = reduced(decode(pixels, channels=options.channels), self.cache and self.cache.shorter_side)
+            side = self.cache.shorter_side if self.cache else None
+            pixels = reduced(decode(pixels, channels=options.channels), side)
         picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
             return train_picture(picture, options.size_at(epoch, default), options.augment).image
