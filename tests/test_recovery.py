@@ -1,7 +1,9 @@
 """Runs that are killed, crash, hang or are asked to stop: in processes of their own."""
 
+import contextlib
 import functools
 import os
+import pty
 import re
 import shutil
 import signal
@@ -13,7 +15,7 @@ import torch
 
 from lockstep.checkpoint import files, store
 from tests import processes, rank_cases
-from tests.processes import handles, has_logged, is_running, launched, ranks_of, start, wait_for
+from tests.processes import children, handles, has_logged, is_running, launched, ranks_of, start, wait_for
 from tests.ranks import run_ranks
 
 SETTINGS = [
@@ -268,6 +270,38 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
     ] == ['{"step": 10', '{"step": 12']
 
 
+def kill_the_warm_process(folder):
+    task = f"{folder}/tasks.py:SlowSteps"
+    process = start(
+        "train",
+        task,
+        "log.every_steps=10",
+        "train.steps=100",
+        "--nproc",
+        2,
+        "--max-restarts",
+        1,
+        "--run-dir",
+        folder / "run",
+    )
+    wait_for(lambda: has_logged(folder / "run"))
+    (warm,) = (child for child in children(process.pid) if len(children(child)) == 2)
+    ranks = children(warm)
+    os.kill(warm, signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    return SimpleNamespace(returncode=process.returncode, stderr=errors, left=[r for r in ranks if is_running(r)])
+
+
+@launched(kill_the_warm_process)
+def test_killed_warm_process_is_named_and_ranks_start_again_without_it(launch):
+    (done,) = launch.done
+    assert done.returncode == 0, done.stderr
+    assert "the process from which ranks are forked was killed by signal 9" in done.stderr
+    assert "restart 1 of 1" in done.stderr
+    assert not done.left
+    assert state(launch.folder / "run")[0] == 100
+
+
 def ask_before_training(folder):
     begun = [start("train", "toy", *ENDLESS, "--nproc", nproc, "--run-dir", folder / str(nproc)) for nproc in (1, 2)]
     wait_for(lambda: handles(begun[0].pid, signal.SIGTERM))
@@ -401,3 +435,28 @@ def test_sigterm_to_torchrun_saves_what_other_ranks_reach_undisturbed(launch):
 
 def test_environment_of_ranks_does_not_reach_these_tests():
     assert not set(processes.environment()) & {"RANK", "WORLD_SIZE"}
+
+
+def close_the_terminal(folder):
+    task = f"{folder}/tasks.py:SlowSteps"
+    arguments = processes.command("train", task, *ENDLESS, "--nproc", 2, "--run-dir", folder / "run")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(arguments[0], arguments, processes.environment())
+    os.set_blocking(terminal, False)
+
+    def logs():
+        with contextlib.suppress(BlockingIOError):  # the program must not wait for a reader
+            os.read(terminal, 1 << 16)
+        return has_logged(folder / "run")
+
+    wait_for(logs)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@launched(close_the_terminal)
+def test_closed_terminal_asks_to_stop_and_nothing_is_lost(launch):
+    assert launch.done == [75]
+    log = (launch.folder / "run" / "train.log").read_text()
+    assert f"stopped by SIGHUP at step {state(launch.folder / 'run')[0]} of 1000000, saved" in log

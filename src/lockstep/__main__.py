@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _EXIT_PREEMPTED = 75  # the exit code of errors.Preempted, which is not imported yet
 
 
@@ -24,18 +24,18 @@ def _stop(number: int, frame: object) -> None:
 
 def main() -> None:
     """Run the command line, and end the process."""
-    for number in _STOP_SIGNALS:
+    heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # SIGHUP: nohup
+    for number in heeded:
         signal.signal(number, _stop)
     try:
         from lockstep import cli
 
         if sys.argv[1:2] != ["train"]:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            for number in heeded:
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         cli.main()
     finally:
-        for number in _STOP_SIGNALS:  # the exit code is decided: a signal must not change it
+        for number in heeded:  # the exit code is decided: a signal must not change it
             signal.signal(number, signal.SIG_DFL)
 
 

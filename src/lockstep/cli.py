@@ -408,6 +408,12 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def _tell(text: str) -> None:
+    """Write a last line to stderr. Where it cannot be written (the terminal was closed), the exit code stays."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def _reporting(debug: bool) -> Iterator[None]:
     """Turn exceptions into messages and exit codes.
@@ -424,10 +430,7 @@ def _reporting(debug: bool) -> Iterator[None]:
 
         launch.report_failure(stopped, str(stopped))
         if "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
-            print(
-                f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there",
-                file=sys.stderr,
-            )
+            _tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there")
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
@@ -439,7 +442,7 @@ def _reporting(debug: bool) -> Iterator[None]:
         launch.report_failure(error, text)
         if signals.LAUNCHED not in os.environ or "RANK" not in os.environ:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-            print(f"{rank}error: {text}", file=sys.stderr)
+            _tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
 
 

@@ -91,7 +91,7 @@ class Trainer:
             the last logged value of each name, such as `train/loss` and `eval/accuracy`.
 
         Raises:
-            Preempted: SIGINT, SIGTERM or SIGUSR1 asked to stop; the state was saved, and `fit` again goes on.
+            Preempted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked to stop; the state was saved, and `fit` again goes on.
             CheckpointError: the training reached its end, but a checkpoint could not be written.
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """

@@ -65,6 +65,17 @@ def test_later_it_sets_a_flag(number):
         assert flag.signal is number
 
 
+def test_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with listening() as flag:
+            send(signal.SIGHUP)
+            assert flag.signal is None
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_handlers_are_those_of_before_when_it_ends():
     def mine(number, frame):
         pass

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this sys
 ROOT = Path(__file__).parents[2]
 
 
-def program(case, folder):
+def program(case, folder, cwd=ROOT, **variables):
     command = [sys.executable, "-m", "tests.distributed.warm_cases", case, str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | variables
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -61,6 +61,30 @@ def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
         "each of them imports torch\n"
     )
     assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
+
+
+def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
+    folder = tmp_path / ("long" * 30)  # no socket has such a path
+    folder.mkdir()
+    out, err = program("warm", tmp_path, TMPDIR=str(folder)).communicate(timeout=60)
+    assert "did not start (AF_UNIX path too long), so ranks start cold" in err
+    assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
+
+
+def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tmp_path):
+    for name in ("wave", "queue", "random"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('{name} ')")
+    code = "import sys; sys.path.remove(''); from tests.distributed import warm_cases; warm_cases.main('warm', '.')"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_pool_of_threads_that_is_left_open_does_not_keep_a_rank_alive(tmp_path):
+    out, err = program("threads", tmp_path).communicate(timeout=60)
+    assert err == ""
+    assert len(json.loads(out.rpartition(" ")[0])) == 2
 
 
 def test_ranks_ignore_a_hangup_where_their_launcher_does(tmp_path):

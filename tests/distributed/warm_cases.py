@@ -1,6 +1,7 @@
 """A program for `test_warm_process`: `python -m tests.distributed.warm_cases CASE` prints one JSON object."""
 
 import atexit
+import concurrent.futures
 import json
 import multiprocessing
 import os
@@ -34,6 +35,13 @@ def describe(out):
     atexit.register(lambda: open(out, "w").write(json.dumps(fields)))
 
 
+def work_in_threads(out):
+    """Leave a pool of threads open, as users do. An interpreter ends it when it exits."""
+    global pool
+    pool = concurrent.futures.ThreadPoolExecutor(2)
+    pool.submit(describe, out).result()
+
+
 def wait(out):
     with open(out, "w") as file:
         file.write(str(os.getppid()))
@@ -56,7 +64,7 @@ def main(case, folder):
         os.kill(warm_process._warm_pid, signal.SIGKILL)
     del os.environ["GONE"]
     outs = [f"{folder}/{rank}" for rank in range(2)]
-    target = wait if case == "wait" else describe
+    target = {"wait": wait, "threads": work_in_threads}.get(case, describe)
     processes = [warm_process.start_process(target, out, RANK=str(rank)) for rank, out in enumerate(outs)]
     for process in processes:
         process.join()

@@ -428,6 +428,7 @@ def _leave_signals_to_the_rank(_: int) -> None:
     signal.set_wakeup_fd(-1)  # a forked worker shares the rank's file
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _leave_soon)
 
 

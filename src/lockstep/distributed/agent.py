@@ -24,10 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 
-from lockstep.distributed import warm_process
+from lockstep.distributed import heartbeat, warm_process
 
 _LOOK_EVERY_S = 0.5  # for agents of other machines that wait to join
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
+_LOOK_ORPHANS_S = 0.01
 _SAVE_S = 30  # between SIGTERM and SIGKILL
 
 
@@ -90,6 +91,8 @@ class RankAgent(SimpleElasticAgent):
             done = all(process.exitcode == 0 for process in self.processes.values())
             values = dict.fromkeys(self.processes) if done else {}
             return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=values)
+        if warm_process.how_it_ended() is not None:
+            self._kill_orphans()
         if all((process.exitcode or 0) >= 0 for process in self.processes.values()):  # no rank was killed
             self._wait_for_all(_REPORT_S)
         self._shutdown()
@@ -104,6 +107,19 @@ class RankAgent(SimpleElasticAgent):
             if process.exitcode
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _kill_orphans(self) -> None:
+        """End the ranks whose exit codes nobody can tell any more, since the warm process has ended.
+
+        They would end by themselves soon, but the next ranks may need their devices at once.
+        """
+        left = [process.pid for process in self.processes.values() if process.pid]
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _SAVE_S
+        while any(heartbeat.is_alive(pid) for pid in left) and time.monotonic() < deadline:
+            time.sleep(_LOOK_ORPHANS_S)
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until another process has ended."""

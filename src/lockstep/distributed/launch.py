@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.distributed import heartbeat, warm_process
-from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, is_another
+from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, is_another, not_ignored
 from lockstep.errors import LockstepError, Preempted, RankError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _NOT_BEGUN = "stopped before training began; nothing was lost"
+_NO_MEMORY = "often the system ran out of memory: lower batch.micro or the number of ranks"
 RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
 
@@ -127,7 +129,7 @@ class _Forwarding:
         self.asked = False
         self.asked_at = 0.0
         self.folder: Path | None = None
-        for number in ASKING:
+        for number in not_ignored(ASKING):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
@@ -149,6 +151,9 @@ class _Forwarding:
 
     def _end_at_once(self, number: int) -> NoReturn:
         self._send(signal.SIGKILL)
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        warm_process.remove_files()
         os.write(2, b"\nstopped at once, without saving; the same command goes on from the newest checkpoint\n")
         os._exit(128 + number)
 
@@ -196,6 +201,9 @@ def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError,
     Returns:
         its error, whether a restart may go well, and whether a restart does something else than before.
     """
+    gone = warm_process.how_it_ended()
+    if gone:
+        return RankError(gone, remedy=_NO_MEMORY), True, False
     causes = []
     for rank, failure in failures.items():
         knows_the_cause = bool(_report_of(failure).get("origin"))
@@ -204,9 +212,7 @@ def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError,
     _, _, rank, failure = min(causes, key=lambda cause: cause[:3])
     report = _report_of(failure)
     if failure.exitcode < 0:
-        hint = None
-        if failure.exitcode == -signal.SIGKILL:
-            hint = "often the system ran out of memory: lower batch.micro or the number of ranks"
+        hint = _NO_MEMORY if failure.exitcode == -signal.SIGKILL else None
         what = f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})"
         return RankError(what, remedy=hint), True, False
     text = report.get("text") or "it gave no reason; see its output above"

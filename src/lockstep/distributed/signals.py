@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,8 @@ from lockstep.errors import Preempted
 if TYPE_CHECKING:
     from lockstep.distributed.world import World
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a training to save and to stop. SIGHUP says that the terminal is gone."""
 STOP_FILE = "stop"
 """In the folder of heartbeats: names the signal that asked the launcher to stop. Ranks that start later see it."""
 LAUNCHED = "LOCKSTEP_LAUNCHED"
@@ -33,6 +34,11 @@ _EVERY_S = 1.0
 def is_another(number: int, asked_at: float) -> bool:
     """Whether a signal that arrives now is a new request, and not that of `asked_at` (monotonic seconds) again."""
     return time.monotonic() - asked_at > (_KEY_S if number == signal.SIGINT else _ONCE_S)
+
+
+def not_ignored(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
+    """Those of `numbers` that this process does not ignore. Under nohup it ignores SIGHUP, and should go on so."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 class StopFlag:
@@ -75,6 +81,7 @@ def _forget() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -87,7 +94,7 @@ def current() -> StopFlag:
 
 @contextlib.contextmanager
 def listening() -> Iterator[StopFlag]:
-    """Inside, SIGINT, SIGTERM and SIGUSR1 set the flag.
+    """Inside, the signals of `ASKING` set the flag, except those that this process ignores.
 
     Inside another `listening`, and outside the main thread, this changes nothing.
     """
@@ -99,7 +106,7 @@ def listening() -> Iterator[StopFlag]:
     heartbeat.own()  # from here the launcher knows this process
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    before = {number: signal.signal(number, flag.handle) for number in ASKING}
+    before = {number: signal.signal(number, flag.handle) for number in not_ignored(ASKING)}
     # The system writes signals into this pipe at once, while Python's handlers wait until the main thread leaves a
     # collective.
     old_pipe = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -39,6 +40,7 @@ MODULES = (
 )
 """What every rank imports until its first step."""
 
+_SAFE_PATH = "PYTHONSAFEPATH"
 _ENDS_S = 0.1  # from the last words of a process to its end
 _warm_pid: int | None = None
 
@@ -63,13 +65,17 @@ def start(modules: Sequence[str] = ()) -> None:
     os.environ[preload.PRELOAD] = ",".join((*MODULES, *modules))
     if threading.current_thread() is threading.main_thread():
         os.environ[preload.ENDS_WITH_PARENT] = "1"
+    has_safe_path = _SAFE_PATH in os.environ
+    os.environ.setdefault(_SAFE_PATH, "1")  # else files in the current directory would replace modules of libraries
     try:
         with _blocked_signals():
             forkserver.ensure_running()
+        _warm_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    except OSError as error:  # such as a TMPDIR whose path is too long for a socket
+        _tell_cold(f"the process to fork ranks from did not start ({error})")
     finally:  # no other process may take itself for the warm process
-        for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT):
+        for name in (preload.PRELOAD, preload.ENDS_WITH_PARENT, *([] if has_safe_path else [_SAFE_PATH])):
             os.environ.pop(name, None)
-    _warm_pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
 
 
 def start_process(function: Callable[..., None], *arguments: Any, **variables: str) -> BaseProcess:
@@ -83,28 +89,34 @@ def start_process(function: Callable[..., None], *arguments: Any, **variables: s
     # A rank ignores what this process was told to ignore when it started, such as SIGHUP under nohup.
     ignored = [number for number in preload.IGNORED if signal.getsignal(number) is signal.SIG_IGN]
     if _warm_pid is not None:
-        reason = _how_it_ended(_warm_pid)
+        reason = how_it_ended()
         if reason is None:
             try:
                 return _start("forkserver", environment, ignored, function, arguments)
             except (OSError, EOFError) as error:  # it ended just now, or this system has no memory or processes left
                 time.sleep(_ENDS_S)
-                reason = _how_it_ended(_warm_pid)
+                reason = how_it_ended()
                 if reason is None:
                     reason = f"a rank could not be forked ({type(error).__name__}: {error})"
         _warm_pid = None
         if reason:
-            print(f"note: {reason}, so ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
+            _tell_cold(reason)
     return _start("spawn", environment, ignored, function, arguments)
 
 
-def _how_it_ended(pid: int) -> str | None:
-    """How the warm process ended. None: it runs. An empty text: it ended by itself, and has said why.
+def _tell_cold(reason: str) -> None:
+    print(f"note: {reason}, so ranks start cold: each of them imports torch", file=sys.stderr, flush=True)
+
+
+def how_it_ended() -> str | None:
+    """How the warm process ended. None: it runs, or was not started. An empty text: it ended by itself, and said why.
 
     Python would start a new fork server instead, which has imported nothing.
     """
+    if _warm_pid is None:
+        return None
     try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ended = os.waitid(os.P_PID, _warm_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return "the process from which ranks are forked is gone"
     if ended is None:
@@ -112,6 +124,13 @@ def _how_it_ended(pid: int) -> str | None:
     if ended.si_code == os.CLD_EXITED:
         return ""
     return f"the process from which ranks are forked was killed by signal {ended.si_status}"
+
+
+def remove_files() -> None:
+    """Remove the folder of the warm process's socket, for a process that ends without the functions of `atexit`."""
+    folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(method: str, *arguments: Any) -> BaseProcess:
@@ -150,8 +169,6 @@ def _run(
     try:
         function(*arguments)
     finally:
-        # A process of `multiprocessing` ends without these.
-        for thread in threading.enumerate():
-            if thread is not threading.main_thread() and not thread.daemon:
-                thread.join()
+        # A process of `multiprocessing` ends without functions of `atexit`. An interpreter first waits for threads.
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
