@@ -12,10 +12,10 @@ from PIL import Image
 from lockstep.data.fingerprint import fingerprint
 from lockstep.errors import DataError, UsageError
 from lockstep.images.cache import CacheOptions
+from lockstep.sources.mask_layouts import evaluation_source_with_masks
 from lockstep.sources.masked_images import (
     ClassPixels,
     MaskedImage,
-    evaluation_source,
     masked_inputs,
     read_masked_images,
     unseen_classes,
@@ -99,6 +99,19 @@ def test_parts_of_a_folder(tmp_path):
     check_samples(read(tmp_path / "set" / "val"), seed=50)
     shutil.rmtree(tmp_path / "set" / "val")
     fault(tmp_path / "set", "there is train/, but none of val/", split="eval")
+
+
+def test_parts_inside_of_the_two_folders(tmp_path):
+    for part, seed in (("training", 0), ("validation", 50)):
+        make(tmp_path / part, seed=seed)
+        for kind in ("images", "masks"):
+            (tmp_path / "set" / kind).mkdir(parents=True, exist_ok=True)
+            (tmp_path / part / kind).rename(tmp_path / "set" / kind / part)
+    check_samples(read(tmp_path / "set"))
+    check_samples(read(tmp_path / "set", "eval"), seed=50)
+    assert evaluation_source_with_masks(str(tmp_path / "set")) == str(tmp_path / "set")
+    shutil.rmtree(tmp_path / "set" / "masks" / "validation")
+    fault(tmp_path / "set", "there is no folder masks/validation/", split="eval")
 
 
 def test_folders_in_folders_and_other_suffixes(tmp_path):
@@ -291,16 +304,16 @@ def test_classes_that_occur_in_evaluation_only():
 
 def test_evaluation_data_that_belong_to_training_data(tmp_path):
     make(tmp_path / "set" / "train")
-    assert evaluation_source(str(tmp_path / "set")) is None
+    assert evaluation_source_with_masks(str(tmp_path / "set")) is None
     make(tmp_path / "set" / "val")
-    assert evaluation_source(str(tmp_path / "set")) == str(tmp_path / "set")
-    assert evaluation_source(str(tmp_path / "set" / "train")) is None
+    assert evaluation_source_with_masks(str(tmp_path / "set")) == str(tmp_path / "set")
+    assert evaluation_source_with_masks(str(tmp_path / "set" / "train")) is None
     coco = tmp_path / "coco" / "annotations"
     coco.mkdir(parents=True)
     (coco / "instances_train.json").write_text("{}")
-    assert evaluation_source(str(coco.parent)) is None
+    assert evaluation_source_with_masks(str(coco.parent)) is None
     (coco / "instances_val.json").write_text("{}")
-    assert evaluation_source(str(coco.parent)) == str(coco.parent)
+    assert evaluation_source_with_masks(str(coco.parent)) == str(coco.parent)
 
 
 # ---- the cache, and processes

@@ -138,29 +138,33 @@ def size_of(pictures: Pictures, index: int, *, whole: bool = False) -> Size:
         return size_of(pictures, index, whole=True)
 
 
-def read_mask_folder(folder: Path) -> tuple[PictureFiles, PictureFiles]:
+def read_mask_folder(folder: Path, part: str = "") -> tuple[PictureFiles, PictureFiles]:
     """The pictures in `folder/images` and their masks in `folder/masks`, at any depth, in the order of the names.
 
     A mask has the name of its picture, whatever the suffixes are.
+
+    Args:
+        part: read `folder/images/PART` and `folder/masks/PART` instead.
 
     Raises:
         DataError: one of the folders is missing; there is no picture; a picture has no mask; a mask has no picture; or
             two files of a folder differ in the suffix only. The error names the file.
     """
-    for name in (IMAGES, MASKS):
-        if not (folder / name).is_dir():
-            what = f"there is no folder {name}/"
-            remedy = f"put pictures into {folder / IMAGES} and a mask of the same name for each into {folder / MASKS}"
+    inside = [folder / name / part for name in (IMAGES, MASKS)]
+    for place in inside:
+        if not place.is_dir():
+            what = f"there is no folder {place.relative_to(folder)}/"
+            remedy = f"put pictures into {inside[0]} and a mask of the same name for each into {inside[1]}"
             raise DataError(what, where=str(folder), remedy=remedy)
-    images, masks = (_by_stem(folder / name) for name in (IMAGES, MASKS))
+    images, masks = map(_by_stem, inside)
     if not images:
-        raise DataError("there is no picture", where=str(folder / IMAGES), remedy="put pictures into this folder")
-    _check_pairs(images, masks, folder / IMAGES, folder / MASKS, what="picture has no mask")
-    _check_pairs(masks, images, folder / MASKS, folder / IMAGES, what="mask has no picture")
+        raise DataError("there is no picture", where=str(inside[0]), remedy="put pictures into this folder")
+    _check_pairs(images, masks, inside[0], inside[1], what="picture has no mask")
+    _check_pairs(masks, images, inside[1], inside[0], what="mask has no picture")
     stems = sorted(images)
     return (
-        PictureFiles(folder / IMAGES, [images[stem] for stem in stems]),
-        PictureFiles(folder / MASKS, [masks[stem] for stem in stems]),
+        PictureFiles(inside[0], [images[stem] for stem in stems]),
+        PictureFiles(inside[1], [masks[stem] for stem in stems]),
     )
 
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
 from lockstep.images.decode import decode
-from lockstep.sources import coco_masks, image_records, mask_files
-from lockstep.sources.box_layouts import evaluation_part, find_layout
+from lockstep.sources import coco_masks, mask_files
+from lockstep.sources.box_layouts import find_layout
 from lockstep.sources.boxed_images import check_picture_files
 from lockstep.sources.class_table import (
     CLASS_FILES,
@@ -32,8 +32,6 @@ from lockstep.sources.coco_file import Annotations, read_coco
 from lockstep.sources.decoded_images import open_cache
 from lockstep.sources.image_files import PictureFiles, Pictures
 from lockstep.sources.image_records import (
-    EVAL,
-    TRAIN,
     Split,
     is_saved_data_set,
     open_data_set,
@@ -41,7 +39,8 @@ from lockstep.sources.image_records import (
     unlabelled_pictures,
 )
 from lockstep.sources.image_table import IMAGE, data_set_pictures, picture_column
-from lockstep.sources.mask_files import MASKS, EncodedMasks, Masks
+from lockstep.sources.mask_files import EncodedMasks, Masks
+from lockstep.sources.mask_layouts import class_file, inner_part, is_coco
 from lockstep.sources.mask_lookup import IGNORED, MaskLookup
 from lockstep.sources.table import Source
 
@@ -269,6 +268,7 @@ def read_masked_images(
     |---|---|
     | a folder with `images/` and `masks/` | a picture and the mask of the same name, at any depth |
     | a folder with `train/`, and `val/`, `validation/`, `valid/`, `eval/` or `test/` | such folders in one of these |
+    | a folder with `images/train/` and `masks/train/`, `images/val/` and `masks/val/` | one of these pairs |
     | `FOLDER[:SPLIT]` that `datasets` saved, `NAME[:SPLIT]` on the hub | a column of pictures, a column of masks |
     | a COCO file (.json), or a folder with `annotations/*.json` and no masks | masks are drawn from polygons and RLE |
 
@@ -295,7 +295,7 @@ def read_masked_images(
     path = Path(source)
     pictures: Pictures
     masks: Masks
-    if _is_coco(path):
+    if is_coco(path):
         layout = find_layout(source, key=key, split=split, images=images)
         found = read_coco(layout.annotations, key=key, boxes=False, segmentations=True)
         table = coco_masks.class_table(found, classes, ignore, names=names)
@@ -314,16 +314,6 @@ def read_masked_images(
         cache=replace(cache, shorter_side=None) if cache is not None and split == "eval" else cache,
         notes=notes,
     )
-
-
-def evaluation_source(train: str) -> str | None:
-    """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
-
-    Returns:
-        the same source, if it has a part for evaluation; the evaluation split of a folder that `datasets` saved.
-        Otherwise None.
-    """
-    return evaluation_part(train) if _is_coco(Path(train)) else image_records.evaluation_source(train)
 
 
 def unseen_classes(training: ClassPixels, evaluation: ClassPixels, classes: Sequence[str]) -> list[str]:
@@ -357,14 +347,6 @@ def masked_inputs(
     return MaskedImages(records.pictures, None, classes, colors=colors, channels=channels, notes=records.notes)
 
 
-def _class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part."""
-    around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
-    places = [*dict.fromkeys([folder, root]), *around]
-    found = [place / name for place in places for name in CLASS_FILES if (place / name).is_file()]
-    return str(found[0]) if found else None
-
-
 def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, key: str) -> ClassTable:
     """The table that `classes` gives, without what is ignored."""
     if classes is None:
@@ -376,14 +358,6 @@ def _table(classes: ClassesOption, ignore: Sequence[Any], *, files: Pictures, ke
         raise DataError(what, where=f"{key}, {files.where(0)}", remedy=remedy)
     table = read_class_table(classes)
     return table.with_ignored(ignore, where="task.ignore") if ignore else table
-
-
-def _is_coco(path: Path) -> bool:
-    """Whether a source is read as COCO: a .json file, or a folder with `annotations/*.json` and without masks."""
-    if not path.is_dir():
-        return path.suffix.lower() == ".json"
-    places = (path, *(path / name for name in (*TRAIN, *EVAL)))
-    return any((path / "annotations").glob("*.json")) and not any((place / MASKS).is_dir() for place in places)
 
 
 def _coco_pictures(annotations: Annotations, folder: Path, key: str) -> PictureFiles:
@@ -400,7 +374,7 @@ def _files(
     path = Path(source)
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder), _class_file(folder, path))
+        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), class_file(folder, path))
     pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
     if not len(pictures):
         raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
