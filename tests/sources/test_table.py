@@ -298,9 +298,7 @@ def test_a_folder_that_is_no_data_set_names_its_files(tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_a_name_that_the_hub_does_not_give_says_so(tmp_path):
-    with pytest.raises(
-        DataError, match="nor a data set that the Hugging Face hub gives now"
-    ) as caught:
+    with pytest.raises(DataError, match="nor a data set that the Hugging Face hub gives now") as caught:
         Source.parse("nobody/nothing:test").files()
     assert caught.value.where == "nobody/nothing:test"
     assert "offline, give a file" in caught.value.remedy
