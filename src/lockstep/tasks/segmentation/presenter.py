@@ -141,6 +141,8 @@ class SegmentationPresenter(Presenter):
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation)
         lines.append(f"classes: {', '.join(about.classes)}")
+        if about.unseen:
+            lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
         first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
         grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
         numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
@@ -206,4 +208,6 @@ def _of_data(name: str, data: Any) -> list[str]:
     """Lines about the pictures that were read."""
     pictures = data.pictures if isinstance(data, Windows) else data
     windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-    return [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]
+    lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]
+    cache = getattr(pictures, "cache", None)
+    return lines if cache is None else [*lines, f"  {cache.summary()}"]
