@@ -152,7 +152,7 @@ def test_gantry_tilt_is_reported_in_both_formats(tmp_path):
 def test_missing_slices(tmp_path):
     values = scans.voxels(9)
     folder = scans.write_dicom(tmp_path / "a", values, change=lambda number, _: number not in (4, 5))
-    with pytest.raises(DataError, match="about 2 slices are missing: between 109.0 and 118.0 mm"):
+    with pytest.raises(DataError, match=r"about 2 slices are missing: between 109\.0 and 118\.0 mm"):
         read_volume(folder)
     volume = read_volume(folder, allow_gaps=True)
     np.testing.assert_array_equal(volume.slices, np.delete(values, (4, 5), axis=0))
