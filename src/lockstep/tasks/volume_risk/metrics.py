@@ -34,8 +34,8 @@ class RiskMetrics(Metric):
 
     Args:
         questions: names of the questions.
-        outcomes: by name of an outcome, the places of its questions by their horizons in years, ascending. See
-            `horizons.outcomes_of`. Outcomes with fewer than two horizons have no concordance index.
+        outcomes: by name of an event, its horizons in years with the places of their questions, ascending, as
+            `sources.volume_table.horizons` gives them. Events with a single horizon have no concordance index.
         patients: the patient of each evaluation sample, by the index of the sample. The bootstrap draws patients. None:
             each sample is a patient of its own.
         threshold: of the risk, for sensitivity and specificity.
@@ -54,7 +54,7 @@ class RiskMetrics(Metric):
         self,
         questions: Sequence[str],
         *,
-        outcomes: Mapping[str, Mapping[float, int]] | None = None,
+        outcomes: Mapping[str, Sequence[tuple[float, int]]] | None = None,
         patients: Sequence[str] | None = None,
         threshold: float = 0.5,
         resamples: int = 1000,
@@ -93,7 +93,7 @@ class RiskMetrics(Metric):
         Returns:
             numbers `SCORE/QUESTION`, with the scores `auc`, `auc_low`, `auc_high` (the bootstrap interval),
             `average_precision`, `brier`, `sensitivity`, `specificity`; `auc`, the mean over the questions with an AUC;
-            `concordance/OUTCOME`, `concordance_low/OUTCOME`, `concordance_high/OUTCOME`: Harrell's index, where the
+            `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the
             risk of a sample is its mean risk over the horizons. And tensors that are not logged as numbers, with NaN
             for the undefined: `label_counts` (questions, 3): known, positive and negative labels; `calibration`
             (questions, bins, 3): see `scores.calibration`; `roc` (questions, 101): the sensitivity at false-positive
@@ -160,8 +160,8 @@ class RiskMetrics(Metric):
             if np.isfinite(risks[rows, place]).all():
                 found["auc", question] = partial(_auc, risks[rows, place], labels[rows, place], rows)
         for outcome, places in self.outcomes.items():
-            columns = list(places.values())
-            times, events = scores.event_times(labels[:, columns], list(places))
+            years, columns = (list(part) for part in zip(*places, strict=True))
+            times, events = scores.event_times(labels[:, columns], years)
             rows, risk = np.isfinite(times), risks[:, columns].mean(axis=1)
             if np.isfinite(risk[rows]).all():
                 found["concordance", outcome] = partial(_concordance, risk[rows], times[rows], events[rows], rows)

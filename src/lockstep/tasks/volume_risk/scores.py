@@ -127,7 +127,8 @@ def roc(risks: Array, labels: Array, false_positive_rates: Array) -> Array:
     if not len(true) or not true[-1] or not false[-1]:
         return np.full(len(false_positive_rates), np.nan)
     across, up = (np.concatenate([[0.0], counts / counts[-1]]) for counts in (false, true))
-    return np.interp(false_positive_rates, across, up)
+    sensitivities: Array = np.interp(false_positive_rates, across, up)
+    return sensitivities
 
 
 def _counts_above(risks: Array, labels: Array) -> tuple[Array, Array]:
@@ -164,7 +165,7 @@ def calibration(risks: Array, labels: Array, bins: int) -> Array:
     table[:, 2] = 0
     if not len(risks):
         return table
-    edges = np.quantile(risks, np.linspace(0, 1, max(1, min(bins, len(risks) // _LEAST_IN_BIN)) + 1))
+    edges = np.percentile(risks, 100 * np.linspace(0, 1, max(1, min(bins, len(risks) // _LEAST_IN_BIN)) + 1))
     places = np.searchsorted(edges[1:-1], risks)
     for place in np.unique(places):
         inside = places == place
