@@ -49,6 +49,8 @@ class DataConfig(Section):
     """Loader processes of each rank. 0: the rank loads its data itself."""
     on_error: Literal["raise", "skip"] = "raise"
     """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
+    fold: Annotated[str | None, Field(pattern=r"^\s*\d+\s*/\s*\d+\s*$")] = None
+    """CT volumes: `2/5` evaluates the second of five folds of the training data's patients, and trains on the other four."""
     drop_last: bool = False
     """Whether the last, partial batch of an epoch is left out."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None

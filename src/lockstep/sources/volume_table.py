@@ -54,6 +54,8 @@ class VolumeSample(NamedTuple):
     """The path of the volume as the table has it."""
     key: str
     """The content address of the volume: it changes with its voxels, and not with its name."""
+    index: int = 0
+    """The place of the sample in its table."""
     notes: tuple[str, ...] = ()
     """Remarks of the reader: gantry tilt, missing slices."""
 
@@ -132,6 +134,7 @@ class VolumeTable(Dataset[VolumeSample]):
             patient=self.patients[index],
             name=self.names[index],
             key=key,
+            index=index,
             notes=volume.notes,
         )
 
@@ -257,6 +260,11 @@ def read_volume_table(
         options=options,
         notes=(*table.notes, *notes, *_one_sided(values[rows], questions)),
     )
+
+
+def has_parts(source: str, **csv: Any) -> bool:
+    """Whether a table says in a column `split` which rows are for evaluation."""
+    return any(name.lower() in _SPLIT for name in Source.parse(source, **csv).read().columns)
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
