@@ -220,9 +220,9 @@ def read_volume_table(
     """
     table = Source.parse(source, **csv).read()
     names = list(table.columns)
-    taken = _column(image, IMAGE, table, "image", needed=True)
+    taken = table_column(image, IMAGE, table, "image", needed=True)
     assert taken is not None
-    person = _column(patient, PATIENT, table, "patient", needed=False)
+    person = table_column(patient, PATIENT, table, "patient", needed=False)
     refuse_leaks([taken], leaks, names=names, where=source)
     questions = _questions(labels, table)
     values = label_values(table, questions)
@@ -249,7 +249,7 @@ def read_volume_table(
         raise DataError(
             f"{key} holds no volume for {split}", where=source, remedy="give rows with labels for this part"
         )
-    paths = _paths(table, taken, rows)
+    paths = volume_paths(table, taken, rows)
     return VolumeTable(
         paths,
         names=[str(table.columns[taken][row]) for row in rows],
@@ -347,7 +347,7 @@ def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence
 # ---- columns
 
 
-def _column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
+def table_column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
     names = list(table.columns)
     if wanted is not None:
         return columns.named(wanted, names, role, table.name)
@@ -412,7 +412,7 @@ def _rows(
     return [row for row, value in enumerate(written) if value in usual], []
 
 
-def _paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
+def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     """The paths of the volumes.
 
     Raises:
