@@ -55,6 +55,8 @@ class VolumeSample(NamedTuple):
     """The path of the volume as the table has it."""
     key: str
     """The content address of the volume: it changes with its voxels, and not with its name."""
+    index: int = 0
+    """The place of the sample in its table."""
     notes: tuple[str, ...] = ()
     """Remarks of the reader: gantry tilt, missing slices."""
 
@@ -133,6 +135,7 @@ class VolumeTable(Dataset[VolumeSample]):
             patient=self.patients[index],
             name=self.names[index],
             key=volume.address,
+            index=index,
             notes=volume.notes,
         )
 
@@ -218,9 +221,9 @@ def read_volume_table(
     """
     table = Source.parse(source, **csv).read()
     names = list(table.columns)
-    taken = _column(image, IMAGE, table, "image", needed=True)
+    taken = table_column(image, IMAGE, table, "image", needed=True)
     assert taken is not None
-    person = _column(patient, PATIENT, table, "patient", needed=False)
+    person = table_column(patient, PATIENT, table, "patient", needed=False)
     refuse_leaks([taken], leaks, names=names, where=source)
     questions = _questions(labels, table)
     values = label_values(table, questions)
@@ -247,7 +250,7 @@ def read_volume_table(
         raise DataError(
             f"{key} holds no volume for {split}", where=source, remedy="give rows with labels for this part"
         )
-    paths = _paths(table, taken, rows)
+    paths = volume_paths(table, taken, rows)
     return VolumeTable(
         paths,
         names=[str(table.columns[taken][row]) for row in rows],
@@ -258,6 +261,11 @@ def read_volume_table(
         options=options,
         notes=(*table.notes, *notes, *_one_sided(values[rows], questions)),
     )
+
+
+def has_parts(source: str, **csv: Any) -> bool:
+    """Whether a table says in a column `split` which rows are for evaluation."""
+    return any(name.lower() in _SPLIT for name in Source.parse(source, **csv).read().columns)
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
@@ -340,7 +348,7 @@ def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence
 # ---- columns
 
 
-def _column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
+def table_column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
     names = list(table.columns)
     if wanted is not None:
         return columns.named(wanted, names, role, table.name)
@@ -405,7 +413,7 @@ def _rows(
     return [row for row, value in enumerate(written) if value in usual], []
 
 
-def _paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
+def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     """The paths of the volumes.
 
     Raises:
