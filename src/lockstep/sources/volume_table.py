@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,13 @@ _SPLIT = ("split",)
 _HORIZON = re.compile(
     r"^(?P<event>.*?)[_ -]?(?P<time>\d+(?:\.\d+)?)[_ -]?(?P<unit>y|yr|yrs|years?|m|months?|d|days?)$", re.I
 )
-_YEARS = {"y": 1.0, "m": 1 / 12, "d": 1 / 365}
+_PER_YEAR = {"y": 1, "m": 12, "d": 365}
 _VALUES = {"0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "": np.nan}
 _SHOWN = 5
 
 
-class VolumeSample(NamedTuple):
+@dataclass(frozen=True)
+class VolumeSample:
     """A raw sample."""
 
     slices: Slices
@@ -298,7 +299,7 @@ def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
     groups: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for place, question in enumerate(questions):
         if match := _HORIZON.match(question):
-            groups[match["event"]].append((float(match["time"]) * _YEARS[match["unit"][0].lower()], place))
+            groups[match["event"]].append((float(match["time"]) / _PER_YEAR[match["unit"][0].lower()], place))
     return {event: sorted(times) for event, times in groups.items()}
 
 
@@ -348,7 +349,9 @@ def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence
 # ---- columns
 
 
-def table_column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
+def table_column(
+    wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool
+) -> str | None:
     names = list(table.columns)
     if wanted is not None:
         return columns.named(wanted, names, role, table.name)
