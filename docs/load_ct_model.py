@@ -3,13 +3,11 @@
     lockstep export RUN_DIR FOLDER
     python load_ct_model.py FOLDER VOLUME.npz
 
-VOLUME.npz holds `slices`, (n, rows, columns) in Hounsfield units from feet to head, rows from front to back, columns from
-the right of the patient to the left; and `positions`, (n) in millimetres. This file covers models with the transformer
-aggregator, evenly spaced slices, no resampling of slices.
+VOLUME.npz holds `slices`, (n, rows, columns) in Hounsfield units from feet to head, rows from front to back, columns
+from the right of the patient to the left; and `positions`, (n) in millimetres.
 """
 
 import json
-import math
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,29 +19,17 @@ from torch.nn import functional as f
 from transformers import AutoConfig, AutoModel
 
 
-def load(folder):
-    about, weights = json.loads((folder / "volume_risk.json").read_text()), load_file(folder / "model.safetensors")
-    assert about["aggregator"]["name"] == "transformer" and not about["keep_shape"], "extend this file for such a model"
-    backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder)).eval()
-    backbone.pooler = None  # risks do not use it
-    own = {name: value for name, value in weights.items() if name.startswith("backbone.")}
-    backbone.load_state_dict({name.removeprefix("backbone.network."): value for name, value in own.items()})
-    return about, backbone, weights
-
-
 def pictures(about, slices):
     """Slices in HU as normalised pictures (n, windows, size, size)."""
-    size = about["image_size"]
     levels = [(slices - (w["center"] - w["width"] / 2)) * (255 / w["width"]) for w in about["windows"]]
     levels = torch.from_numpy(np.rint(np.clip(np.stack(levels, 1), 0, 255)).astype(np.uint8))
-    levels = f.interpolate(levels, (size, size), mode="bilinear", antialias=True, align_corners=False)
+    levels = f.interpolate(levels, (about["image_size"],) * 2, mode="bilinear", antialias=True, align_corners=False)
     mean, std = (torch.tensor(about[name]).view(-1, 1, 1) for name in ("mean", "std"))
     return (levels.float() / 255 - mean) / std
 
 
 def layer(kind, weights, name, x):
-    """A linear layer or a layer norm by its name in the aggregator."""
-    weight, bias = (weights[f"aggregator.{name}.{part}"] for part in ("weight", "bias"))
+    weight, bias = weights[f"aggregator.{name}.weight"], weights[f"aggregator.{name}.bias"]
     return f.linear(x, weight, bias) if kind == "linear" else f.layer_norm(x, x.shape[-1:], weight, bias)
 
 
@@ -52,8 +38,7 @@ def aggregate(about, weights, features, positions):
     linear, norm = partial(layer, "linear", weights), partial(layer, "norm", weights)
     width, heads = about["aggregator"]["width"], about["aggregator"]["heads"]
     steps = torch.arange(width // 2) / max(1, width // 2 - 1)
-    middle = (positions[0] + positions[-1]) / 2
-    angles = (positions - middle)[:, None] * 2 * math.pi * (1 / 4000) ** steps
+    angles = (positions - (positions[0] + positions[-1]) / 2)[:, None] * 0.001**steps
     tokens = linear("project", features) + torch.cat([angles.sin(), angles.cos()], dim=1)
     tokens = torch.cat([weights["aggregator.class_token"][None], tokens])
     for at in (f"layers.{number}." for number in range(about["aggregator"]["layers"])):
@@ -67,7 +52,15 @@ def aggregate(about, weights, features, positions):
 
 @torch.no_grad()
 def risks(folder, slices, positions):
-    about, backbone, weights = load(Path(folder))
+    folder = Path(folder)
+    about, weights = json.loads((folder / "volume_risk.json").read_text()), load_file(folder / "model.safetensors")
+    plain = {"eval_slices": "even", "keep_shape": False, "slice_distance_mm": None}
+    if about["aggregator"]["name"] != "transformer" or any(about[name] != value for name, value in plain.items()):
+        raise NotImplementedError(f"this example is for the transformer aggregator and {plain}")
+    backbone = AutoModel.from_config(AutoConfig.from_pretrained(folder)).eval()
+    backbone.pooler = None  # risks do not use it
+    start = "backbone.network."
+    backbone.load_state_dict({name[len(start) :]: weights[name] for name in weights if name.startswith(start)})
     edges = len(slices) * np.arange(about["max_slices"] + 1) // about["max_slices"]
     chosen = (edges[:-1] + edges[1:] - 1) // 2 if len(slices) > about["max_slices"] else np.arange(len(slices))
     hidden = backbone(pictures(about, slices[chosen].astype(np.float64))).last_hidden_state
@@ -84,5 +77,4 @@ def risks(folder, slices, positions):
 
 
 if __name__ == "__main__":
-    volume = np.load(sys.argv[2])
-    print(json.dumps(risks(sys.argv[1], volume["slices"], volume["positions"]), indent=1))
+    print(json.dumps(risks(sys.argv[1], *(np.load(sys.argv[2])[name] for name in ("slices", "positions"))), indent=1))

@@ -107,7 +107,9 @@ def test_a_run_draws_its_patients_and_tells_what_is_undefined(run):
     assert "pictures/roc-step-00000003.png" in files, "death_1y has both answers"
     assert np.asarray(Image.open(run / "samples" / "step-00000003.png")).shape[1] > 500
     log = (run / "train.log").read_text()
-    assert "death_1y        2    1   1" in log
+    assert "scores by question; sensitivity and specificity at risk 0.5:" in log
+    arrays = json.loads((run / "metric_arrays.jsonl").read_text())
+    assert arrays["label_counts"] == [[2, 1, 1], [2, 1, 1]]
     assert "training: 5 volumes of 5 patients" in log
     assert "1 rows without a known label are left out" in log
     assert "fewer than 10 of yes or no" in log
