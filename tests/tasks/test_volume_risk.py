@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_plain_torch_over_known_labels(table, reduction):
 
 
 def test_balanced_weights_are_negatives_over_positives(table):
-    assert make_task({"positive_weights": "balanced"}, table).about.positive_weights == [7.0, 2 / 3, 1.0]
+    assert make_task({"positive_weights": "balanced"}, table).about.positive_weights == pytest.approx([7.0, 2 / 3, 1.0])
     with pytest.raises(LockstepError, match=r"no question 'deaht_1y'(?s:.*)death_1y"):
         _ = make_task({"positive_weights": {"deaht_1y": 2.0}}, table).about
 
