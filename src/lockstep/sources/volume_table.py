@@ -23,6 +23,7 @@ from lockstep.sources.image_records import EVAL, TRAIN, Split
 from lockstep.sources.table import Source, Table
 from lockstep.volumes.cache import cached_volume, content_address
 from lockstep.volumes.dicom import dicom_files
+from lockstep.volumes.slices import Slices
 
 Array = npt.NDArray[Any]
 
@@ -42,9 +43,9 @@ _SHOWN = 5
 class VolumeSample(NamedTuple):
     """A raw sample."""
 
-    slices: npt.NDArray[np.int16]
-    """int16 (n, rows, columns) in HU, from feet to head, read-only. Mapped from the cache: reading a few slices reads
-    these alone."""
+    slices: Slices
+    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: these alone
+    are read from the cache."""
     positions: npt.NDArray[np.float32]
     """float32 (n): distance from the first slice in millimetres, ascending."""
     labels: npt.NDArray[np.float32]
@@ -119,7 +120,7 @@ class VolumeTable(Dataset[VolumeSample]):
         """
         options = self.options
         try:
-            volume, key = cached_volume(
+            volume = cached_volume(
                 self.paths[index], distance_mm=options.distance_mm, allow_gaps=options.allow_gaps, keep=options.cache
             )
         except DataError as error:
@@ -133,7 +134,7 @@ class VolumeTable(Dataset[VolumeSample]):
             labels=self.labels[index],
             patient=self.patients[index],
             name=self.names[index],
-            key=key,
+            key=volume.address,
             index=index,
             notes=volume.notes,
         )

@@ -8,8 +8,10 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from lockstep import atomic
 from lockstep.data.cache import cache_root, cached, digest_of
@@ -17,16 +19,29 @@ from lockstep.errors import DataError
 from lockstep.volumes.dicom import dicom_files
 from lockstep.volumes.read import read_volume
 from lockstep.volumes.resample import resampled
+from lockstep.volumes.slices import Slices
 from lockstep.volumes.volume import Volume
 
 _FORMAT = 1  # of the files, and of what reading and resampling compute; it is a part of the folder's name
 _KEPT_FREE = 10 << 30  # bytes of the disk that stay free for checkpoints, or a twentieth of a smaller disk
 
 
+class CachedVolume(NamedTuple):
+    """A volume whose slices stay on disk until they are used. Its other fields are those of `Volume`."""
+
+    slices: Slices
+    spacing: tuple[float, float, float]
+    positions: npt.NDArray[np.float32]
+    notes: tuple[str, ...]
+    address: str
+    """Hexadecimal digits that change with the content of the files and with the arguments of `cached_volume`, and not
+    with names, places and times."""
+
+
 def cached_volume(
     path: Path, *, distance_mm: float | None = None, allow_gaps: bool = False, keep: bool = True
-) -> tuple[Volume, str]:
-    """A volume whose slices stay on disk until they are used, and its content address.
+) -> CachedVolume:
+    """A volume from the cache, which keeps it if it is new.
 
     The first process that asks reads the file and writes the volume into Lockstep's cache folder; others wait for it. A
     kill at any instant leaves a volume in the cache whole or absent. Where the disk is nearly full, the volume is kept
@@ -38,10 +53,6 @@ def cached_volume(
         allow_gaps: see `read_volume`.
         keep: False: nothing is written, and the whole file is read each time.
 
-    Returns:
-        The volume, of which `slices` is mapped into memory and read-only, and its address: hexadecimal digits that
-        change with the content of the files and with the arguments, and not with names, places and times.
-
     Raises:
         DataError: see `read_volume`.
         UsageError: the cache may not be written.
@@ -52,19 +63,25 @@ def cached_volume(
         volume = read_volume(path, allow_gaps=allow_gaps)
         return volume if distance_mm is None else resampled(volume, distance_mm)
 
+    def in_memory(volume: Volume) -> CachedVolume:
+        return CachedVolume(Slices(volume.slices), volume.spacing, volume.positions, volume.notes, address)
+
     if not keep:
-        return read(), address
+        return in_memory(read())
     try:
         folder = cached("volume", address, lambda folder: _write(read(), folder))
     except _NoSpace as error:
         what = f"the cache of volumes {cache_root()} has no more space; volumes that are not in it are read each time"
         warnings.warn(what, RuntimeWarning, stacklevel=2)
-        return error.volume, address
+        return in_memory(error.volume)
     about = json.loads((folder / "volume.json").read_text(encoding="utf-8"))
-    # A plain array over the mapped file: only slices that are used are read from disk.
-    slices = np.asarray(np.load(folder / "slices.npy", mmap_mode="r"))
-    positions = np.load(folder / "positions.npy")
-    return Volume(slices, tuple(about["spacing"]), positions, tuple(about["notes"])), address
+    return CachedVolume(
+        Slices(folder / "slices.npy"),
+        tuple(about["spacing"]),
+        np.load(folder / "positions.npy"),
+        tuple(about["notes"]),
+        address,
+    )
 
 
 def content_address(path: Path) -> str:

@@ -81,7 +81,8 @@ def oriented(voxels: Array, affine: Array, *, where: str, positions: Array | Non
         float(np.linalg.norm(down)),
         float(np.linalg.norm(across)),
     )
-    notes = _notes(transform, along, distance, steps)
+    is_axial = positions is None or transform[2, 0] == 2  # the order of axes in a NIfTI file tells nothing
+    notes = _notes(is_axial, along, distance, steps)
     return replace(volume_of(turned, places, spacing, where=where), notes=notes)
 
 
@@ -122,9 +123,9 @@ def _is_uneven(steps: Array) -> bool:
     return len(steps) > 1 and bool(np.ptp(steps) > _UNEVEN * np.median(steps))
 
 
-def _notes(transform: Array, along: Array, distance: float, steps: Array) -> tuple[str, ...]:
+def _notes(is_axial: bool, along: Array, distance: float, steps: Array) -> tuple[str, ...]:
     notes = []
-    if transform[2, 0] != 2:
+    if not is_axial:
         notes.append("the series is not axial: axial slices are cut through its voxels")
     tilt = math.degrees(math.acos(min(1.0, distance / float(np.linalg.norm(along)))))
     if tilt > _TILT_DEGREES:

@@ -74,6 +74,6 @@ def windowed(slices: npt.NDArray[np.int16], windows: tuple[Window, ...]) -> npt.
 def _table(windows: tuple[Window, ...]) -> npt.NDArray[np.uint8]:
     """The channels of each of the 65,536 values, in the order of their bits as uint16."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.int16).astype(np.float64)
-    levels = [(values - (center - width / 2)) * (255 / width) for center, width in windows]
+    levels = [(2 * (values - center) + width) * 255 / (2 * width) for center, width in windows]
     table: Any = np.rint(np.clip(np.stack(levels, axis=1), 0, 255)).astype(np.uint8)
     return table  # type: ignore[no-any-return]
