@@ -344,7 +344,7 @@ class Trainer:
         build.seed_everything(self.config)
         data = self.config.data
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        return registry.build_task(self.config.task, data.train, data.eval, cache)
+        return registry.build_task(self.config.task, data.train, data.eval, cache, fold=data.fold)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
