@@ -235,7 +235,10 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: a storage that NumPy has seen cannot be resized, which FSDP does with gathered parameters.
+    return (
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def _test_picture(slices: Tensor) -> Tensor:
