@@ -195,14 +195,15 @@ class _Layer(nn.Module):
         dropout = self.dropout if self.training else 0.0
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
         tokens = tokens + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
-        return tokens + self.drop(self.linear(self.norm_linear(tokens)))
+        after: Tensor = tokens + self.drop(self.linear(self.norm_linear(tokens)))
+        return after
 
     def weights_of_class_token(self, tokens: Tensor, is_token: Tensor) -> Tensor:
         """The weights of the first token on all tokens, without dropout: (B, T), the mean over the heads."""
         query, key, _ = self._split(self.norm_attention(tokens))
         scores = (query[:, :, :1] @ key.transpose(2, 3))[:, :, 0] / math.sqrt(query.shape[-1])
-        weights: Tensor = scores.masked_fill(~is_token[:, None], -math.inf).softmax(dim=-1).mean(dim=1)
-        return weights
+        weights = scores.masked_fill(~is_token[:, None], -math.inf).softmax(dim=-1).mean(dim=1)
+        return torch.as_tensor(weights)
 
     def _split(self, tokens: Tensor) -> tuple[Tensor, ...]:
         batch, length, _ = tokens.shape

@@ -93,12 +93,14 @@ def make_backbone(
     if known != channels:
         what = f"the model takes pictures of {known} channels, and slices have {channels}"
         raise UsageError(what, where="task.windows", remedy=f"give {known} windows")
-    if getattr(config, "use_mask_token", False):
-        config.use_mask_token = False  # only pretraining uses this parameter: it would get no gradient
     name = None if trained else model
     network, missing = hugging_face.make_model(transformers.AutoModel, config, name, what="model", new_head=False)
     if _has_parameters(getattr(network, "pooler", None)):
         network.pooler = None  # type: ignore[assignment]  # features do not pass through it: it would get no gradient
+    for module in network.modules():
+        token = module._parameters.pop("mask_token", None)
+        if token is not None:  # only pretraining uses it: as a parameter it would get no gradient
+            module.register_buffer("mask_token", token.detach())
     missing = [weight for weight in missing if not weight.startswith("pooler.")]
     return SliceBackbone(network, pooling), missing
 

@@ -86,9 +86,9 @@ class KeptFeatures:
     """Feature vectors by volume and slice, in files that all processes of a machine read and write without locks.
 
     The folder stands for everything that determines a vector: `setting`, the weights of the backbone, and its output
-    for a test picture, in which a number format, a compiler or another device would show. A file holds the vectors of one
-    volume, each with its CRC. So a vector is there whole or not at all, whenever a process is killed. Two processes that
-    write the same vector write the same bytes.
+    for a test picture, in which a number format, a compiler or another device would show. A file holds the vectors of
+    one volume, each with its CRC. So a vector is there whole or not at all, whenever a process is killed. Two processes
+    that write the same vector write the same bytes.
 
     An object is made before the loader's workers start, and is used by all of them: it tells them through shared memory
     which folder is used.
@@ -235,7 +235,10 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: a storage that NumPy has seen cannot be resized, which FSDP does with gathered parameters.
+    return (
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def _test_picture(slices: Tensor) -> Tensor:

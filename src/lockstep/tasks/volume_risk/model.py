@@ -17,8 +17,8 @@ from lockstep.tasks.volume_risk.backbone import SliceBackbone, dtype_of, is_froz
 Batch = Mapping[str, Any]
 
 FROZEN_CHUNK = 4
-"""Slices that pass through a frozen backbone together. The number is fixed, and a last chunk is filled up with zeros, so
-that the bits of a feature do not depend on the slices beside it."""
+"""Slices that pass through a frozen backbone together. The number is fixed, and a last chunk is filled up with zeros,
+so that the bits of a feature do not depend on the slices beside it."""
 
 
 class Risks(NamedTuple):

@@ -27,6 +27,7 @@ from lockstep.sources.volume_table import (
     read_volume_table,
 )
 from lockstep.tasks.class_weights import OnDevice
+from lockstep.tasks.task import Metrics, Task
 from lockstep.tasks.volume_risk.aggregators import make_aggregator
 from lockstep.tasks.volume_risk.backbone import backbone_config, make_backbone
 from lockstep.tasks.volume_risk.features import KeptFeatures, SliceRows, batch_entries
@@ -119,6 +120,8 @@ class VolumeRisk(Task):
             `train` are used, if the table says which these are, or `fold` does.
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
+
+    presenter = VolumeRiskPresenter
 
     presenter = VolumeRiskPresenter
 
@@ -305,7 +308,7 @@ class VolumeRisk(Task):
         rows = self._features.look_up(sample.key, places.tolist()) if is_frozen and self._features else None
         return Prepared(
             pictures=self._pictures(
-                sample, places if rows is None else rows.missing, changes=training and not is_frozen
+                sample, places if rows is None else np.array(rows.missing, np.int64), changes=training and not is_frozen
             ),
             counts=[len(group) for group in groups],
             places=torch.from_numpy(places),
