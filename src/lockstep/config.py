@@ -45,6 +45,9 @@ class DataConfig(Section):
     """Source of the training data, for the constructor of the task."""
     eval: str | None = None
     """Source of the evaluation data."""
+    fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
+    """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
+    folds."""
     workers: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
     """Loader processes of each rank. 0: the rank loads its data itself."""
     on_error: Literal["raise", "skip"] = "raise"

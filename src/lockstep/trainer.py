@@ -357,7 +357,7 @@ class Trainer:
         data = self.config.data
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
         train, held_out = (source and os.path.expanduser(source) for source in (data.train, data.eval))
-        return registry.build_task(self.config.task, train, held_out, cache)
+        return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

@@ -42,6 +42,21 @@ class FSDP(Single):
         self.forward, self.unwrapped, self.shard_group = forward, forward, mesh.get_group("shard")
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
+        self._let_passes_agree(forward)
+
+    def _let_passes_agree(self, forward: nn.Module) -> None:
+        """A module that calls its blocks as often as its batch wants must call them equally often on all ranks.
+
+        Such a module has an attribute `largest_over_ranks`: from a number of calls to the largest over all ranks.
+        """
+        world = self.world
+
+        def largest(number: int) -> int:  # a function, and no bound method: a copy of the module shares the world
+            return world.all_max(number)
+
+        for module in forward.modules():
+            if hasattr(module, "largest_over_ranks"):
+                vars(module)["largest_over_ranks"] = largest
 
     @contextlib.contextmanager
     def gradient_sync(self, last: bool) -> Generator[None, None, None]:

@@ -90,6 +90,14 @@ class World:
         dist.all_reduce(packed, group=self.group)
         return packed.tolist()
 
+    def all_max(self, value: int) -> int:
+        """The largest of `value` over all ranks."""
+        if self.size == 1:
+            return value
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
+
     def data_sum(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, for values that come from samples: of the ranks that see the same samples, one counts."""
         return self.all_sum(values if self.counts_samples else [0.0] * len(values))

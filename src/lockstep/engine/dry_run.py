@@ -161,6 +161,8 @@ def look_at_evaluation(
                 metrics.reset()
         check_names(values)
         names += values
+        for metric in metrics.values():  # such as an AUC, which is undefined where a few samples have one class
+            names += getattr(metric, "possible_results", ())
     check_best(best, [f"eval/{name}" for name in names])
     return messages
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -231,12 +232,14 @@ def curves(
     y_label: str = "",
     x_range: tuple[float, float] = (0.0, 1.0),
     y_range: tuple[float, float] = (0.0, 1.0),
+    marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
 ) -> Picture:
     """Curves in one diagram, with a legend, such as precision over recall for each class.
 
     Args:
         series: by name: x and y of the points, (points,) each. Points that are not finite interrupt a line.
         x_range, y_range: what the axes show.
+        marks: by name of a series: x and y of points, which are drawn as discs in the colour of the series.
     """
     from PIL import Image, ImageDraw
 
@@ -247,11 +250,15 @@ def curves(
     for share in np.linspace(0, 1, 6)[1:-1]:
         draw.line((share * wide * times, 0, share * wide * times, high * times), fill=_PALE, width=times)
         draw.line((0, share * high * times, wide * times, share * high * times), fill=_PALE, width=times)
-    for (x, y), ink in zip(series.values(), inks, strict=True):
+
+    def places(x: Any, y: Any) -> npt.NDArray[np.float64]:
         x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x, y))
         across = (x - x_range[0]) / (x_range[1] - x_range[0]) * (wide * times - 1)
         down = (1 - (y - y_range[0]) / (y_range[1] - y_range[0])) * (high * times - 1)
-        points = np.stack([across, down], axis=1)
+        return np.stack([across, down], axis=1)
+
+    for line, ink in zip(series.values(), inks, strict=True):
+        points = places(*line)
         breaks = np.flatnonzero(~np.isfinite(points).all(axis=1))
         for run in np.split(points, breaks):
             run = run[np.isfinite(run).all(axis=1)]
@@ -261,6 +268,11 @@ def curves(
     page.paste(plot.resize((wide, high), Image.Resampling.BOX), (left, top))
     draw, font = ImageDraw.Draw(page), _font()
     draw.rectangle((left - 1, top - 1, left + wide, top + high), outline=_GREY)
+    for name, ink in zip(series, inks, strict=True):  # on the page, so that discs at the edge are whole
+        for across, down in places(*marks.get(name, ((), ()))) / times:
+            if np.isfinite(across + down):
+                middle = (left + across, top + down)
+                draw.ellipse(tuple(m - 4 for m in middle) + tuple(m + 4 for m in middle), fill=tuple(ink))
     for share in np.linspace(0, 1, 6):
         x, y = (low + share * (high_end - low) for low, high_end in (x_range, y_range))
         draw.text((left + share * wide, top + high + 4), f"{x:.3g}", fill=_INK, font=font, anchor="ma")

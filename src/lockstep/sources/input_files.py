@@ -59,7 +59,7 @@ def _files_of(argument: str, suffixes: tuple[str, ...]) -> list[Path]:
         file
         for match in matches
         for file in (_files_in(match, suffixes) if match.is_dir() else [match])
-        if file.suffix.lower() in suffixes and not _is_special(file)
+        if file.name.lower().endswith(suffixes) and not _is_special(file)
     ]
     if not files:
         what = "no file matches this pattern" if not matches else f"{len(matches)} names match, and none can be used"

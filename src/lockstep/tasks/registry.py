@@ -28,6 +28,7 @@ _SHIPPED_TASKS = {
     "detection": "lockstep.tasks.detection.options:DetectionOptions",
     "segmentation": "lockstep.tasks.segmentation.options:SegmentationOptions",
     "text": "lockstep.tasks.text.options:TextOptions",
+    "volume_risk": "lockstep.tasks.volume_risk.options:VolumeRiskOptions",
 }
 _SHIPPED_RECIPES = "lockstep.recipes"
 
@@ -87,7 +88,12 @@ def shipped_recipe(name: str) -> Traversable | None:
 
 
 def build_task(
-    section: dict[str, Any], train: str | None, evaluation: str | None, cache: CacheOptions | None = None
+    section: dict[str, Any],
+    train: str | None,
+    evaluation: str | None,
+    cache: CacheOptions | None = None,
+    *,
+    fold: str | None = None,
 ) -> Task:
     """Make the task that the config's section `task` describes.
 
@@ -97,6 +103,7 @@ def build_task(
         train, evaluation: the config's `data.train` and `data.eval`, for a constructor with parameters `train` and
             `eval`.
         cache: what `data.cache` asks for, for a constructor with a parameter `cache`.
+        fold: the config's `data.fold`, for a constructor with a parameter `fold`.
 
     Raises:
         UsageError: there is no such file or class, the class lacks a method, or its constructor does not take a key.
@@ -115,12 +122,13 @@ def build_task(
         arguments = {"options": options.model_validate(arguments)}
     else:
         task_class = _class_in_file(section["kind"])
-    return task_class(**_checked(task_class, arguments, {"train": train, "eval": evaluation, "cache": cache}))
+    data = {"train": train, "eval": evaluation, "cache": cache, "fold": fold}
+    return task_class(**_checked(task_class, arguments, data))
 
 
 def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     """`arguments` and the values of `data` that are not None, if the constructor takes all of them."""
-    parameters = inspect.signature(task_class).parameters
+    parameters, data_keys = inspect.signature(task_class).parameters, set(data)
     data = {name: value for name, value in data.items() if value is not None}
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     known = [name for name, parameter in parameters.items() if parameter.kind not in variadic]
@@ -139,7 +147,7 @@ def _checked(task_class: type[Task], arguments: dict[str, Any], data: dict[str, 
     required = [name for name in known if parameters[name].default is inspect.Parameter.empty]
     missing = [name for name in required if name not in arguments]
     if missing:
-        listed = ", ".join(f"data.{name}" if name in ("train", "eval", "cache") else f"task.{name}" for name in missing)
+        listed = ", ".join(f"data.{name}" if name in data_keys else f"task.{name}" for name in missing)
         remedy = f"give {listed}, in the file or as key=value"
         raise UsageError(f"{task_class.__name__} needs {listed}", where="config", remedy=remedy)
     return arguments

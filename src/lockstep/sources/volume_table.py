@@ -1,0 +1,364 @@
+"""CT volumes with yes/no questions: a table with a path and any number of label columns in each row."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset
+
+from lockstep.errors import DataError, UsageError, did_you_mean
+from lockstep.sources import columns
+from lockstep.sources.folds import Fold, folds_of
+from lockstep.sources.image_files import add_file
+from lockstep.sources.image_records import EVAL, TRAIN, Split
+from lockstep.sources.table import Source, Table
+from lockstep.sources.volume_labels import check_horizons, label_columns, label_values, one_sided
+from lockstep.sources.volume_labels import horizons as horizons
+from lockstep.volumes.cache import cached_volume, content_address
+from lockstep.volumes.dicom import dicom_files
+from lockstep.volumes.slices import Slices
+
+Array = npt.NDArray[Any]
+
+IMAGE = ("image", "volume", "path", "file", "ct", "nifti", "dicom")
+"""Usual names of the column with the volumes."""
+PATIENT = ("patient_id", "patient", "patientid", "pid", "subject", "subject_id")
+"""Usual names of the column with the patients."""
+_SPLIT = ("split",)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class VolumeSample:
+    """A raw sample."""
+
+    slices: Slices
+    """int16 (n, rows, columns) in HU, from feet to head. `slices[places]` is an array of the chosen slices: these alone
+    are read from the cache."""
+    positions: npt.NDArray[np.float32]
+    """float32 (n): distance from the first slice in millimetres, ascending."""
+    labels: npt.NDArray[np.float32]
+    """float32 (questions): 1 (yes), 0 (no) or NaN (unknown)."""
+    patient: str
+    name: str
+    """The path of the volume as the table has it."""
+    key: str
+    """The content address of the volume: it changes with its voxels, and not with its name."""
+    index: int = 0
+    """The place of the sample in its table."""
+    notes: tuple[str, ...] = ()
+    """Remarks of the reader: gantry tilt, missing slices."""
+
+
+@dataclass(frozen=True)
+class VolumeOptions:
+    """How volumes are read."""
+
+    distance_mm: float | None = None
+    """Slices are resampled to this distance. None: they stay as they are."""
+    allow_gaps: bool = False
+    """Whether missing slices are a remark, and not an error."""
+    cache: bool = True
+    """Whether decoded volumes are kept on disk. Otherwise a volume is read whole each time."""
+
+
+class VolumeTable(Dataset[VolumeSample]):
+    """Volumes with labels.
+
+    Args:
+        paths: of the volumes.
+        names: of the volumes in their source.
+        places: of the volumes in their source, for messages, such as `labels.csv:7`.
+        patients: of the volumes.
+        questions: the names of the label columns.
+        labels: float32 (volumes, questions): 1, 0 or NaN.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        names: Sequence[str],
+        places: Sequence[str],
+        patients: Sequence[str],
+        questions: Sequence[str],
+        labels: Array,
+        options: VolumeOptions = VolumeOptions(),
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.paths, self.names, self.places = list(paths), list(names), list(places)
+        self.patients = list(patients)
+        """The patient of each volume."""
+        self.questions = list(questions)
+        """The names of the questions."""
+        self.labels: npt.NDArray[np.float32] = labels.astype(np.float32, copy=False)
+        """float32 (volumes, questions): 1 (yes), 0 (no) or NaN (unknown)."""
+        self.options = options
+        self.notes = tuple(notes)
+        """Remarks for people about the way in which the source was read."""
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> VolumeSample:
+        """A sample. The first reading of a volume on a machine decodes it.
+
+        Raises:
+            DataError: the volume cannot be used; see `lockstep.volumes.read.read_volume`. The error names the row and
+                the path.
+        """
+        options = self.options
+        try:
+            volume = cached_volume(
+                self.paths[index], distance_mm=options.distance_mm, allow_gaps=options.allow_gaps, keep=options.cache
+            )
+        except DataError as error:
+            where = self.where(index)
+            raise DataError(
+                error.what, where=f"{where}: {error.where or self.paths[index]}", remedy=error.remedy
+            ) from error
+        return VolumeSample(
+            slices=volume.slices,
+            positions=volume.positions,
+            labels=self.labels[index],
+            patient=self.patients[index],
+            name=self.names[index],
+            key=volume.address,
+            index=index,
+            notes=volume.notes,
+        )
+
+    def where(self, index: int) -> str:
+        """The place of a volume, for messages."""
+        return self.places[index]
+
+    def address(self, index: int) -> str:
+        """Hexadecimal SHA-256 of the volume's files. It is known without decoding."""
+        return content_address(self.paths[index])
+
+    def check(self, indices: Iterable[int] | None = None) -> dict[str, tuple[str, ...]]:
+        """Read volumes, so that all are in the cache, and return the remarks about them by name.
+
+        Raises:
+            DataError: volumes cannot be used. The error names all of them.
+        """
+        notes, faults = {}, []
+        for index in range(len(self)) if indices is None else indices:
+            try:
+                sample = self[index]
+            except DataError as error:
+                faults.append(error)
+                continue
+            if sample.notes:
+                notes[sample.name] = sample.notes
+        if len(faults) > 1:
+            listed = "\n  ".join(f"{fault.where}: {fault.what}" for fault in faults)
+            raise DataError(
+                f"{len(faults)} volumes cannot be used:\n  {listed}", remedy="repair them, or remove their rows"
+            )
+        if faults:
+            raise faults[0]
+        return notes
+
+    def digest(self) -> str:
+        """Hexadecimal digits that change where a volume or a label changes: by size and time of the files, which are
+        not read."""
+        digest = hashlib.sha256(repr((self.questions, self.patients, self.options)).encode())
+        digest.update(np.ascontiguousarray(self.labels).data)
+        for path, name in zip(self.paths, self.names, strict=True):
+            for file in dicom_files(path) if path.is_dir() else [path]:
+                add_file(digest, file, name=f"{name}/{file.name}")
+        return digest.hexdigest()
+
+
+def read_volume_table(
+    source: str,
+    *,
+    key: str,
+    split: Split,
+    image: str | int | None = None,
+    labels: Sequence[str] | None = None,
+    patient: str | int | None = None,
+    fold: str | None = None,
+    seed: int = 0,
+    leaks: Sequence[str] = (),
+    options: VolumeOptions = VolumeOptions(),
+    **csv: Any,
+) -> VolumeTable:
+    """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
+
+    Which rows are read: with `fold`, those of the fold (evaluation) or of all other folds (training); else, where the
+    table has a column `split`, those with `train`, `training`, or `val`, `validation`, `valid`, `eval`, `test`; else
+    all. In training, rows without any known label are left out, which is a note.
+
+    Args:
+        source: the table. Paths in it are relative to its folder.
+        key: the config's key of the source, such as `data.train`, for errors.
+        split: which part to read.
+        image: the column of the volumes. None: a usual name.
+        labels: names of the label columns, or patterns such as `lung_mets_*`, in this order. None: the columns that end
+            in a time, such as `death_5y`. For the evaluation data give the questions of the training data.
+        patient: the column of the patients. None: a usual name; if there is none, each row is a patient.
+        fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `seed` and the table.
+        leaks: columns, or patterns, that hold the outcome. They are refused as inputs.
+        csv: `header`, `delimiter` and `quoting` of `lockstep.sources.table.Source`.
+
+    Raises:
+        DataError: there is no such source or column; a label is not 0, 1 or blank; a path does not exist; an event is
+            known at one horizon and denied at a later one; no row is left. Errors name file, line and column.
+        UsageError: the fold is none, or a leaking column is used as an input.
+    """
+    table = Source.parse(source, **csv).read()
+    names = list(table.columns)
+    taken = table_column(image, IMAGE, table, "image", needed=True)
+    assert taken is not None
+    person = table_column(patient, PATIENT, table, "patient", needed=False)
+    refuse_leaks([taken], leaks, names=names, where=source)
+    questions = label_columns(labels, table)
+    values = label_values(table, questions)
+    check_horizons(values, questions, table)
+    patients = (
+        [str(value).strip() for value in table.columns[person]]
+        if person
+        else [table.where(row) for row in range(len(table))]
+    )
+    if person and not all(patients):
+        row = patients.index("")
+        raise DataError(f"no patient in column {person!r}", where=table.where(row), remedy="fill in the patient")
+    rows, notes = _rows(
+        table, values, patients, split=split, fold=None if fold is None else Fold.parse(fold), seed=seed
+    )
+    if not person:
+        notes.append("the table has no column of patients: each row is taken as a patient")
+    if split == "train":
+        unknown = [row for row in rows if np.isnan(values[row]).all()]
+        if unknown:
+            rows = [row for row in rows if not np.isnan(values[row]).all()]
+            notes.append(f"{len(unknown)} rows without a known label are left out")
+    if not rows:
+        raise DataError(
+            f"{key} holds no volume for {split}", where=source, remedy="give rows with labels for this part"
+        )
+    paths = volume_paths(table, taken, rows)
+    return VolumeTable(
+        paths,
+        names=[str(table.columns[taken][row]) for row in rows],
+        places=[table.where(row) for row in rows],
+        patients=[patients[row] for row in rows],
+        questions=questions,
+        labels=values[rows],
+        options=options,
+        notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
+    )
+
+
+def has_parts(source: str, **csv: Any) -> bool:
+    """Whether a table says in a column `split` which rows are for evaluation."""
+    return any(name.lower() in _SPLIT for name in Source.parse(source, **csv).read().columns)
+
+
+def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
+    """No patient may be in both parts.
+
+    Raises:
+        DataError: patients are in both. The error names some, with their rows.
+    """
+    rows = {patient: row for row, patient in enumerate(train.patients)}
+    both = {patient: row for row, patient in enumerate(evaluation.patients) if patient in rows}
+    if both:
+        shown = ", ".join(
+            f"{patient} ({train.where(rows[patient])} and {evaluation.where(row)})"
+            for patient, row in list(both.items())[:_SHOWN]
+        )
+        what = f"{len(both)} patients are in the training part and in the evaluation part: {shown}"
+        remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
+        raise DataError(what, remedy=remedy)
+
+
+def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence[str], where: str) -> None:
+    """Columns that hold the outcome must not be inputs of the model.
+
+    Args:
+        inputs: columns that the model is given.
+        leaks: columns, or patterns, that hold the outcome.
+        names: all columns.
+
+    Raises:
+        DataError: a leak names no column.
+        UsageError: an input is a leak.
+    """
+    for leak in leaks:
+        found = fnmatch.filter(names, leak)
+        if not found:
+            hint = did_you_mean(leak, names)
+            raise DataError(f"there is no column {leak!r}", where=where, remedy=f"{hint}Known are {', '.join(names)}")
+        if refused := sorted(set(found) & set(inputs)):
+            what = f"{', '.join(refused)} holds the outcome ({leak!r}), and cannot be an input"
+            raise UsageError(what, where=where, remedy="choose another column, or remove it from the leaks")
+
+
+# ---- columns
+
+
+def table_column(
+    wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool
+) -> str | None:
+    names = list(table.columns)
+    if wanted is not None:
+        return columns.named(wanted, names, role, table.name)
+    return columns.usual(usual, names, role=role, where=table.name, names=names, needed=needed)
+
+
+def _rows(
+    table: Table, values: Array, patients: Sequence[str], *, split: Split, fold: Fold | None, seed: int
+) -> tuple[list[int], list[str]]:
+    """The rows of a part, and notes."""
+    if fold is not None:
+        number = folds_of(patients, values, fold.folds, seed=seed)
+        wanted = [row for row in range(len(table)) if (number[row] == fold.number - 1) == (split == "eval")]
+        return wanted, [f"fold {fold.number} of {fold.folds} is for evaluation"]
+    column = next((name for name in table.columns if name.lower() in _SPLIT), None)
+    if column is None:
+        return list(range(len(table))), []
+    written = [str(value).strip().lower() for value in table.columns[column]]
+    for row, value in enumerate(written):
+        if value not in (*TRAIN, *EVAL):
+            remedy = f"write {TRAIN[0]} or {EVAL[0]}"
+            raise DataError(f"{value!r} in column {column!r} is no part", where=table.where(row), remedy=remedy)
+    usual = TRAIN if split == "train" else next(((name,) for name in EVAL if name in written), EVAL)
+    return [row for row, value in enumerate(written) if value in usual], []
+
+
+def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
+    """The paths of the volumes.
+
+    Raises:
+        DataError: a path is blank or does not exist. The error names the first rows.
+    """
+    folder = Path(table.name).parent
+    paths, missing = [], []
+    for row in rows:
+        text = str(table.columns[column][row] or "").strip()
+        paths.append(folder / text)
+        if not text or not paths[-1].exists():
+            missing.append(f"{table.where(row)} ({text or 'blank'})")
+    if missing:
+        shown = ", ".join(missing[:_SHOWN])
+        what = f"{len(missing)} of {len(rows)} volumes do not exist: {shown}"
+        remedy = f"paths in column {column!r} are relative to {folder}: correct them, or remove the rows"
+        raise DataError(what, where=table.name, remedy=remedy)
+    twice = [name for name, count in Counter(map(str, paths)).items() if count > 1]
+    if twice:
+        remedy = "keep one row for each volume"
+        raise DataError(
+            f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}", where=table.name, remedy=remedy
+        )
+    return paths

@@ -1,0 +1,152 @@
+"""The model of a risk from a CT volume: a backbone sees each slice, and an aggregator makes one prediction of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lockstep.errors import UsageError
+from lockstep.images.normalise import normalise
+from lockstep.tasks.volume_risk.aggregators import Pooled
+from lockstep.tasks.volume_risk.backbone import SliceBackbone, dtype_of, is_frozen, set_trainable_modes
+
+Batch = Mapping[str, Any]
+
+FROZEN_CHUNK = 4
+"""Slices that pass through a frozen backbone together. The number is fixed, and a last chunk is filled up with zeros,
+so that the bits of a feature do not depend on the slices beside it."""
+
+
+class Risks(NamedTuple):
+    """The result of a forward pass."""
+
+    logits: Tensor
+    """The logit of each risk: (B, Q)."""
+    attention: Tensor
+    """The weight of each slice in its volume: (N,). The weights of a volume sum to 1."""
+
+
+class VolumeRiskModel(nn.Module):
+    """One prediction per question from the slices of a volume.
+
+    A batch is a dict: `slices`: uint8 (M, channels, S, S), the slices of all volumes one after another; `counts`: int64
+    (B), the number of slices of each volume; `positions`: float32 (N), millimetres along the axis. N is the sum of
+    `counts`. The entry `longest`, an int, is the largest of `counts`; without the entry, the host waits for the device
+    to find out.
+
+    Without kept features, M is N. With kept features (see `features`), a batch also has `features`: float (N, width),
+    and `is_kept`: bool (N), which says for which slices. Then `slices` are the other slices alone, (0, channels, S, S)
+    where all features are kept.
+
+    Frozen parts of the backbone are in evaluation mode while the rest trains. A backbone that is frozen as a whole runs
+    without gradients, in chunks of `FROZEN_CHUNK` slices.
+
+    Args:
+        backbone: slices to feature vectors.
+        aggregator: see `aggregators`.
+        head: see `heads`.
+        mean, std: of each channel, as shares of 255, for `images.normalise.normalise`.
+        slices_per_chunk: the most slices that pass through a trainable backbone together. The activations of a chunk
+            are computed again in the backward pass, with the same dropout. None: all slices pass at once, and their
+            activations are kept.
+    """
+
+    def __init__(
+        self,
+        backbone: SliceBackbone,
+        aggregator: nn.Module,
+        head: nn.Module,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        slices_per_chunk: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.backbone, self.aggregator, self.head = backbone, aggregator, head
+        self.mean, self.std = list(mean), list(std)
+        self.slices_per_chunk = slices_per_chunk
+        self.largest_over_ranks: Callable[[int], int] = _same
+        """The largest of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
+        fewer chunks then run chunks of zeros."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits (B, Q)."""
+        return self.risks(batch, self.slice_features(batch)).logits
+
+    def attention(self, batch: Batch) -> Tensor:
+        """The weight of each slice in its volume: (N,)."""
+        return self.risks(batch, self.slice_features(batch)).attention
+
+    def slice_features(self, batch: Batch) -> Tensor:
+        """The feature vectors of all slices, kept or computed: (N, width), in the number format of the parameters.
+
+        Raises:
+            UsageError: features are kept, but the backbone trains.
+        """
+        frozen = is_frozen(self.backbone)
+        set_trainable_modes(self.backbone, self.training and not frozen)
+        kept: Tensor | None = batch.get("features")
+        if kept is not None and not frozen and self.training:
+            raise UsageError(
+                "the backbone trains, but features of slices were kept from when it was frozen",
+                where="task.keep_features",
+                remedy="keep features only until the epoch at which train.unfreeze begins with the backbone",
+            )
+        if frozen:
+            with torch.no_grad():
+                computed = self._chunks(batch["slices"], FROZEN_CHUNK, fixed=True)
+        else:
+            computed = self._chunks(batch["slices"], self.slices_per_chunk, fixed=False)
+        if kept is None:
+            return computed
+        features = kept.to(computed.dtype)
+        return features.masked_scatter(~batch["is_kept"][:, None], computed)
+
+    def risks(self, batch: Batch, features: Tensor) -> Risks:
+        """The prediction from the features of all slices, (N, width)."""
+        counts = batch["counts"]
+        longest = batch["longest"] if "longest" in batch else int(counts.max())
+        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
+        return Risks(self.head(pooled.vectors), pooled.attention)
+
+    def _chunks(self, slices: Tensor, size: int | None, *, fixed: bool) -> Tensor:
+        """Features (M, width) of slices (M, channels, S, S).
+
+        Args:
+            size: slices of a chunk. None: all slices at once.
+            fixed: fill the last chunk up with slices of zeros.
+        """
+        wide = torch.float64 if dtype_of(self.backbone) == torch.float64 else torch.float32
+        if size is None:
+            return self._features(slices).to(wide)
+        count = len(slices)
+        chunks = self.largest_over_ranks(-(-count // size))
+        if not chunks:
+            return torch.empty(0, self.backbone.width, dtype=wide, device=slices.device)
+        parts = []
+        for number in range(chunks):
+            chunk = slices[number * size : (number + 1) * size]
+            missing = size - len(chunk) if fixed else int(len(chunk) == 0)
+            if missing:
+                chunk = torch.cat([chunk, slices.new_zeros(missing, *slices.shape[1:])])
+            features = self._recomputed(chunk) if torch.is_grad_enabled() and not fixed else self._features(chunk)
+            parts.append(features.to(wide))
+        whole = torch.cat(parts)
+        # Features of zeros take part with a factor of 0, so that their chunk has a backward pass, too.
+        return whole[:count] + 0 * whole[count:].sum() if len(whole) > count and not fixed else whole[:count]
+
+    def _features(self, slices: Tensor) -> Tensor:
+        features: Tensor = self.backbone(normalise(slices, self.mean, self.std, dtype=dtype_of(self.backbone)))
+        return features
+
+    def _recomputed(self, slices: Tensor) -> Tensor:
+        features: Tensor = checkpoint(self._features, slices, use_reentrant=False)
+        return features
+
+
+def _same(number: int) -> int:
+    return number

@@ -1,0 +1,1 @@
+"""CT volumes: reading, Hounsfield units, windows, slices, the cache."""

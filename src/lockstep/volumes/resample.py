@@ -1,0 +1,63 @@
+"""Another distance between the slices of a volume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.volumes.volume import Volume
+
+_SAME = 1e-3  # relative difference below which distances are the same
+_FINEST = 64  # samples of the old values per new distance, at most
+
+
+def resampled(volume: Volume, distance_mm: float) -> Volume:
+    """The volume with slices `distance_mm` apart, from its first slice on.
+
+    Values between slices are interpolated linearly. If the new distance is larger, values are averaged under a triangle
+    as wide as two new distances, so that thin slices lose noise and no slice is passed over.
+
+    Args:
+        distance_mm: positive.
+    """
+    if len(volume.slices) < 2 or _is_regular(volume, distance_mm):
+        return volume
+    weights = resampling_weights(volume.positions.astype(np.float64), distance_mm)
+    slices = np.empty((len(weights), *volume.slices.shape[1:]), dtype=np.int16)
+    for number, row in enumerate(weights):
+        used = np.flatnonzero(row)
+        values = np.tensordot(row[used].astype(np.float32), volume.slices[used].astype(np.float32), axes=1)
+        slices[number] = np.rint(values)
+    positions = (distance_mm * np.arange(len(weights))).astype(np.float32)
+    spacing = (distance_mm, *volume.spacing[1:])
+    return replace(volume, slices=slices, spacing=spacing, positions=positions)
+
+
+def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -> npt.NDArray[np.float64]:
+    """What each old slice gives to each new slice: (new slices, old slices), with rows that add up to 1.
+
+    Args:
+        positions: (old slices) in millimetres, ascending, at least 2.
+    """
+    length = float(positions[-1] - positions[0])
+    count = math.floor(length / distance_mm * (1 + _SAME)) + 1
+    # The old values as a piecewise linear function, sampled `fine` times per new distance.
+    fine = min(_FINEST, max(1, math.ceil(distance_mm / float(np.diff(positions).min()) * (1 - _SAME))))
+    places = np.minimum(distance_mm / fine * np.arange((count - 1) * fine + 1), length) + positions[0]
+    left = np.clip(np.searchsorted(positions, places, side="right") - 1, 0, len(positions) - 2)
+    share = (places - positions[left]) / (positions[left + 1] - positions[left])
+    linear = np.zeros((len(places), len(positions)))
+    linear[np.arange(len(places)), left] = 1 - share
+    linear[np.arange(len(places)), left + 1] += share
+    away = np.abs(np.arange(len(places)) - fine * np.arange(count)[:, None])
+    triangle: Any = np.maximum(0.0, 1 - away / fine)
+    weights: npt.NDArray[np.float64] = triangle @ linear / triangle.sum(axis=1, keepdims=True)
+    return weights
+
+
+def _is_regular(volume: Volume, distance_mm: float) -> bool:
+    return bool(np.abs(np.diff(volume.positions) - distance_mm).max() < _SAME * distance_mm)
