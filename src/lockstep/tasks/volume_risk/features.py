@@ -235,7 +235,8 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: torch cannot resize a tensor any more that was seen by NumPy, and FSDP resizes gathered parameters.
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _test_picture(slices: Tensor) -> Tensor:
