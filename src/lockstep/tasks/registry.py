@@ -28,6 +28,7 @@ _SHIPPED_TASKS = {
     "detection": "lockstep.tasks.detection.options:DetectionOptions",
     "segmentation": "lockstep.tasks.segmentation.options:SegmentationOptions",
     "text": "lockstep.tasks.text.options:TextOptions",
+    "volume_risk": "lockstep.tasks.volume_risk.options:VolumeRiskOptions",
 }
 _SHIPPED_RECIPES = "lockstep.recipes"
 
