@@ -395,3 +395,19 @@ def test_imbalance_names_the_column_that_makes_most_of_it():
         == "at its peak, rank 0 held 100.0 MiB more than rank 1: mostly in activations"
     )
     assert table([elsewhere, light], 50, "cpu")[-1].endswith(": before training, in saving, or in several columns")
+
+
+def test_the_memory_before_and_after_an_evaluation(monkeypatch):
+    """Of 40 MB that an evaluation takes, it keeps 5."""
+    device = Allocator(monkeypatch)
+    device.hold(30)
+    memory = MemoryMonitor(training(nn.Linear(2, 2), "cuda"), stop=9, evaluates=True)
+
+    def evaluate():
+        device.hold(70)
+        device.hold(35)
+
+    memory.measured("evaluation", evaluate)()
+    figures = memory.highest_of("evaluation")
+    names = ("memory/before_evaluation_mb", "memory/after_evaluation_mb", "memory/evaluation_mb")
+    assert [figures[name] for name in names] == [30, 35, 40]

@@ -67,3 +67,10 @@ print("trained on", file=sys.stderr)
     process.stderr.close()
     assert process.wait() == 0
     assert errors == "warning: the console cannot be written: Broken pipe; training goes on\ntrained on\n"
+
+
+def test_results_of_many_questions_are_in_the_file_and_not_in_the_line():
+    entry = ENTRY | {f"eval/auc/{name}": 0.5 for name in "abcdefg"} | {f"eval/f1/{name}": 0.25 for name in "ab"}
+    line = entry_line(entry, 100)
+    assert "eval/auc" not in line
+    assert "eval/f1/a 0.25  eval/f1/b 0.25" in line

@@ -14,24 +14,26 @@ PHASES = [
 ]
 
 
-def settings(strategy="single", **train):
+def settings(strategy="single", optimizer="AdamW"):
     return runs.config(
         batch={"global": 4, "micro": 2},
-        train={"steps": 11, "unfreeze": PHASES, **train},  # 3 steps are an epoch; the last has two samples
-        optim={"groups": [{"name": "backbone", "match": ["backbone.*"], "lr": 1e-3}]},
+        train={"steps": 11, "unfreeze": PHASES},  # 3 steps are an epoch; the last has two samples
+        optim={"name": optimizer, "groups": [{"name": "backbone", "match": ["backbone.*"], "lr": 1e-3}]},
         parallel={"strategy": strategy},
     )
 
 
 @pytest.mark.parametrize("chunk", [None, 3])
 def test_the_phases_are_the_same_on_any_ranks(chunk):
+    # The gradient of a key's bias is zero but for rounding, which AdamW would make as large as any other gradient.
     options = {"chunk": chunk}
-    alone, _ = volume_cases.train({}, settings())
-    first = volume_cases.make_model().state_dict()
-    assert all(not torch.equal(first[name], alone[name]) for name in alone)
+    alone, _ = volume_cases.train({}, settings(optimizer="SGD"))
+    first = volume_cases.make_model().named_parameters()
+    assert [name for name, value in first if torch.equal(value, alone[name])] == []
     for world, strategy in ((2, "ddp"), (2, "fsdp"), (3, "fsdp")):
-        for weights, _ in run_ranks(world, volume_cases.train, options, settings(strategy)):
-            assert runs.difference(weights, alone) < 1e-10, (world, strategy)
+        for weights, _ in run_ranks(world, volume_cases.train, options, settings(strategy, "SGD")):
+            for name, value in weights.items():
+                assert torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12), (world, strategy, name)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -134,6 +134,8 @@ class MemoryMonitor:
         self.other = max(0, before - sum(self._count().values()))
         self.peaks: dict[str, int] = {"training": before}
         """Peak of each part of the run, in bytes. Those of `evaluation` and `saving` are above what was held before."""
+        self.held: dict[str, tuple[int, int]] = {}
+        """Bytes that were held before and after the last time of each part of the run that is no training."""
         self.counted: dict[str, int] = {}
         """The first three columns, when they were last counted. Empty before the first count."""
         self.reported: list[Row] = []
@@ -152,19 +154,24 @@ class MemoryMonitor:
     @contextlib.contextmanager
     def _apart(self, part: str) -> Generator[None, None, None]:
         self._update_training_peak()
-        begin = self.gauge.reset_peak()
+        begin, before = self.gauge.reset_peak(), self.gauge.current()
         try:
             yield
         finally:
+            self.held[part] = (before, self.gauge.current())
             self.peaks[part] = max(self.peaks.get(part, 0), self.gauge.peak() - begin)
             self.peak_at_reset = self.gauge.reset_peak()
 
     def highest_of(self, part: str) -> dict[str, float]:
-        """The peak of a part of the run so far, in MiB by name: the largest of all ranks. All ranks call it."""
+        """The peak of a part of the run so far, and the memory that was held before and after its last time, in MiB by
+        name: the largest of all ranks. All ranks call it."""
         world = self.state.world
-        by_rank = [0.0] * world.size
-        by_rank[world.rank] = self.peaks.get(part, 0)
-        return {f"memory/{part}_mb": mib(max(world.all_sum(by_rank)))}
+        figures = (self.peaks.get(part, 0), *self.held.get(part, (0, 0)))
+        by_rank = [0.0] * (world.size * len(figures))
+        by_rank[world.rank * len(figures) : (world.rank + 1) * len(figures)] = map(float, figures)
+        summed = world.all_sum(by_rank)
+        names = (f"memory/{part}_mb", f"memory/before_{part}_mb", f"memory/after_{part}_mb")
+        return {name: mib(max(summed[place :: len(figures)])) for place, name in enumerate(names)}
 
     def _update_training_peak(self) -> None:
         peak = self.gauge.peak()

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
 _SHORT = {"train/samples_per_s": "samples/s", "memory/peak_mb": "peak MB"}
+_MANY = 6  # results by class or question, up to which the line has them
 _HIDDEN = ("memory/", "step", "epoch", "time_s")  # prefixes; names in _SHORT are shown all the same
 
 
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Counters that are zero are left out. So are memory (except its peak) and learning rates by depth, which
-    metrics.jsonl has.
+    Counters that are zero are left out. So are memory (except its peak), learning rates by depth, and results such as
+    `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     names = [name for name in _FIRST if name in entry]
@@ -22,7 +24,10 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         for name in entry
         if name not in names and (name in _SHORT or not (name.startswith(_HIDDEN) or "/level-" in name))
     ]
+    families = Counter(_family(name) for name in entry)
     for name in names:
+        if _family(name) and families[_family(name)] > _MANY:
+            continue
         if name in ("train/skipped", "eval/bad") and not entry[name]:
             continue
         if name == "train/wait_share":
@@ -30,6 +35,12 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         else:
             parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
     return "  ".join(parts)
+
+
+def _family(name: str) -> str:
+    """`eval/auc` for `eval/auc/QUESTION`. Empty for names of two parts."""
+    parts = name.split("/", 2)
+    return "/".join(parts[:2]) if len(parts) == 3 else ""
 
 
 def _number(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,12 @@ def read_volume_inputs(
     found: dict[Path, tuple[str, str]] = {}  # name and patient of each path
     for argument in arguments:
         for path, name, person in _volumes_of(argument, image, patient):
-            found.setdefault(path.resolve(), (name, person))
+            found.setdefault(Path(os.path.abspath(path)), (name, person))
     names = [name for name, _ in found.values()]
     return VolumeTable(
         list(found),
         names=names,
-        places=names,
+        places=[str(path) for path in found],
         patients=[person for _, person in found.values()],
         questions=questions,
         labels=np.full((len(found), len(questions)), np.nan, dtype=np.float32),
@@ -64,8 +65,8 @@ def _volumes_of(argument: str, image: str | int | None, patient: str | int | Non
         if not folders:
             remedy = f"give a folder with a DICOM series, or with files of the kinds {', '.join(SUFFIXES)}"
             raise UsageError("no file in this folder can be used", where=argument, remedy=remedy)
-        return [(folder, str(folder), str(folder)) for folder in folders]
-    return [(file, str(file), str(file)) for file in find_files([argument], SUFFIXES)]
+        return [(folder, str(folder), folder.name) for folder in folders]
+    return [(file, str(file), file.name) for file in find_files([argument], SUFFIXES)]
 
 
 def _rows_of(argument: str, image: str | int | None, patient: str | int | None) -> list[tuple[Path, str, str]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,8 @@ from lockstep.sources.folds import Fold, folds_of
 from lockstep.sources.image_files import add_file
 from lockstep.sources.image_records import EVAL, TRAIN, Split
 from lockstep.sources.table import Source, Table
+from lockstep.sources.volume_labels import check_horizons, label_columns, label_values, one_sided
+from lockstep.sources.volume_labels import horizons as horizons
 from lockstep.volumes.cache import cached_volume, content_address
 from lockstep.volumes.dicom import dicom_files
 from lockstep.volumes.slices import Slices
@@ -32,15 +33,11 @@ IMAGE = ("image", "volume", "path", "file", "ct", "nifti", "dicom")
 PATIENT = ("patient_id", "patient", "patientid", "pid", "subject", "subject_id")
 """Usual names of the column with the patients."""
 _SPLIT = ("split",)
-_HORIZON = re.compile(
-    r"^(?P<event>.*?)[_ -]?(?P<time>\d+(?:\.\d+)?)[_ -]?(?P<unit>y|yr|yrs|years?|m|months?|d|days?)$", re.I
-)
-_YEARS = {"y": 1.0, "m": 1 / 12, "d": 1 / 365}
-_VALUES = {"0": 0.0, "0.0": 0.0, "1": 1.0, "1.0": 1.0, "": np.nan}
 _SHOWN = 5
 
 
-class VolumeSample(NamedTuple):
+@dataclass(frozen=True)
+class VolumeSample:
     """A raw sample."""
 
     slices: Slices
@@ -225,7 +222,7 @@ def read_volume_table(
     assert taken is not None
     person = table_column(patient, PATIENT, table, "patient", needed=False)
     refuse_leaks([taken], leaks, names=names, where=source)
-    questions = _questions(labels, table)
+    questions = label_columns(labels, table)
     values = label_values(table, questions)
     check_horizons(values, questions, table)
     patients = (
@@ -259,7 +256,7 @@ def read_volume_table(
         questions=questions,
         labels=values[rows],
         options=options,
-        notes=(*table.notes, *notes, *_one_sided(values[rows], questions)),
+        notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
 
 
@@ -284,43 +281,6 @@ def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
         what = f"{len(both)} patients are in the training part and in the evaluation part: {shown}"
         remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
         raise DataError(what, remedy=remedy)
-
-
-def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
-    """The questions that ask for the same event within several times, such as `death_1y` and `death_3y`.
-
-    Times are numbers with y (years), m (months) or d (days) at the end of the name.
-
-    Returns:
-        By event, its times in years with the places of the questions, ascending. Events with one time are included, and
-        questions without a time are not.
-    """
-    groups: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for place, question in enumerate(questions):
-        if match := _HORIZON.match(question):
-            groups[match["event"]].append((float(match["time"]) * _YEARS[match["unit"][0].lower()], place))
-    return {event: sorted(times) for event, times in groups.items()}
-
-
-def check_horizons(values: Array, questions: Sequence[str], table: Table) -> None:
-    """An event that happened within one time has happened within every longer time.
-
-    Raises:
-        DataError: a row says otherwise. The error names rows and columns.
-    """
-    faults = []
-    for times in horizons(questions).values():
-        places = [place for _, place in times]
-        for earlier, early in enumerate(places):
-            for late in places[earlier + 1 :]:
-                rows = np.flatnonzero((values[:, early] == 1) & (values[:, late] == 0))
-                faults += [(int(row), questions[early], questions[late]) for row in rows]
-    if faults:
-        row, early_name, late_name = min(faults)
-        rows_ = sorted({fault[0] for fault in faults})
-        more = f" ({len(rows_)} such rows: {', '.join(map(table.where, rows_[:_SHOWN]))})" if len(rows_) > 1 else ""
-        what = f"{early_name} is 1 and {late_name} is 0, but an event stays an event{more}"
-        raise DataError(what, where=table.where(row), remedy="correct the labels; leave unknown labels blank")
 
 
 def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence[str], where: str) -> None:
@@ -348,49 +308,13 @@ def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence
 # ---- columns
 
 
-def table_column(wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool) -> str | None:
+def table_column(
+    wanted: str | int | None, usual: Sequence[str], table: Table, role: str, *, needed: bool
+) -> str | None:
     names = list(table.columns)
     if wanted is not None:
         return columns.named(wanted, names, role, table.name)
     return columns.usual(usual, names, role=role, where=table.name, names=names, needed=needed)
-
-
-def _questions(labels: Sequence[str] | None, table: Table) -> list[str]:
-    """The label columns."""
-    names = list(table.columns)
-    if labels is None:
-        found = [name for name in names if (match := _HORIZON.match(name)) and match["event"]]
-        if not found:
-            remedy = f"set task.labels to some of: {', '.join(names)}"
-            raise DataError("no column looks like a label, such as `death_5y`", where=table.name, remedy=remedy)
-        return found
-    chosen: dict[str, None] = {}
-    for label in labels:
-        found = [label] if label in names else fnmatch.filter(names, label)
-        if not found:
-            remedy = f"{did_you_mean(label, names)}Set task.labels to some of: {', '.join(names)}"
-            raise DataError(f"there is no label column {label!r}", where=table.name, remedy=remedy)
-        chosen.update(dict.fromkeys(found))
-    return list(chosen)
-
-
-def label_values(table: Table, questions: Sequence[str]) -> npt.NDArray[np.float32]:
-    """float32 (rows, questions): 1, 0 or NaN (blank).
-
-    Raises:
-        DataError: a label is something else. The error names line and column.
-    """
-    values = np.full((len(table), len(questions)), np.nan, dtype=np.float32)
-    for place, question in enumerate(questions):
-        for row, value in enumerate(table.columns[question]):
-            text = "" if value is None or value != value else str(value).strip()
-            text = {"True": "1", "False": "0"}.get(text, text) if isinstance(value, bool) else text
-            if text not in _VALUES:
-                what = f"the label in column {question!r} is {value!r}, not 0, 1 or blank"
-                remedy = "write 1 (yes), 0 (no), or nothing (unknown); or leave the column out of task.labels"
-                raise DataError(what, where=table.where(row), remedy=remedy)
-            values[row, place] = _VALUES[text]
-    return values
 
 
 def _rows(
@@ -438,15 +362,3 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
             f"{len(twice)} volumes have several rows: {', '.join(twice[:_SHOWN])}", where=table.name, remedy=remedy
         )
     return paths
-
-
-def _one_sided(values: Array, questions: Sequence[str]) -> list[str]:
-    """A note on questions of which not both answers are known."""
-    notes = []
-    for answer, name in ((1, "yes"), (0, "no")):
-        lacking = [
-            question for question, column in zip(questions, values.T, strict=True) if not (column == answer).any()
-        ]
-        if lacking:
-            notes.append(f"no volume has the answer {name} to {', '.join(lacking)}")
-    return notes

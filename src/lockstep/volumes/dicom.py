@@ -132,7 +132,7 @@ def _check_alike(slices: Sequence[Any]) -> None:
 
 
 def _values(dataset: Any) -> Array:
-    """The pixels of a slice in HU: (rows, columns) float32, or int16 where slope and intercept allow it."""
+    """The pixels of a slice in HU, rounded: int16 (rows, columns)."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -142,7 +142,12 @@ def _values(dataset: Any) -> Array:
     slope, intercept = (
         float(dataset.get(name, usual)) for name, usual in (("RescaleSlope", 1), ("RescaleIntercept", 0))
     )
-    return (pixels.astype(np.float64) * slope + intercept).astype(np.float32)
+    if not (np.isfinite(intercept) and np.isfinite(slope) and slope):
+        what = f"RescaleSlope is {slope:g} and RescaleIntercept is {intercept:g}"
+        raise DataError(what, where=str(dataset.filename), remedy="export the series anew")
+    limits = np.iinfo(np.int16)
+    values: Array = np.rint(pixels * slope + intercept).clip(limits.min, limits.max).astype(np.int16)
+    return values
 
 
 def _without_doubles(slices: Sequence[Any], planes: Array, positions: Array) -> list[int]:

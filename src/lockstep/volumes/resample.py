@@ -12,6 +12,7 @@ import numpy.typing as npt
 from lockstep.volumes.volume import Volume
 
 _SAME = 1e-3  # relative difference below which distances are the same
+_FINEST = 64  # samples of the old values per new distance, at most
 
 
 def resampled(volume: Volume, distance_mm: float) -> Volume:
@@ -46,7 +47,7 @@ def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -
     length = float(positions[-1] - positions[0])
     count = math.floor(length / distance_mm * (1 + _SAME)) + 1
     # The old values as a piecewise linear function, sampled `fine` times per new distance.
-    fine = max(1, math.ceil(distance_mm / float(np.diff(positions).min()) * (1 - _SAME)))
+    fine = min(_FINEST, max(1, math.ceil(distance_mm / float(np.diff(positions).min()) * (1 - _SAME))))
     places = np.minimum(distance_mm / fine * np.arange((count - 1) * fine + 1), length) + positions[0]
     left = np.clip(np.searchsorted(positions, places, side="right") - 1, 0, len(positions) - 2)
     share = (places - positions[left]) / (positions[left + 1] - positions[left])

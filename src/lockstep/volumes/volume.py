@@ -104,19 +104,20 @@ def hounsfield(values: Array, *, where: str) -> npt.NDArray[np.int16]:
     if values.dtype.kind not in "iuf":
         remedy = "give a volume with one number for each voxel"
         raise DataError(f"voxels of type {values.dtype} are no Hounsfield units", where=where, remedy=remedy)
-    if values.dtype.kind == "f":
-        wrong = values.size - int(np.isfinite(values).sum())
-        if wrong:
-            what = f"{wrong:,} of {values.size:,} voxels are NaN or infinite"
-            raise DataError(what, where=where, remedy="repair the volume, or remove its row")
-        values = np.rint(values)
-    least, greatest = values.min(), values.max()
-    if least == greatest:
-        what = f"all {values.size:,} voxels have the value {least}"
+    hounsfield_units = np.empty(values.shape, dtype=np.int16)
+    wrong = 0
+    for plane, kept in zip(values, hounsfield_units, strict=True):  # slice by slice: large volumes need memory once
+        if values.dtype.kind == "f":
+            wrong += plane.size - int(np.isfinite(plane).sum())
+            plane = np.rint(np.nan_to_num(plane))
+        np.clip(plane, _LEAST, _GREATEST, out=kept, casting="unsafe")
+    if wrong:
+        what = f"{wrong:,} of {values.size:,} voxels are NaN or infinite"
+        raise DataError(what, where=where, remedy="repair the volume, or remove its row")
+    if (value := hounsfield_units.flat[0]) == hounsfield_units.max() == hounsfield_units.min():
+        what = f"all {values.size:,} voxels have the value {value}"
         raise DataError(what, where=where, remedy="the volume is empty: repair it, or remove its row")
-    if values.dtype != np.int16:
-        values = np.clip(values, _LEAST, _GREATEST).astype(np.int16)
-    return np.ascontiguousarray(values)
+    return hounsfield_units
 
 
 def _is_uneven(steps: Array) -> bool:

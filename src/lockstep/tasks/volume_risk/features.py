@@ -235,8 +235,10 @@ def weights_digest(module: nn.Module) -> str:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    # A copy: torch cannot resize a tensor any more that was seen by NumPy, and FSDP resizes gathered parameters.
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: a storage that NumPy has seen cannot be resized, which FSDP does with gathered parameters.
+    return (
+        tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+    )
 
 
 def _test_picture(slices: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 _WIDE = 28  # characters of a question
+_FEW = 10  # with fewer labels of a class, a bootstrap sees too little of what could have been
 _UNDEFINED = "undefined"
 _HEADS = ("known", "yes", "no", "AUC (interval)", "avg. precision", "Brier", "sensitivity", "specificity")
 
@@ -21,7 +22,7 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     if "label_counts" not in values:
         return ""
     rows = [["question", *_HEADS]]
-    reasons = []
+    reasons, few = [], []
     for place, question in enumerate(questions):
         known, yes, no = (int(count) for count in values["label_counts"][place])
         scores = [
@@ -36,6 +37,8 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
         elif not (yes and no):
             only = "no label is known" if not known else f"only {'yes' if yes else 'no'} is known"
             reasons.append(f"  {question}: AUC and average precision are undefined, because {only}")
+        elif min(yes, no) < _FEW:
+            few.append(question)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [f"scores by question; sensitivity and specificity at risk {threshold:g}:"]
     for row in rows:
@@ -45,6 +48,8 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     lines += [
         f"  {event}: concordance over horizons {_with_interval(values, 'concordance', event)}" for event in events
     ]
+    if few:
+        reasons.append(f"  fewer than {_FEW} of yes or no, so that intervals are too narrow: {', '.join(few)}")
     return "\n".join([*lines, *reasons])
 
 
