@@ -2,7 +2,7 @@
 
     python benchmarks/kills.py [--random 10] [--whole 5] [--seed 0] [KEY=VALUE ...]
 
-2 ranks, DDP unless another strategy is given, digits, 200 steps with a checkpoint every 10. One command gets a SIGKILL
+2 ranks, DDP unless another strategy is given, digits, 600 steps with a checkpoint every 10. One command gets a SIGKILL
 of one rank at each stage of a checkpoint write and inside an evaluation, and at random times (start-up included), and
 restarts its ranks each time. In another run the launcher and all ranks are killed at random times, and the command is
 given again. Compared are the weights, the optimizer state, and the ledger: which samples every step used, on which
@@ -40,8 +40,10 @@ STAGES = [
     "evaluating",
 ]
 ONLY_RANK_0 = STAGES[5:9]
+STEPS = 600
+BETWEEN_S = (0.5, 3.0)  # seconds from a kill to the next; a start takes about half a second
 SETTINGS = [
-    "train.steps=200",
+    f"train.steps={STEPS}",
     "train.eval_every_steps=25",
     "checkpoint.every_steps=10",
     "batch.global=64",
@@ -84,7 +86,7 @@ def children(pid):
 def result(run, ledger):
     """The final state, and by step what each rank used; steps that were repeated must have used the same again."""
     newest = store.listed(run / "checkpoints")[0]
-    assert newest.step == 200, newest.step
+    assert newest.step == STEPS, newest.step
     assert not store.check(newest)
     used = collections.defaultdict(set)
     for line in ledger.read_text().splitlines():
@@ -120,7 +122,7 @@ def kill_ranks(folder, count, rng):
     )
     killed = 0
     while launcher.poll() is None:
-        time.sleep(rng.uniform(6, 18))
+        time.sleep(rng.uniform(*BETWEEN_S))
         ranks = ranks_of(launcher.pid)
         if killed < count and len(ranks) == 2:
             os.kill(rng.choice(ranks), signal.SIGKILL)
@@ -131,7 +133,7 @@ def kill_ranks(folder, count, rng):
         f"one command: {killed} random kills, {len(staged)} kills at stages ({', '.join(staged)}), "
         f"{restarts} restarts, exit code {launcher.returncode}"
     )
-    return launcher.returncode == 0 and len(staged) == len(STAGES)
+    return launcher.returncode == 0 and len(staged) == len(STAGES) and killed == count
 
 
 def kill_all(folder, count, rng):
@@ -140,7 +142,10 @@ def kill_all(folder, count, rng):
         launcher = start(folder / "whole", {"LEDGER": str(folder / "whole.ledger")}, restarts=0)
         if number == count:
             return launcher.wait() == 0
-        time.sleep(rng.uniform(6, 12))
+        time.sleep(rng.uniform(1, 6))
+        if launcher.poll() is not None:
+            print(f"the training had ended before kill {number + 1}")
+            return False
         for pid in [launcher.pid, *ranks_of(launcher.pid)]:
             os.kill(pid, signal.SIGKILL)
         launcher.wait()

@@ -30,7 +30,7 @@ UNEVEN = [("1", "1", "1")] + [("0", "", "")] * 5 + [("", "0", "1"), ("0", "1", "
 
 
 def volume_table(folder, answers=UNEVEN, *, most=14, seed=0, split=None):
-    """A CSV file of volumes with 1 to `most` slices; the first volume has the most slices.
+    """A CSV file of volumes with 2 to `most` slices; the first volume has the most slices.
 
     Args:
         answers: the labels of each row.
@@ -42,7 +42,7 @@ def volume_table(folder, answers=UNEVEN, *, most=14, seed=0, split=None):
     head = ["patient_id", "image", *QUESTIONS] + (["split"] if split else [])
     lines = [",".join(head)]
     for row, labels in enumerate(answers):
-        count = most if row == 0 else int(draw.integers(1, 5))
+        count = most if row == 0 else int(draw.integers(2, 6))
         voxels = draw.integers(-1000, 1000, (count, 12, 14)).astype(np.int16)
         np.savez(folder / f"{row:03}.npz", slices=voxels, spacing=[float(draw.uniform(1, 4)), 1.0, 1.0])
         lines.append(",".join([f"p{row}", f"{row:03}.npz", *labels] + ([split[row]] if split else [])))

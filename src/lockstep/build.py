@@ -374,16 +374,21 @@ def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[A
     return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
 
 
+class NoEvaluationData(DataError):
+    """A task has no evaluation data."""
+
+
 def required_evaluation_data(task: Task) -> Dataset[Any]:
     """The task's evaluation data.
 
     Raises:
-        DataError: the task has none, or an empty data set.
+        NoEvaluationData: the task has none.
+        DataError: the data set is empty.
     """
     evaluation_data = task.eval_data()
     if evaluation_data is None:
-        remedy = "let Task.eval_data return a data set (some tasks read data.eval), or set train.eval_every_epochs=0"
-        raise DataError("there is no evaluation data", where="Task.eval_data", remedy=remedy)
+        remedy = "set data.eval, or let Task.eval_data return a data set; train.eval_every_epochs=0 trains without it"
+        raise NoEvaluationData("there is no evaluation data", where="Task.eval_data", remedy=remedy)
     data = task_checks.data(evaluation_data, "Task.eval_data")
     if len(data) == 0:  # type: ignore[arg-type]
         raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")

@@ -170,6 +170,11 @@ class TrainConfig(Section):
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
 
+    @property
+    def known_epochs(self) -> int | None:
+        """Length in epochs, where it does not depend on the data."""
+        return None if self.steps or self.min_steps else self.epochs or 1
+
 
 class GroupConfig(Section):
     """A group of parameters with a learning rate and a weight decay of its own."""

@@ -86,7 +86,7 @@ def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> Run
         UsageError: this kind of task has no such option, or not such a value. (A user's own class says so when it is
             made.)
     """
-    task, problems = _check_task(config.task | {key: value}, lambda _: where)
+    task, problems = _check_task(config.task | {key: value}, lambda _: where, epochs=None)
     if task is None:
         raise UsageError("\n  ".join(["the configuration has errors:", *problems]))
     return config.model_copy(update={"task": task})
@@ -136,7 +136,8 @@ def parse(
     if needs_task and "task" not in raw:
         problems.append(f"{where}: task: is missing")
     if isinstance(raw.get("task"), dict) and (needs_task or raw["task"]):
-        task, faults = _check_task(raw["task"], origin)
+        epochs = config.train.known_epochs if config is not None and needs_task else None
+        task, faults = _check_task(raw["task"], origin, epochs=epochs)
         problems += faults
         if config is not None and task is not None:
             config.task = task
@@ -308,8 +309,12 @@ def _suggest(raw: dict[str, Any]) -> None:
         raw[section] = {key: value for key, value in values.items() if key not in excluded} | given
 
 
-def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | None, list[str]]:
-    """The task section with all options, and the problems. A user's own class checks its keys when it is made."""
+def _check_task(task: dict[str, Any], origin: Origin, *, epochs: int | None) -> tuple[dict[str, Any] | None, list[str]]:
+    """The task section with all options, and the problems. A user's own class checks its keys when it is made.
+
+    Args:
+        epochs: length of the training. None: it is not known, or nothing is trained.
+    """
     kind = task.get("kind")
     if isinstance(kind, str) and ".py:" in kind:
         return dict(task), []
@@ -320,7 +325,10 @@ def _check_task(task: dict[str, Any], origin: Origin) -> tuple[dict[str, Any] | 
         return None, [f"{origin('task.kind')}: task.kind: {kind!r} is not a kind; {listed}"]
     options = {key: value for key, value in task.items() if key != "kind"}
     try:
-        return {"kind": kind, **options_class.model_validate(options).model_dump()}, []
+        checked = options_class.model_validate(options)
+        never = {} if epochs is None else checked.never_reached(epochs)
+        problems = [f"{origin(f'task.{key}')}: task.{key}: {what}" for key, what in never.items()]
+        return {"kind": kind, **checked.model_dump()}, problems
     except ValidationError as error:
         return None, _describe(error, model=options_class, raw=options, prefix="task.", origin=origin)
 

@@ -10,6 +10,11 @@ import traceback
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 
+SKIP = (
+    "set data.on_error=skip to go on without it (a run that has begun: with --allow-change data.on_error; predict: "
+    "--on-error skip)"
+)
+"""The end of a remedy for a sample that cannot be read."""
 _NEAR = 0.6  # `did_you_mean` shows a name with this share of the letters in common
 
 

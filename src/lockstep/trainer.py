@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +32,7 @@ from lockstep.errors import CheckpointError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
+from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, report, samples_of_report
 
@@ -128,6 +129,11 @@ class Trainer:
             if world.rank == 0 and not self.quiet:
                 print("\n".join([*complaints, f"resuming {self.run_dir} at step {prepared.state.step}"]))
         prepared.built.messages += methods_not_called(task)
+        options = getattr(task, "options", None)
+        if isinstance(options, TaskOptions):  # with train.steps, the number of epochs depends on the data
+            never = options.never_reached(-(-prepared.stop // prepared.plan.steps_per_epoch))
+            texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
+            prepared.warnings += [text for text in texts if text not in prepared.warnings]
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
@@ -315,9 +321,15 @@ class Trainer:
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
             tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-            return world.on_rank0(
-                lambda: export_weights(whole, Path(folder), about, partial(task.presenter(task).export, model))
-            )
+            warnings: list[str] = []
+
+            def add_files(staging: Path) -> None:
+                warnings.extend(task.presenter(task).export(model, staging) or ())
+
+            file: Path = world.on_rank0(lambda: export_weights(whole, Path(folder), about, add_files))
+            for text in [] if self.quiet else warnings:
+                print(f"warning: {text}", file=sys.stderr)
+            return file
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
@@ -344,7 +356,8 @@ class Trainer:
         build.seed_everything(self.config)
         data = self.config.data
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        return registry.build_task(self.config.task, data.train, data.eval, cache, fold=data.fold)
+        train, held_out = (source and os.path.expanduser(source) for source in (data.train, data.eval))
+        return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,8 @@ class TrainingRun:
         prepared, state = self.prepared, self.prepared.state
         intervals = build.intervals(self.config, prepared.plan)
         if intervals.evaluate:
-            self.evaluated = build.evaluation_data(self.config, self.task, state.world)
+            self.evaluated = self._evaluation_data()
+            intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
         loaders = [prepared.batches.loader, *([self.evaluated.loader] if self.evaluated else [])]
         for loader in loaders if state.world.rank == 0 else ():
             loader.tell = partial(_tell, self.writers)
@@ -133,6 +134,19 @@ class TrainingRun:
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
+
+    def _evaluation_data(self) -> EvaluationData | None:
+        """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""
+        try:
+            return build.evaluation_data(self.config, self.task, self.prepared.state.world)
+        except build.NoEvaluationData:
+            if type(self.task).eval_data is Task.eval_data:
+                raise
+        text = "warning: nothing is evaluated, because there is no evaluation data: set data.eval, or "
+        text += "train.eval_every_epochs=0 if this is meant"
+        warnings = self.prepared.warnings
+        warnings += [text] if text not in warnings else []
+        return None
 
     def _check_model(self) -> list[str]:
         """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.

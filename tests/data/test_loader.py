@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from lockstep import LockstepError, Trainer
-from lockstep.data import loader as loader_module
+from lockstep.data import worker_deaths
 from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
 from lockstep.errors import DataError
 from lockstep.training_run import TrainingRun
 from tests import own_tasks, runs
+from tests.processes import launched
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, 
 
 
 def test_worker_that_is_killed_again_and_again_is_an_error(monkeypatch, capsys):
-    monkeypatch.setattr(loader_module, "_MOST_DEATHS", 2)
+    monkeypatch.setattr(worker_deaths, "MOST_DEATHS", 2)
     task = Killed(5)
     loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 1, CPU)
     plans = [MicroBatchPlan((number, number + 1), 0, False) for number in range(0, 10, 2)]
@@ -206,6 +207,59 @@ def test_worker_that_is_killed_again_and_again_is_an_error(monkeypatch, capsys):
     assert re.search(r"samples \[[024], [135]\] and later ones", caught.value.where)
     assert "data.workers" in caught.value.remedy
     assert "[rank 0] warning: loader worker" in capsys.readouterr().err
+
+
+TASKS = """
+import os
+import signal
+import time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, Dataset
+from lockstep import Task
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return torch.tensor([float(index)])
+
+class Killed(Task):
+    def __init__(self, note, reads=False):
+        self.note, self.reads = Path(note), reads
+    def model(self):
+        return torch.nn.Linear(1, 1)
+    def train_data(self):
+        if self.reads:
+            list(DataLoader(Numbers(), num_workers=1))
+        return Numbers()
+    def prepare(self, sample, epoch, training):
+        if self.note.exists() and epoch == 2:
+            self.note.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sample
+    def loss(self, model, batch):
+        time.sleep(0.1)  # a handler of signals that raises does so here
+        return model(batch).square().sum()
+"""
+_KILLED = ("train", "{folder}/tasks.py:Killed", "data.workers=2", "batch.global=10", "train.epochs=4", "log.pictures=0")
+
+
+def _note(folder):
+    (folder / "one").touch()
+    (folder / "two").touch()
+
+
+@launched(
+    _note,
+    (*_KILLED, "task.note={folder}/one", "--run-dir", "{folder}/run"),
+    (*_KILLED, "task.note={folder}/two", "task.reads=true", "--run-dir", "{folder}/run2"),
+)
+def test_a_worker_that_is_killed_in_the_middle_of_a_step_does_not_end_the_command(launch):
+    for result, note in zip(launch.done[1:], ("one", "two"), strict=True):
+        assert result.returncode == 0, result.stderr
+        assert not (launch.folder / note).exists()
+        assert "was killed by SIGKILL: workers are started again" in result.stdout + result.stderr
 
 
 # ---- pictures

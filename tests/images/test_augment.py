@@ -281,15 +281,26 @@ def test_all_operations_are_drawn_equally_often(monkeypatch):
         (40, 2000, (256, 12800)),
     ],
 )
-def test_the_centre_is_cut_out_as_torchvision_and_pil_do_it(height, width, whole):
+def test_the_centre_is_cut_out_as_pil_does_it(height, width, whole):
     pixels = colours(height, width)
     assert covering_size((height, width), (224, 224), 256) == whole
     result = eval_picture(Picture.from_pixels(pixels), 224, resize=256)
-    top, left = round((whole[0] - 224) / 2), round((whole[1] - 224) / 2)
+    top, left = (whole[0] - 224) // 2, (whole[1] - 224) // 2
     pil = Image.fromarray(pixels).resize(whole[::-1], Image.Resampling.BILINEAR)
     pil = pil.crop((left, top, left + 224, top + 224))
     assert np.abs(rows(result.image).numpy().astype(int) - np.asarray(pil).astype(int)).max() <= 2
     assert rows(result.image).is_contiguous()
+
+
+@pytest.mark.parametrize(("height", "width"), [(50, 67), (41, 90), (53, 40), (40, 40), (40, 41), (40, 43), (99, 41)])
+def test_the_centre_is_that_of_the_image_processor_of_exported_models(height, width):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}
+    cut = transformers.BitImageProcessorPil(**sizes, resample=2, do_rescale=False, do_normalize=False)
+    pixels = colours(height, width)
+    theirs = np.asarray(cut(Image.fromarray(pixels))["pixel_values"][0]).astype(int)
+    ours = eval_picture(Picture.from_pixels(pixels), 32, resize=40).image.numpy().astype(int)
+    assert np.abs(ours - theirs).max() <= 2
 
 
 def test_other_shapes_are_covered():

@@ -436,6 +436,20 @@ def test_a_file_that_changes_begins_another_cache(records, tmp_path):
     assert DecodedImages(records, channels=1, cache=CacheOptions())[0].pixels.shape == (20, 36, 1)
 
 
+def test_pictures_of_another_folder_never_come_out_of_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    for part, value in (("train", 0), ("val", 255)):  # equal names, sizes and times
+        for label in "ab":
+            path = tmp_path / "data" / part / label / "0.bmp"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (4, 4), (value,) * 3).save(path)
+            os.utime(path, (1_577_836_800, 1_577_836_800))
+    for split, value in (("train", 0), ("eval", 255)):
+        records = read_image_records(str(tmp_path / "data"), key="data.train", split=split)
+        data = DecodedImages(records, cache=CacheOptions())
+        assert all((data[index].pixels == value).all() for index in (0, 1))
+
+
 def test_a_damaged_picture_is_named(records, tmp_path):
     path = tmp_path / "set/a/0.jpg"
     path.write_bytes(path.read_bytes()[:300])

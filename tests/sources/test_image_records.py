@@ -14,8 +14,10 @@ import pytest
 from PIL import Image
 
 from lockstep.errors import DataError, UsageError
+from lockstep.images.decode import decode
 from lockstep.sources.image_records import evaluation_source, read_image_records, unlabelled_pictures
 from lockstep.sources.image_shards import ShardPictures, find_shards, read_shards
+from lockstep.sources.image_table import read_data_set
 from lockstep.sources.packed_text import PackedText
 from lockstep.sources.shard_index import load_index
 
@@ -260,12 +262,93 @@ def test_a_file_that_went_away_is_named(folder):
         records[1]
 
 
-def test_the_digest_changes_with_any_file_and_not_with_the_place(folder, tmp_path):
+def fixed_time(path, value):
+    """A BMP file of 1x1 pixels whose size and time of change tell nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L", (1, 1), value).save(path)
+    os.utime(path, ns=(1, 1))
+    return path
+
+
+def picture_table(folder, *, value):
+    fixed_time(folder / "a.bmp", value)
+    return put(folder / "t.csv", b"path,label\na.bmp,x\n")
+
+
+def picture_shard(folder, *, value):
+    data = fixed_time(folder / "a.bmp", value).read_bytes()
+    made = shard(folder / "s.tar", [("a.bmp", data), ("a.cls", b"x")])
+    os.utime(made, ns=(1, 1))
+    return made
+
+
+def picture_set(folder, *, value):
+    datasets = pytest.importorskip("datasets")
+    path = fixed_time(folder / "a.bmp", value)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    made = datasets.Dataset.from_dict({"image": [{"bytes": None, "path": str(path)}], "label": ["x"]}, features)
+    made.save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def class_folder(folder, *, value):
+    return fixed_time(folder / "x/a.bmp", value).parent.parent
+
+
+@pytest.mark.parametrize("make", [class_folder, picture_table, picture_shard, picture_set])
+def test_the_digest_tells_sources_with_equal_names_sizes_and_times_apart(make, tmp_path):
+    one, other = make(tmp_path / "one", value=0), make(tmp_path / "other", value=255)
+    first = read(one).digest()
+    assert read(one).digest() == first
+    assert read(other).digest() != first
+
+
+@pytest.mark.parametrize("make", [class_folder, picture_table, picture_shard])
+def test_the_digest_changes_where_a_file_takes_the_place_of_another(make, tmp_path):
+    source = make(tmp_path / "one", value=0)
+    first = read(source).digest()
+    make(tmp_path / "one", value=255)
+    assert read(source).digest() != first
+
+
+def test_the_digest_changes_where_a_file_changes_that_a_data_set_names(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    paths = [str(fixed_time(tmp_path / f"{number}.bmp", number)) for number in range(3)]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    data = datasets.Dataset.from_dict({"image": paths, "label": ["x", "y", "z"]}, features)
+    first, again = (read_data_set(data, image=None, label=None, name="set")[0].digest() for _ in range(2))
+    assert first == again
+    fixed_time(tmp_path / "1.bmp", 255)
+    assert read_data_set(data, image=None, label=None, name="set")[0].digest() != first
+
+
+def test_the_digest_changes_with_any_file(folder):
     first = read(folder).digest()
-    os.rename(folder, tmp_path / "moved")
-    assert read(tmp_path / "moved").digest() == first
-    os.utime(tmp_path / "moved/cat/3.jpg", ns=(1, 1))
-    assert read(tmp_path / "moved").digest() != first
+    os.utime(folder / "cat/3.jpg", ns=(1, 1))
+    assert read(folder).digest() != first
+
+
+def test_a_pipe_is_no_picture(folder):
+    before = len(read(folder))
+    os.mkfifo(folder / "cat/pipe.jpg")
+    os.symlink(folder / "cat/pipe.jpg", folder / "cat/link.jpg")
+    assert len(read(folder)) == before
+    for number in range(40):
+        put(folder / f"many/{number}.jpg")
+    os.mkfifo(folder / "many/pipe.jpg")
+    rows = [f"many/{number}.jpg,x" for number in range(40)]
+    fault(table(folder, *rows, "many/pipe.jpg,x"), "there is no file", "many/pipe.jpg")
+
+
+def test_an_archive_is_to_be_unpacked(tmp_path):
+    fault(put(tmp_path / "pictures.zip", b"PK"), "data.train is no source of pictures", "Unpack it first")
+
+
+def test_a_broken_picture_names_the_ways_to_go_on_without_it(folder):
+    (folder / "cat/3.jpg").write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"--allow-change data\.on_error") as caught:
+        decode(read(folder)[1].data, channels=3)
+    assert "predict: --on-error skip" in caught.value.remedy
 
 
 # ---- tables

@@ -59,3 +59,12 @@ def test_what_names_no_file_is_an_error(folder, argument, expected):
         found("pictures", argument)
     assert caught.value.where == argument
     assert caught.value.remedy
+
+
+def test_pipes_are_left_out(folder):
+    os.mkfifo("pictures/pipe.png")
+    os.symlink("nowhere.png", "pictures/sub/link.png")  # it is an error when it is read
+    expected = [*IN_FOLDER[:4], "sub/link.png", "x[1].jpg"]
+    assert found("pictures") == found("pictures/*") == [os.path.join("pictures", name) for name in expected]
+    with pytest.raises(UsageError, match="is neither a file nor a folder"):
+        found("pictures/pipe.png")

@@ -298,9 +298,7 @@ def test_a_folder_that_is_no_data_set_names_its_files(tmp_path):
 
 @pytest.mark.usefixtures("offline")
 def test_a_name_that_the_hub_does_not_give_says_so(tmp_path):
-    with pytest.raises(
-        DataError, match="neither a file nor a folder here, nor a data set that the Hugging Face hub gives now"
-    ) as caught:
+    with pytest.raises(DataError, match="nor a data set that the Hugging Face hub gives now") as caught:
         Source.parse("nobody/nothing:test").files()
     assert caught.value.where == "nobody/nothing:test"
     assert "offline, give a file" in caught.value.remedy
@@ -551,3 +549,27 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
 def test_a_split_stands_behind_the_first_colon(text, name, split):
     found = Source.parse(text, "test")
     assert (found.name, found.split) == (name, split)
+
+
+def test_without_a_network_the_hub_is_not_tried_again_and_again(tmp_path, monkeypatch):
+    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cells").mkdir()
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    modes = []
+
+    def load(*_, **__):
+        modes.append((hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("not there")
+
+    def no_network():
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "get_session", no_network)
+    with pytest.raises(DataError, match="did you mean cells") as caught:
+        Source("celsl").data_set()
+    assert str(tmp_path / "celsl") in str(caught.value)
+    assert modes == [(True, True)]
+    assert not hub.constants.HF_HUB_OFFLINE

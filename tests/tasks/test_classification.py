@@ -1,6 +1,8 @@
 """The classification task on the embedded digits and on folders of pictures."""
 
 import json
+import os
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +10,10 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, config_file
+from lockstep.images.cache import CacheOptions
 from lockstep.sources.digits import Digits
+from lockstep.sources.image_records import unlabelled_pictures
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
 from tests import runs
@@ -271,6 +275,78 @@ def test_training_pictures_have_the_size_of_the_epoch_and_evaluation_its_own(fol
     assert sizes == [12, 16, 20, 20]
     assert prepared(task, 0, epoch=0, training=False)["images"].shape == (3, 24, 24)
     assert task.presenter(task).epoch_header(1) == "image size 16"
+
+
+def test_a_cut_larger_than_the_resized_picture_is_an_error_before_a_picture_is_read(folder):
+    with pytest.raises(LockstepError, match=r"task\.eval_resize: pictures are resized to 30 pixels, but 32"):
+        make_task({"eval_resize": 30}, folder, double=False).model()  # the convnet says 32
+
+
+def test_with_steps_a_size_for_evaluation_that_is_never_reached_is_a_warning(folder, tmp_path):
+    task = {"kind": "classification", "image_size": {0: 12, 50: 16}}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 10}, train={"steps": 4})
+    Trainer(settings, run_dir=tmp_path, quiet=True).fit()
+    log = (tmp_path / "train.log").read_text()
+    assert "warning: task.image_size: 16 pixels from epoch 50 on, but the training ends after 2 epochs" in log
+
+
+def test_class_folders_alone_train_without_evaluation_and_a_warning_says_so(folder, tmp_path):
+    settings = config_file.load("image_folder", [f"data.train={folder}", "train.epochs=1", "log.pictures=0"])
+    results = Trainer(settings, run_dir=tmp_path, quiet=True).fit()
+    assert not any(name.startswith("eval/") for name in results)
+    log = (tmp_path / "train.log").read_text()
+    assert "warning: nothing is evaluated, because there is no evaluation data: set data.eval" in log
+    best = {"checkpoint": settings.checkpoint.model_copy(update={"keep_best": "max eval/accuracy"})}
+    with pytest.raises(LockstepError, match=r"checkpoint\.keep_best"):
+        Trainer(settings.model_copy(update=best), run_dir=tmp_path / "best", quiet=True).fit()
+    with pytest.raises(LockstepError, match=r"there is no evaluation data\n  remedy: set data\.eval"):
+        Trainer(settings, run_dir=tmp_path, quiet=True).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("text", "remedies"),
+    [
+        ("path;label\n{0};x\n{1};y\n", [("task.delimiter", {"delimiter": ";"})]),
+        (
+            "{0},x\n{1},y\n",
+            [("task.header=false", {"header": False, "columns": {"image": 0, "label": 1}})],
+        ),
+        ('path,label\n{0},"x\n{1},y\n', [("task.quoting=none", {"quoting": "none"})]),
+    ],
+)
+def test_the_remedies_for_tables_are_options(folder, tmp_path, text, remedies):
+    table = tmp_path / "table.csv"
+    table.write_text(text.format(f"{folder}/red/000.png", f"{folder}/blue/000.png"))
+    for remedy, options in remedies:
+        with pytest.raises(LockstepError, match=re.escape(remedy)):
+            make_task({}, str(table)).train_data()
+        assert len(make_task(options, str(table)).train_data()) == 2
+
+
+def test_a_list_of_labels_is_refused_with_a_remedy_that_exists(folder, tmp_path):
+    table = tmp_path / "table.jsonl"
+    table.write_text(json.dumps({"path": f"{folder}/red/000.png", "label": ["x", "y"]}))
+    with pytest.raises(LockstepError, match="give each picture one label") as caught:
+        make_task({}, str(table)).train_data()
+    assert "multi_label" not in str(caught.value)
+
+
+def test_files_are_predicted_as_evaluation_pictures_are_with_a_reduced_cache(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+    options = ClassificationOptions.model_validate({"image_size": 20})
+    task = Classification(options, folder, folder, CacheOptions(shorter_side=6))
+    cached = task.eval_data()
+    files = unlabelled_pictures([cached.records.pictures.path(index) for index in range(len(cached))])
+    for index in range(len(cached)):
+        expected, item = (task.prepare(data[index], 0, training=False)["images"] for data in (cached, files))
+        assert torch.equal(item, expected)
+
+
+def test_a_source_below_the_home_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", os.path.dirname(folder))
+    config = config_file.load("image_folder", ["data.train=~/train", "data.eval=~/train"])
+    task = Trainer(config, run_dir=tmp_path, quiet=True).task()
+    assert (len(task.train_data()), len(task.eval_data())) == (30, 30)
 
 
 EVERYTHING = {

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from lockstep import LockstepError, Trainer
@@ -167,6 +168,73 @@ def test_an_exported_model_predicts_the_same_in_a_pipeline_of_transformers(folde
     classify = pipeline("image-classification", model=str(tmp_path / "out"), device="cpu")
     theirs = {answer["label"]: answer["score"] for answer in classify(picture)}
     assert theirs.keys() == row["top"].keys()
+    assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
+
+
+def test_transformers_does_not_load_exported_groups_as_batch_norm(folder, tmp_path, capfd):
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification
+
+    task = {"kind": "classification", "scratch": RESNET, "image_size": 20, "batch_norm": "group", "top_k": 3}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    out = tmp_path / "out"
+    Trainer(settings, run_dir=tmp_path / "run").export(out)
+    told = capfd.readouterr().err
+    assert "warning: transformers cannot load this model" in told
+    assert "task.batch_norm=batch" in told
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForImageClassification.from_pretrained(out)
+    config = AutoConfig.from_pretrained(out / "config_of_other_layers.json")  # as the documentation says
+    model = exchange_batch_norm(AutoModelForImageClassification.from_config(config), "group").eval()
+    model.load_state_dict(load_file(out / "model.safetensors"))
+    picture = f"{folder}/red/001.png"
+    pixels = AutoImageProcessor.from_pretrained(out)(Image.open(picture), return_tensors="pt")["pixel_values"]
+    (row,) = Trainer(settings, run_dir=tmp_path / "run", quiet=True).describe([picture])
+    values = model(pixels).logits[0].softmax(0).tolist()
+    theirs = dict(zip(config.id2label.values(), values, strict=True))
+    assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
+
+
+@pytest.mark.parametrize("scratch", [RESNET, {"architecture": "convnet"}])
+def test_an_export_says_how_evaluations_prepare_pictures(folder, tmp_path, scratch):
+    augment = {"interpolation": "bicubic"}
+    task = {"kind": "classification", "scratch": scratch, "image_size": {0: 16, 1: 20}, "augment": augment}
+    options = {"eval_size": 24, "eval_resize": 28, "channels": 1, "batch_norm": "frozen"}
+    settings = runs.config(task=task | options, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
+    trainer.fit()
+    trainer.export(tmp_path / "out")
+    about = json.loads((tmp_path / "out" / "classification.json").read_text())
+    assert about == {
+        "classes": ["blue", "green", "red"],
+        "counts": [4, 4, 4],
+        "mean": [0.5],
+        "std": [0.5],
+        "size": 24,
+        "eval_resize": 28,
+        "interpolation": "bicubic",
+        "channels": 1,
+        "cache_size": None,
+        "batch_norm": "frozen",
+    }
+
+
+def test_an_exported_model_of_grey_pictures_predicts_the_same_in_transformers(folder, tmp_path, capfd):
+    from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+    task = {"kind": "classification", "scratch": RESNET, "image_size": 20, "channels": 1, "top_k": 3}
+    settings = runs.config(task=task, data={"train": folder}, batch={"global": 6}, train={"steps": 3})
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit()
+    out = tmp_path / "out"
+    Trainer(settings, run_dir=tmp_path / "run").export(out)
+    assert "warning: transformers.pipeline makes RGB of every picture" in capfd.readouterr().err
+    picture = f"{folder}/red/001.png"
+    model = AutoModelForImageClassification.from_pretrained(out).eval()
+    inputs = AutoImageProcessor.from_pretrained(out)(Image.open(picture).convert("L"), return_tensors="pt")
+    values = model(**inputs).logits[0].softmax(0).tolist()
+    (row,) = Trainer(settings, run_dir=tmp_path / "run", quiet=True).describe([picture])
+    theirs = dict(zip(model.config.id2label.values(), values, strict=True))
     assert all(theirs[name] == pytest.approx(row["top"][name], abs=3e-3) for name in theirs)
 
 

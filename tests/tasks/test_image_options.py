@@ -59,7 +59,7 @@ def test_sizes_between_lie_between_and_are_multiples(later, first, multiple, epo
         ("task.image_size={20: 160}", "no size for epoch 0"),
         ("task.image_size={0: 160, -1: 10}", "no size for epoch 0"),
         ("task.image_size={0: 0}", "greater than 0"),
-        ("task.eval_size=256 task.eval_resize=224", "eval_resize >= eval_size"),
+        ("task.eval_size=256 task.eval_resize=224", "eval_resize >= 256"),
         ("task.mean=[0.5]", "mean has 1 numbers, but channels is 3"),
         ("task.augment.crops=shift", "task.augment.crop?"),
     ],
@@ -77,3 +77,29 @@ def test_sizes_by_epoch_survive_the_kept_config(tmp_path):
     (tmp_path / "config.yaml").write_text(config_file.to_yaml(config))
     assert config_file.read_run(tmp_path) == config
     assert config.task["image_size"] == {0: 16, 3: 24}
+
+
+PICTURES = {"kind": "classification", "scratch": {"architecture": "convnet"}}
+
+
+@pytest.mark.parametrize("sizes", [{"image_size": {0: 16, 2: 24}}, {"image_size": {0: 16, 9: 24}}])
+@pytest.mark.parametrize("between", ["step", "linear"])
+def test_a_size_for_evaluation_that_training_never_reaches_is_an_error(sizes, between):
+    task = PICTURES | sizes | {"image_size_between": between}
+    last = max(sizes["image_size"])
+    with pytest.raises(LockstepError, match=f"24 pixels from epoch {last} on, but the training ends after 2 epochs"):
+        config_file.parse({"task": task, "train": {"epochs": 2}})
+    with pytest.raises(LockstepError, match=r"command line: task\.image_size: .* set task\.eval_size"):
+        config_file.parse({"task": PICTURES}, overrides=["task.image_size={0: 16, 1: 24}"])  # one epoch
+    config_file.parse({"task": task | {"eval_size": 16}, "train": {"epochs": 2}})
+    config_file.parse({"task": task, "train": {"epochs": last + 1}})
+    config_file.parse({"task": task, "train": {"steps": 2}})  # the number of epochs depends on the data
+    config_file.parse({"task": task, "train": {"epochs": 2}}, needs_task=False)  # a run that has been trained
+
+
+@pytest.mark.parametrize("size", [{"image_size": 32}, {"image_size": {0: 16, 1: 32}}, {"eval_size": 32}])
+def test_a_cut_larger_than_the_resized_picture_is_an_error_of_the_config(size):
+    task = PICTURES | size
+    with pytest.raises(LockstepError, match=r"eval_resize \(24\) is below the size of evaluation pictures \(32\)"):
+        config_file.parse({"task": task | {"eval_resize": 24}, "train": {"epochs": 2}})
+    config_file.parse({"task": task | {"eval_resize": 32}, "train": {"epochs": 2}})

@@ -7,13 +7,14 @@ import pytest
 import torch
 from PIL import Image
 from torch.nn import functional
+from typer.testing import CliRunner
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, cli
 from lockstep.tasks.segmentation import counts
 from lockstep.tasks.segmentation.options import SegmentationOptions
 from lockstep.tasks.segmentation.task import fitted_size
 from tests import runs
-from tests.mask_cases import CLASSES, fit, fit_and_die, fit_to_the_end, make_task, results_of, shapes_folder
+from tests.mask_cases import CLASSES, UNET, fit, fit_and_die, fit_to_the_end, make_task, results_of, shapes_folder
 from tests.ranks import RankFailed, run_ranks
 
 ALL_LOSSES = {"losses": {"cross_entropy": 1.0, "dice": 0.5, "focal": 0.3, "lovasz": 0.7}, "class_weights": "balanced"}
@@ -314,6 +315,69 @@ def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
     log = (tmp_path / "train.log").read_text()
     assert "evaluation: pictures at their own size; counted at the original resolution" in log
     assert "disc" in log
+
+
+# ---- data: cache, grey pictures, classes
+
+
+def test_a_cache_of_decoded_pictures_changes_no_bit(folder, tmp_path):
+    task = {"kind": "segmentation", "scratch": UNET, "image_size": 32, **AUGMENT}
+    settings = runs.config(
+        task=task, data={"train": folder}, batch={"global": 6}, train={"steps": 4, "eval_every_steps": 4}
+    )
+    found = []
+    for name, data in (("plain", {}), ("cached", {"cache": "decoded"}), ("again", {"cache": "decoded"})):
+        trainer = Trainer(settings | {"data": settings["data"] | data}, run_dir=tmp_path / name, quiet=True)
+        results = trainer.fit()
+        found.append((trainer.model.state_dict(), results["eval/miou"]))
+        assert ("decoded pictures: " in (tmp_path / name / "train.log").read_text()) == bool(data)
+    for weights, miou in found[1:]:
+        assert miou == found[0][1]
+        assert all(torch.equal(found[0][0][name], weights[name]) for name in weights)
+
+
+def test_grey_pictures_train_and_are_evaluated(folder, tmp_path):
+    task = make_task({"channels": 1}, folder, double=False)
+    assert task.train_data()[0].pixels.shape[2] == 1
+    settings = runs.config(batch={"global": 6}, train={"steps": 2, "eval_every_steps": 2})
+    assert "eval/miou" in Trainer(settings, run_dir=tmp_path, quiet=True).fit(task)
+
+
+def test_classes_that_only_evaluation_masks_have_are_named_in_the_log(tmp_path):
+    folder = shapes_folder(tmp_path / "data")
+    for path in (tmp_path / "data/train/masks").iterdir():
+        mask = np.array(Image.open(path))
+        Image.fromarray(np.where(mask == 2, 0, mask)).save(path)
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(["earth", "disc", "bar"]))
+    task = make_task({"classes": str(names), "ignore": [255]}, folder, double=False)
+    Trainer(runs.config(batch={"global": 6}, train={"steps": 1}), run_dir=tmp_path / "run", quiet=True).fit(task)
+    assert task.classes == ["earth", "disc", "bar"]
+    log = (tmp_path / "run/train.log").read_text()
+    assert "no training mask has these classes of the evaluation masks: bar" in log
+
+
+def test_street_scenes_train_and_are_predicted(shared_data, tmp_path):
+    """CamVid: 11 classes, and the id 11 is ignored."""
+    source = shared_data / "segmentation" / "camvid"
+    task = {"kind": "segmentation", "scratch": UNET, "image_size": 64, "eval_size": 64, "boundary_tolerance": None}
+    settings = runs.config(
+        task=task, data={"train": str(source)}, batch={"global": 4}, train={"steps": 3, "eval_every_steps": 3}
+    )
+    trainer = Trainer(settings, run_dir=tmp_path / "run", quiet=True)
+    results = trainer.fit()
+    assert trainer.model.head.out_channels == 11
+    assert "eval/iou/Unlabelled" not in results
+    assert 0 <= results["eval/miou"] < 0.5
+    pictures = sorted((source / "val/images").iterdir())[:2]
+    arguments = ["predict", tmp_path / "run", *pictures, "--out", f"{tmp_path / 'out'}/"]
+    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.stderr
+    for picture in pictures:
+        with Image.open(tmp_path / "out/masks" / f"{picture.stem}.png") as mask, Image.open(picture) as image:
+            assert mask.size == image.size
+            assert np.array(mask).max() < 11
+        assert (tmp_path / "out/overlays" / f"{picture.stem}.png").is_file()
 
 
 # ---- what people see

@@ -170,5 +170,5 @@ def test_every_kind_of_model_and_loss_learns(table, options):
     torch.manual_seed(0)
     model = task.model()
     batch = batch_of(task, task.train_data(), range(10), training=True)
-    before = float(task.loss(model.train(), batch) / task.weight(batch))
+    before = (task.loss(model.train(), batch) / task.weight(batch)).item()
     assert results["train/loss"] < 0.6 * before

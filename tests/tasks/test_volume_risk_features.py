@@ -12,6 +12,8 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.tasks.volume_risk.features import KeptFeatures, batch_entries, weights_digest
 from lockstep.tasks.volume_risk.losses import answer_loss
+from lockstep.tasks.volume_risk.options import VolumeRiskOptions
+from lockstep.tasks.volume_risk.task import VolumeRisk
 from tests.volume_cases import make_batch, make_model, make_volumes
 
 COUNTS = (5, 2, 9)
@@ -167,6 +169,11 @@ def test_workers_learn_from_the_process_with_the_model(kept):
     assert answer.get(timeout=60) == [0, 2]
     ask.put(False)
     worker.join(60)
+
+
+def test_a_task_makes_its_object_before_workers_are_forked():
+    task = VolumeRisk(VolumeRiskOptions(frozen_epochs=1), train="labels.csv", eval="other.csv")
+    assert isinstance(vars(task)["_features"], KeptFeatures)
 
 
 def test_a_kill_while_vectors_are_written_leaves_nothing_wrong(tmp_path):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,13 +24,20 @@ def table(tmp_path_factory):
 def held_out(tmp_path_factory):
     answers = [("1", "1", "0"), ("0", "", "1"), ("", "0", ""), ("0", "1", "0"), ("", "", "1"), ("0", "0", ""), ("1", "", "")]
     table = volume_table(tmp_path_factory.mktemp("held_out"), answers=answers, seed=1)
-    lines = open(table).read().replace("\np", "\nq")
-    with open(table, "w") as file:
-        file.write(lines)
+    Path(table).write_text(Path(table).read_text().replace("\np", "\nq"))  # other patients
     return table
 
 
+def rows_of(table):
+    return list(csv.DictReader(Path(table).read_text().splitlines()))
+
+
 # ---- the gradient
+
+def largest_difference(one, other):
+    """Absolute: the gradient of the keys' bias is zero but for rounding, and so is the bias."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 SGD = {"optim": {"name": "SGD", "lr": 0.1, "weight_decay": None}}
@@ -59,17 +67,17 @@ def test_a_step_with_uneven_labels_and_slices_is_that_of_plain_torch(table, opti
     ):
         cut = runs.config(batch=batch, parallel={"strategy": strategy}, **settings)
         for weights, _ in run_ranks(world, risk_cases.fit, PLAIN | options, table, None, cut):
-            assert runs.difference(weights, expected) < 1e-10, (world, strategy, batch)
+            assert largest_difference(weights, expected) < 1e-12, (world, strategy, batch)
 
 
 def test_random_slices_and_pixels_are_the_same_on_any_ranks(table):
     options = {"train_slices": "stratified", "frozen_epochs": 1, "keep_features": False}
-    train = {"steps": 8, "unfreeze": PHASES}
-    reference, _ = runs.fit(make_task(options, table), runs.config(batch={"global": 4}, train=train))
+    train = {"train": {"steps": 8, "unfreeze": PHASES}, **SGD}
+    reference, _ = runs.fit(make_task(options, table), runs.config(batch={"global": 4}, **train))
     for world, strategy, micro in ((2, "ddp", 1), (2, "fsdp", 2), (3, "ddp", 2)):
-        settings = runs.config(batch={"global": 4, "micro": micro}, train=train, parallel={"strategy": strategy})
+        settings = runs.config(batch={"global": 4, "micro": micro}, parallel={"strategy": strategy}, **train)
         for weights, _ in run_ranks(world, risk_cases.fit, options, table, None, settings):
-            assert runs.difference(weights, reference) < 1e-10, (world, strategy)
+            assert largest_difference(weights, reference) < 1e-12, (world, strategy)
 
 
 # ---- evaluation
@@ -133,7 +141,7 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_bits(table, undisturbed, t
 def test_the_same_scans_as_nifti_and_as_dicom_train_the_same_weights(tmp_path, strategy):
     tables = {"nifti": volume_table(tmp_path / "scans")}
     task = make_task({}, tables["nifti"])
-    rows = list(csv.DictReader(open(tables["nifti"])))
+    rows = rows_of(tables["nifti"])
     for kind in ("nifti", "dicom"):
         lines = [",".join(rows[0])]
         for row, sample in zip(rows, task.train_data(), strict=True):
@@ -165,7 +173,7 @@ def test_real_scans_train_from_the_command_line_on_two_ranks(shared_data, tmp_pa
 
 
 def test_six_real_patients_are_learnt_by_heart(shared_data, tmp_path):
-    rows = list(csv.DictReader(open(shared_data / "ct/sts/labels.csv")))
+    rows = rows_of(shared_data / "ct/sts/labels.csv")
     chosen = [row for row in rows if row["lung_mets_2y"]][:6]
     questions = ["lung_mets_1y", "lung_mets_2y", "death_2y"]
     lines = [",".join(["patient_id", "image", *questions])]
@@ -176,7 +184,7 @@ def test_six_real_patients_are_learnt_by_heart(shared_data, tmp_path):
     options = OPTIONS | PLAIN | {"image_size": 32, "max_slices": 8}
     task = make_task(options, str(tmp_path / "six.csv"), double=False)
     settings = runs.config(
-        batch={"global": 6}, train={"steps": 120}, optim={"lr": 3e-3, "weight_decay": 0.0}, log={"every_steps": 120}
+        batch={"global": 6}, train={"steps": 200}, optim={"lr": 3e-3, "weight_decay": 0.0}, log={"every_steps": 200}
     )
     weights, _ = runs.fit(task, settings)
     model = task.model()

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lockstep.data import worker_deaths
+
 
 def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     """The length as `samples`, and a `digest` (hexadecimal SHA-256) of the first, the middle and the last raw sample.
@@ -19,12 +21,18 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     Args:
         in_worker: read the samples in a process of their own. Loader workers must not inherit files that a data set
             opens with its first sample (HDF5, LMDB).
+
+    Raises:
+        DataError: this process was killed again and again.
     """
     length = len(data)
     indices = sorted({0, (length - 1) // 2, length - 1}) if length else []
-    digests: DataLoader[str] = DataLoader(
-        _Digests(data), batch_size=None, sampler=indices, num_workers=int(in_worker), generator=torch.Generator()
-    )
+
+    def make() -> DataLoader[str]:
+        options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
+        return DataLoader(_Digests(data), batch_size=None, sampler=indices, **options)
+
+    digests = worker_deaths.read_all(make, f"samples {indices}")
     return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep.data import worker_deaths
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
-from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
+from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -30,7 +30,6 @@ Plans = Callable[[], Iterable[MicroBatchPlan]]
 Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could not be read
 
 _NONE_BAD: Bad = ()
-_MOST_DEATHS = 3  # of workers, without a micro-batch in between
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
@@ -193,7 +192,7 @@ class MicroBatches(Dataset[MicroBatch]):
         return DataError(
             f"sample {index} cannot be read: {type(error).__name__}: {error}",
             where=self._name(index),
-            remedy="repair or remove it, or set data.on_error=skip (predict: --on-error skip) to go on without it",
+            remedy=f"repair or remove it, or {SKIP}",
         )
 
     def _name(self, index: int) -> str:
@@ -269,7 +268,7 @@ class Loader:
                     raise
                 deaths += 1
                 how = worker_deaths.describe(processes, error)
-                if deaths == _MOST_DEATHS:
+                if deaths == worker_deaths.MOST_DEATHS:
                     raise self._workers_lost(how, plans, done) from error
                 self.tell(f"warning: {how}: workers are started again, and go on with the same samples")
                 del batches  # ends the other workers
@@ -285,10 +284,9 @@ class Loader:
     def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
         indices = next(iter(_after(plans, done))).indices
         return DataError(
-            f"{how}, {_MOST_DEATHS} times in a row",
+            f"{how}, {worker_deaths.MOST_DEATHS} times in a row",
             where=f"while samples {list(indices[:8])}{' ...' if len(indices) > 8 else ''} and later ones were read",
-            remedy="lower data.workers if the memory of the machine is short (the system log has a line of the "
-            "out-of-memory killer); else a sample crashes the code that reads it: data.workers=0 shows where",
+            remedy=worker_deaths.REMEDY,
         )
 
     def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
@@ -302,18 +300,24 @@ class Loader:
 
         Returns:
             the raw and the prepared sample by key. Samples that cannot be read are left out.
+
+        Raises:
+            DataError: the worker was killed again and again.
         """
-        apart: DataLoader[Any] = DataLoader(
-            _Pairs(self.micro_batches),
-            batch_size=None,
-            sampler=keys,
-            num_workers=int(self.workers > 0),
-            collate_fn=_identity,
-            worker_init_fn=_leave_signals_to_the_rank,
-            generator=torch.Generator(),
-        )
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(
+                _Pairs(self.micro_batches),
+                batch_size=None,
+                sampler=keys,
+                num_workers=int(self.workers > 0),
+                collate_fn=_identity,
+                worker_init_fn=_leave_signals_to_the_rank,
+                generator=torch.Generator(),
+            )
+
         with restored_generators(self.device):
-            pairs = dict(zip(keys, apart, strict=True))
+            pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
         return {key: pair for key, pair in pairs.items() if pair is not None}
 
     def batch_of(self, index: int) -> Any:

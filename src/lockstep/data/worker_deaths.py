@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.errors import DataError
+
+_TORCH = "torch.utils.data._utils.signal_handling"  # where torch's handler of SIGCHLD is
+MOST_DEATHS = 3
+"""How many workers may be killed without a micro-batch in between."""
+REMEDY = (
+    "lower data.workers if the memory of the machine is short (the system log has a line of the out-of-memory killer); "
+    "else a sample crashes the code that reads it: data.workers=0 shows where"
+)
 # What torch says where a worker has ended. The thread that pins memory fails on data of a process that is gone.
 _TEXTS = ("DataLoader worker (pid", "Pin memory thread exited unexpectedly")
 
@@ -20,18 +30,45 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
     """Begin to iterate over `loader`, which starts its workers if they do not run yet.
 
     torch handles SIGCHLD: where a worker is killed, its handler raises in whatever code the main thread runs, such as
-    in the middle of a step, which could not go on from there. So the handler is taken back. The DataLoader then raises
-    from `next`, at most 5 seconds after it has nothing else to give.
+    in the middle of a step, which could not go on from there. So the handler is taken back, whichever DataLoader of
+    this process has installed it. torch installs it once. The DataLoader then raises from `next`, at most 5 seconds
+    after it has nothing else to give.
 
     Returns:
         the iterator, and processes of which some are the workers.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGCHLD) if is_main else None
     batches = iter(loader)
-    if before is not None:
-        signal.signal(signal.SIGCHLD, before)
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGCHLD)
+        if getattr(handler, "__module__", None) == _TORCH:
+            assert callable(handler)
+            before = inspect.getclosurevars(handler).nonlocals.get("previous_handler")
+            signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
     return batches, multiprocessing.active_children()
+
+
+def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
+    """All that a short DataLoader gives. Where a worker was killed, another DataLoader begins from the start.
+
+    Args:
+        make: makes the DataLoader.
+        what: is read, for the error.
+
+    Raises:
+        DataError: a worker was killed again and again.
+    """
+    deaths = 0
+    while True:
+        batches, processes = start(make())
+        try:
+            return list(batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            if not caused(error, processes):
+                raise
+            deaths += 1
+            if deaths == MOST_DEATHS:
+                how = f"{describe(processes, error)}, {MOST_DEATHS} times in a row"
+                raise DataError(how, where=f"while {what} were read", remedy=REMEDY) from error
 
 
 def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:

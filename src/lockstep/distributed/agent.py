@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -21,8 +22,7 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerState,
 )
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.distributed import heartbeat, warm_process
 
@@ -30,6 +30,42 @@ _LOOK_EVERY_S = 0.5  # for agents of other machines that wait to join
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
 _LOOK_ORPHANS_S = 0.01
 _SAVE_S = 30  # between SIGTERM and SIGKILL
+
+
+_ADDRESS = "127.0.0.1"
+
+
+class OneMachine(RendezvousHandler):
+    """The rendezvous of an agent that is alone.
+
+    Torch's own rendezvous over the network waits up to 0.3 s at random, so that many agents do not arrive at once.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = HashStore()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr=_ADDRESS))
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return f"lockstep-{os.getpid()}"
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return True
 
 
 class RankAgent(SimpleElasticAgent):
@@ -155,28 +191,15 @@ def run_ranks(entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder
     Returns:
         the failures by rank; empty if all ranks ended without error.
     """
-    handler = rendezvous.get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="127.0.0.1:0",
-            run_id=f"lockstep-{os.getpid()}",
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="127.0.0.1",
-        )
-    )
     spec = WorkerSpec(
         role="default",
         local_world_size=nproc,
         entrypoint=entrypoint,
         args=arguments,
-        rdzv_handler=handler,
+        rdzv_handler=OneMachine(),
         max_restarts=0,  # `lockstep.distributed.launch` decides about restarts
         monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
-        local_addr="127.0.0.1",
+        local_addr=_ADDRESS,
     )
-    try:
-        result: RunResult = RankAgent(spec, folder).run()
-        return result.failures
-    finally:
-        handler.shutdown()
+    result: RunResult = RankAgent(spec, folder).run()
+    return result.failures

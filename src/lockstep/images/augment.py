@@ -89,8 +89,8 @@ def eval_picture(
     if resize is None:
         return contiguous(geometry.resize(picture, (height, width), interpolation=interpolation))
     whole = covering_size(picture.size, (height, width), resize)
-    # Halves are rounded to even numbers, as in torchvision's `center_crop`.
-    top, left = round((whole[0] - height) / 2), round((whole[1] - width) / 2)
+    # Halves are rounded down, as in the image processors of transformers, which exported models use.
+    top, left = (whole[0] - height) // 2, (whole[1] - width) // 2
     return contiguous(geometry.resize_crop(picture, whole, (top, left, height, width), interpolation=interpolation))
 
 

@@ -25,7 +25,7 @@ from lockstep.images.cache_slabs import FullError, Slabs, write_all
 
 Pixels = npt.NDArray[np.uint8]
 
-_FORMAT = 1  # of the files; it is a part of the folder's name
+_FORMAT = 2  # of the files and of what the digest stands for; it is a part of the folder's name
 # An entry of the index: slab, boot, offset, height, width, CRC of the pixels; then the CRC of these fields.
 _FIELDS = struct.Struct("<IIQIII")
 _CHECK = struct.Struct("<I")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import SKIP, DataError, UsageError
 
 if TYPE_CHECKING:
     from PIL import Image as PILImage
@@ -25,7 +25,7 @@ Pixels = npt.NDArray[np.uint8]
 
 _EXIF_ORIENTATION = 0x0112
 _SIXTEEN_BIT = ("I;16", "I;16B", "I;16L", "I;16N", "I")
-_REPAIR = "repair or remove the file, or set data.on_error=skip to train without it"
+_REPAIR = f"repair or remove the file, or {SKIP}"
 
 
 def decode(data: bytes, *, channels: int = 3, where: str = "") -> Pixels:

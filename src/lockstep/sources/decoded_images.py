@@ -76,8 +76,8 @@ class Digested(Protocol):
 def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> DecodedCache:
     """The cache of the decoded pictures of a source, in Lockstep's cache folder.
 
-    Its name changes where a file of the source changes, and with the versions of the decoders, whose pixels may differ
-    by a level.
+    Its name changes with the place of the source, where a file of the source changes, and with the versions of the
+    decoders, whose pixels may differ by a level.
     """
     versions = [_version(name) for name in _DECODERS]
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import DataError, did_you_mean
+from lockstep.errors import SKIP, DataError, did_you_mean
+from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
@@ -44,8 +45,8 @@ class Pictures(Protocol):
         ...
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by size and time of the files, which are not
-        read."""
+        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        not read. Sources at other places have other digits."""
         ...
 
 
@@ -73,7 +74,7 @@ class PictureFiles:
             with open(self.path(index), "rb") as file:
                 return file.read()
         except OSError as error:
-            remedy = "it was there when training began: bring it back, or check its permissions"
+            remedy = f"check that the file is there, and its permissions, or {SKIP}"
             raise DataError(f"cannot be read: {error.strerror}", where=self.where(index), remedy=remedy) from error
 
     def name(self, index: int) -> str:
@@ -83,17 +84,22 @@ class PictureFiles:
         return self.path(index) if self.place is None else f"{self.place(index)} ({self.path(index)})"
 
     def digest(self) -> str:
-        digest = hashlib.sha256()
+        # Names are relative to the folder: without it, pictures of another folder with equal sizes and times are alike.
+        digest = hashlib.sha256(f"{os.path.realpath(self.root)!a}|".encode())
         for index in range(len(self)):
             add_file(digest, self.path(index), name=self.names[index])
         return digest.hexdigest()
 
 
 def add_file(digest: Any, path: str | Path, *, name: str) -> None:
-    """Add name, size and time of a file to a digest; of a file that is not there its name alone."""
+    """Add name, size and times of a file to a digest; of a file that is not there its name alone.
+
+    Archives and reproducible builds set the time of change to a constant. The time of the inode cannot be set, so that
+    a file that takes the place of another is noticed.
+    """
     try:
         about = os.stat(path)
-        digest.update(f"{name!a}|{about.st_size}|{about.st_mtime_ns}|".encode())
+        digest.update(f"{name!a}|{about.st_size}|{about.st_mtime_ns}|{about.st_ctime_ns}|".encode())
     except OSError:
         digest.update(f"{name!a}|".encode())
 
@@ -158,7 +164,8 @@ def _remedy(folder: Path) -> str:
 
 
 def pictures_below(folder: Path) -> list[str]:
-    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once."""
+    """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once.
+    Pipes and devices are left out."""
     seen: set[str] = set()
     found: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
@@ -169,7 +176,8 @@ def pictures_below(folder: Path) -> list[str]:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
-        found += [prefix + name for name in files if is_picture(name)]
+        special = special_files(place)
+        found += [prefix + name for name in files if is_picture(name) and name not in special]
     return sorted(found)
 
 
@@ -184,5 +192,5 @@ def missing_files(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
     there: set[str] = set()
     if len(files) > _FEW and os.path.isdir(folder):
         with os.scandir(folder) as entries:
-            there = {entry.name for entry in entries if not entry.is_dir()}
+            there = {entry.name for entry in entries if entry.is_file()}
     return [row for row, name in files if name not in there and not os.path.isfile(os.path.join(folder, name))]

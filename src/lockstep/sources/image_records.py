@@ -28,6 +28,7 @@ TRAIN = ("train", "training")
 EVAL = ("val", "validation", "valid", "eval", "test")
 """Names of a folder, or of a split, with evaluation data. The first that is there is used."""
 _TABLES = (".csv", ".tsv", ".parquet", ".json", ".jsonl", ".ndjson")
+_ARCHIVES = (".zip", ".7z", ".rar", ".gz", ".tgz", ".xz", ".bz2", ".zst")
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")  # `datasets` writes these into a folder
 
 Array = npt.NDArray[Any]
@@ -80,8 +81,8 @@ class ImageRecords(Dataset[ImageRecord]):
         return self.pictures.where(index)
 
     def digest(self) -> str:
-        """Hexadecimal digits that change where a picture changes: by size and time of the files, which are not
-        read. It takes seconds for a million files."""
+        """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
+        not read. It takes seconds for a million files."""
         return self.pictures.digest()
 
 
@@ -173,6 +174,7 @@ def _read(
         neighbours = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
         what = f"{key} is no source of pictures" if path.exists() else "no such file or folder"
         hint = did_you_mean(path.name, neighbours)
+        hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
         remedy = f"{hint}Give a folder with a folder for each class, a table ({', '.join(_TABLES)}), or .tar shards"
         raise DataError(what, where=source, remedy=remedy)
     return _from_data_set(found, split, image=image, label=label)

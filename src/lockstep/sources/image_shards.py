@@ -13,7 +13,7 @@ import os
 import re
 import resource
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from lockstep import locks
 from lockstep.data.cache import cache_root, digest_of
 from lockstep.errors import DataError, did_you_mean
+from lockstep.sources.image_files import add_file
 from lockstep.sources.labels import sorted_names
 from lockstep.sources.packed_text import PackedText
 from lockstep.sources.shard_index import ShardIndex, load_index
@@ -152,16 +153,20 @@ class ShardPictures:
         return f"{self.shards[shard]}, member {member}"
 
     def digest(self) -> str:
-        names = [path.name for path in self.shards]
-        return hashlib.sha256(repr((names, self.times, len(self))).encode()).hexdigest()
+        digest = hashlib.sha256(repr((self.times, len(self))).encode())
+        for path in self.shards:
+            add_file(digest, path, name=os.path.realpath(path))
+        return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_open": OrderedDict()}  # another process opens the files itself
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at the end of Python, `os` may be gone
         for handle in self.__dict__.get("_open", {}).values():
-            with contextlib.suppress(OSError):
-                os.close(handle)
+            try:  # noqa: SIM105 - `contextlib` may be gone too
+                close(handle)
+            except OSError:
+                pass
 
 
 def read_shards(

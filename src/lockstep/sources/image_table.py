@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lockstep.sources.table import Source, Table
 
 IMAGE = ("image", "img", "path", "file", "filename", "file_name", "filepath", "file_path", "image_path", "picture")
 """Usual names of columns that hold pictures or their paths."""
+_FOR_LISTS = "give each picture one label, or name another column by task.columns.label"
 
 Array = npt.NDArray[Any]
 Column = str | int | None
@@ -53,7 +54,11 @@ def read_paths(source: Source, *, image: Column, label: Column) -> tuple[Picture
     left = [name for name in columns if name != target]
     path = _column(image, left, usual_names=IMAGE, role="image", where=table.name)
     names, codes = single_labels(
-        table.columns[target], table.classes.get(target), column=target, where=TablePlaces(table)
+        table.columns[target],
+        table.classes.get(target),
+        column=target,
+        where=TablePlaces(table),
+        for_lists=_FOR_LISTS,
     )
     values = table.columns[path]
     root = Path(source.name).parent
@@ -128,8 +133,17 @@ class DataSetPictures:
     def digest(self) -> str:
         digest = hashlib.sha256(f"{self.data._fingerprint}|{self.column}|{len(self)}|".encode())
         for file in self.data.cache_files:
-            add_file(digest, file["filename"], name=Path(file["filename"]).name)
+            add_file(digest, file["filename"], name=os.path.realpath(file["filename"]))
+        for path in self._paths():
+            add_file(digest, path, name=path)
         return digest.hexdigest()
+
+    def _paths(self) -> Iterator[str]:
+        """The files of the pictures that the data set names by path. Pictures with bytes are not read here."""
+        for chunk in self.data.data.column(self.column).chunks:
+            held, paths = chunk.field("bytes"), chunk.field("path")
+            if held.null_count:
+                yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
 def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tuple[DataSetPictures, list[str], Array]:
@@ -151,7 +165,9 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     values = data.select_columns([target]).with_format(None).to_dict()[target]
     kind = data.features[target]
     classes = list(kind.names) if getattr(kind, "names", None) else None
-    names, codes = single_labels(values, classes, column=target, where=lambda row: f"{name}, row {row}")
+    names, codes = single_labels(
+        values, classes, column=target, where=lambda row: f"{name}, row {row}", for_lists=_FOR_LISTS
+    )
     return data_set_pictures(data, column, name=name), names, codes
 
 

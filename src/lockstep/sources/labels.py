@@ -35,7 +35,12 @@ class Labelled(Protocol):
 
 
 def single_labels(
-    values: Sequence[Any], classes: Sequence[str] | None, *, column: str, where: Callable[[int], str]
+    values: Sequence[Any],
+    classes: Sequence[str] | None,
+    *,
+    column: str,
+    where: Callable[[int], str],
+    for_lists: str = "set task.multi_label=true if texts have several labels",
 ) -> tuple[list[str], Array]:
     """Names and codes of samples that have a single label each.
 
@@ -43,14 +48,14 @@ def single_labels(
         classes: the names of the classes if `values` are class numbers. None: `values` are the labels themselves.
         column: the name of the column, for errors.
         where: from the number of a value to its place, for errors.
+        for_lists: the remedy where a label is a list.
 
     Raises:
         DataError: a sample has no label, or a list of labels.
     """
     for number, value in enumerate(values):
         if isinstance(value, list | Mapping):
-            remedy = "set task.multi_label=true if texts have several labels"
-            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=remedy)
+            raise DataError(f"the label is a {type(value).__name__}: {value!r}", where=where(number), remedy=for_lists)
         if (
             value is None
             or value != value

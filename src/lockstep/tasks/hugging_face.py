@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
 
+PROCESSOR = "preprocessor_config.json"
+OTHER_LAYERS = "config_of_other_layers.json"
+"""The config of an exported model that transformers cannot make."""
 _SHOWN = 8
 
 
@@ -197,6 +201,42 @@ def make_model(auto: Any, config: Any, name: str | None, *, what: str, new_head:
             remedy="use the folder or name of a model of this architecture",
         )
     return model, missing
+
+
+def save_for_image_pipeline(model: Any, processor: Mapping[str, Any], folder: Path) -> list[str]:
+    """Write the configs of a model and of its image processor, which `transformers.pipeline` reads.
+
+    transformers makes the model from the config. If it made other layers (BatchNorm, where GroupNorm has taken its
+    place), it would fill them with new values, and only log this. Then the config gets another name, under which
+    transformers does not find it.
+
+    Args:
+        processor: keys of `preprocessor_config.json`.
+        folder: where the weights will be.
+
+    Returns:
+        warnings for whoever exports.
+    """
+    warnings = []
+    if len(processor["image_mean"]) == 1:
+        warnings.append(
+            "transformers.pipeline makes RGB of every picture, which this model of grey pictures cannot take. "
+            "AutoImageProcessor and the model can be used directly, with grey pictures (mode L of PIL)"
+        )
+    with torch.device("meta"):
+        theirs = type(model)(copy.deepcopy(model.config)).state_dict()
+    missing = sorted(theirs.keys() - model.state_dict().keys())
+    (folder / PROCESSOR).write_text(json.dumps(processor, indent=1))
+    if not missing:
+        config_for_pipeline(model).save_pretrained(folder)
+        return warnings
+    (folder / OTHER_LAYERS).write_text(config_for_pipeline(model).to_json_string())
+    return [
+        *warnings,
+        f"transformers cannot load this model: its {type(model).__name__} has {missing[0]}, which this model lacks. So "
+        f"the config is called {OTHER_LAYERS}; docs/images.md shows how to load it. Models that are trained with "
+        "task.batch_norm=batch, sync or frozen can be loaded as usual",
+    ]
 
 
 def config_for_pipeline(model: Any) -> Any:

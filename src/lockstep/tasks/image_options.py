@@ -64,10 +64,10 @@ class ImageOptions(TaskOptions):
 
     @model_validator(mode="after")
     def _crop_fits(self) -> Self:
-        if self.eval_size and self.eval_resize and self.eval_resize < self.eval_size:
-            raise ValueError(
-                f"eval_resize ({self.eval_resize}) is below eval_size ({self.eval_size}); use eval_resize >= eval_size"
-            )
+        size = self.size_for_evaluation(0)  # 0: the model says it
+        if self.eval_resize and self.eval_resize < size:
+            what = f"eval_resize ({self.eval_resize}) is below the size of evaluation pictures ({size})"
+            raise ValueError(f"{what}; use eval_resize >= {size}, or set eval_size")
         return self
 
     def size_at(self, epoch: int, default: int) -> int:
@@ -89,6 +89,15 @@ class ImageOptions(TaskOptions):
     def size_for_evaluation(self, default: int) -> int:
         """Height and width in pixels of evaluation pictures."""
         return self.eval_size or self.size_at(self._changes()[-1], default)
+
+    def never_reached(self, epochs: int) -> dict[str, str]:
+        last = self._changes()[-1]
+        if self.eval_size or last < epochs:
+            return {}
+        size = self.size_for_evaluation(0)
+        what = f"{size} pixels from epoch {last} on, but the training ends after {epochs} epochs, counted from 0"
+        remedy = f"evaluations would have {size} pixels all the same; set task.eval_size, or leave this size out"
+        return {"image_size": f"{what}; {remedy}"}
 
     def _changes(self) -> list[int]:
         """The epochs in which the size may change."""

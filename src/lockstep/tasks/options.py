@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from lockstep.config_section import Section
 
@@ -29,3 +31,25 @@ class TaskOptions(Section):
         They apply to keys that neither a file nor the command line sets.
         """
         return {}
+
+    def never_reached(self, epochs: int) -> dict[str, str]:
+        """What a training of so many epochs never reaches, and cannot do without: a sentence and a remedy by key."""
+        return {}
+
+
+class TableOptions(TaskOptions):
+    """Options of tasks that read tables."""
+
+    header: bool = True
+    """Whether the first line of a CSV file names the columns. Otherwise the columns are called 0, 1, ..."""
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
+    quoting: Literal["minimal", "none"] | None = None
+    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters.
+
+    None: `none` for .tsv, `minimal` for .csv.
+    """
+
+    def of_csv(self) -> dict[str, Any]:
+        """These options, as `lockstep.sources.table.Source` takes them."""
+        return {"header": self.header, "delimiter": self.delimiter, "quoting": self.quoting}

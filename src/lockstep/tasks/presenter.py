@@ -188,9 +188,13 @@ class Presenter:
         """Lines about the data and the model, for the head of the log."""
         return []
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def export(self, model: nn.Module, folder: Path) -> Sequence[str] | None:
         """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).
 
         Args:
             folder: exists, and is empty. The weights come later: a file of that name is an error.
+
+        Returns:
+            warnings for whoever exports, such as that a library cannot load the files. None: there are none.
         """
+        return None

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +79,8 @@ class Models(Protocol):
         """Write what `make` needs of a pretrained model besides its weights into `folder`."""
         ...
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        """Write what the library needs to load the weights of `model` into `folder`."""
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings."""
         ...
 
 
@@ -142,8 +141,8 @@ class ConvNetModels:
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        pass
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -231,8 +230,7 @@ class TransformersModels:
         hugging_face.set_labels(config, classes)
         config.save_pretrained(folder)
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
         size = preparation.size
         whole = {"size": {"height": size, "width": size}, "do_center_crop": False}
         cut = {"size": {"shortest_edge": preparation.resize_to}, "crop_size": {"height": size, "width": size}}
@@ -248,7 +246,7 @@ class TransformersModels:
             "do_convert_rgb": len(preparation.mean) == 3,
             **(whole if preparation.resize_to is None else cut | {"do_center_crop": True}),
         }
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+        return hugging_face.save_for_image_pipeline(model, processor, folder)
 
 
 @dataclass(frozen=True)
@@ -315,5 +313,5 @@ class TimmModels:
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        pass
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        return []

@@ -8,6 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from lockstep.config_section import Section
 from lockstep.tasks.image_options import ImageOptions
+from lockstep.tasks.options import TableOptions
 
 CONVNET = "convnet"
 TIMM = "timm:"
@@ -32,7 +33,7 @@ class ColumnsOptions(Section):
     """The labels. For tar shards: the field of KEY.json."""
 
 
-class ClassificationOptions(ImageOptions):
+class ClassificationOptions(TableOptions, ImageOptions):
     """Image classification with a model of transformers or timm, or with a small convolutional network."""
 
     task: ClassVar[str] = "lockstep.tasks.classification.task:Classification"

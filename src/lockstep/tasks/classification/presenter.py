@@ -104,12 +104,20 @@ class ClassificationPresenter(Presenter):
             lines.append("WARNING: task.batch_norm=frozen, but a new model has no running statistics to normalise by")
         return lines
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write `classification.json` (classes, size, normalisation), and what `transformers.pipeline` needs if the
-        model is of transformers: its config and the config of an image processor."""
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write `classification.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
+        needs if the model is of transformers: its config and the config of an image processor."""
         task = self.task
-        (folder / "classification.json").write_text(json.dumps(asdict(task.about), indent=1))
         about, options = task.about, task.options
+        written = asdict(about) | {
+            "size": options.size_for_evaluation(about.size),
+            "eval_resize": options.eval_resize,
+            "interpolation": options.augment.interpolation,
+            "channels": options.channels,
+            "cache_size": task.cache.shorter_side if task.cache else None,
+            "batch_norm": options.batch_norm,
+        }
+        (folder / "classification.json").write_text(json.dumps(written, indent=1))
         preparation = Preparation(
             size=options.size_for_evaluation(about.size),
             resize_to=options.eval_resize,
@@ -117,7 +125,7 @@ class ClassificationPresenter(Presenter):
             std=about.std,
             interpolation=options.augment.interpolation,
         )
-        models_for(options, task.folder).export(model, preparation, folder)
+        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:

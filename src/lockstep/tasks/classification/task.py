@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import eval_picture, train_picture
-from lockstep.images.cache import CacheOptions
+from lockstep.images.cache import CacheOptions, reduced
 from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
@@ -147,6 +147,7 @@ class Classification(Task):
             image=columns.image,
             label=columns.label,
             subset=subset,
+            **self.options.of_csv(),
         )
 
     def _data(self, source: str, split: Literal["train", "eval"]) -> Digits | DecodedImages:
@@ -177,6 +178,11 @@ class Classification(Task):
 
     def model(self) -> nn.Module:
         options, about = self.options, self.about
+        size = options.size_for_evaluation(about.size)
+        if options.eval_resize and options.eval_resize < size:
+            what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
+            remedy = f"set it to {size} or more, or set task.eval_size"
+            raise UsageError(what, where="task.eval_resize", remedy=remedy)
         models = models_for(options, self.folder)
         model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
         model = exchange_batch_norm(model, options.batch_norm)
@@ -203,7 +209,9 @@ class Classification(Task):
         options, default = self.options, self.about.size
         pixels = sample[0]
         if isinstance(pixels, bytes):
-            pixels = decode(pixels, channels=options.channels)
+            # Files to predict are in no cache: they are reduced as the cache has reduced the pictures of the training.
+            side = self.cache.shorter_side if self.cache else None
+            pixels = reduced(decode(pixels, channels=options.channels), side)
         picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
             return train_picture(picture, options.size_at(epoch, default), options.augment).image

@@ -170,8 +170,8 @@ class DetectionModels(Protocol):
         """Write what `make` needs of a pretrained model besides its weights into `folder`."""
         ...
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        """Write what the library needs to load the weights of `model` into `folder`."""
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings."""
         ...
 
 

@@ -225,12 +225,20 @@ class DetectionPresenter(Presenter):
             lines.append(f"not in {options.model}, so new: {shown}")
         return lines
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write `detection.json` (classes, size, normalisation), and what `transformers.pipeline` needs if the model is
-        of transformers: its config and the config of an image processor."""
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write `detection.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
+        needs if the model is of transformers: its config and the config of an image processor."""
         task = self.task
         about, options = task.about, task.options
-        (folder / "detection.json").write_text(json.dumps(asdict(about), indent=1))
+        written = asdict(about) | {
+            "size": options.size_for_evaluation(about.size),
+            "tile": options.tile,
+            "fill": options.augment.fill,
+            "interpolation": options.augment.interpolation,
+            "channels": options.channels,
+            "batch_norm": options.batch_norm,
+        }
+        (folder / "detection.json").write_text(json.dumps(written, indent=1))
         preparation = Preparation(
             size=options.size_for_evaluation(about.size),
             mean=about.mean,
@@ -238,7 +246,7 @@ class DetectionPresenter(Presenter):
             fill=options.augment.fill,
             score_threshold=options.score_threshold,
         )
-        models_for(options, task.folder).export(model, preparation, folder)
+        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,9 +207,7 @@ class TransformersModels:
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         self._config(classes).save_pretrained(folder)
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        self._check_layers(model)
-        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
         square = {"height": preparation.size, "width": preparation.size}
         fitted = {"max_height": preparation.size, "max_width": preparation.size}
         stretched = self._family.padding == "stretched"
@@ -227,19 +224,7 @@ class TransformersModels:
             "do_pad": not stretched,
             **({} if stretched else {"pad_size": square}),
         }
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
-
-    def _check_layers(self, model: Any) -> None:
-        """Refuse a model that transformers would make with other layers, and fill with new weights without a word."""
-        with torch.device("meta"):
-            theirs = self._transformers.AutoModelForObjectDetection.from_config(model.config).state_dict()
-        missing = sorted(theirs.keys() - model.state_dict().keys())
-        if missing:
-            raise UsageError(
-                f"transformers cannot load it: its {type(model).__name__} has {missing[0]}, which this model lacks",
-                where="task.batch_norm",
-                remedy="train with task.batch_norm=batch or frozen",
-            )
+        return hugging_face.save_for_image_pipeline(model, processor, folder)
 
 
 def _choose_trainable(model: Any, *, pretrained: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,8 +81,8 @@ class Models(Protocol):
         """Write what `make` needs of a pretrained model besides its weights into `folder`."""
         ...
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        """Write what the library needs to load the weights of `model` into `folder`."""
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings."""
         ...
 
 
@@ -143,8 +142,8 @@ class UNetModels:
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        pass
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -237,8 +236,7 @@ class TransformersModels:
         _set_classes(config, classes)
         config.save_pretrained(folder)
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> None:
-        hugging_face.config_for_pipeline(model).save_pretrained(folder)
+    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
         size = preparation.size
         sides = {"height": size, "width": size} if preparation.square else {"shortest_edge": size}
         processor = {
@@ -254,7 +252,7 @@ class TransformersModels:
             "do_convert_rgb": len(preparation.mean) == 3,
             **({} if size is None else {"size": sides}),
         }
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=1))
+        return hugging_face.save_for_image_pipeline(model, processor, folder)
 
 
 def _set_classes(config: Any, classes: Sequence[str]) -> None:

@@ -83,6 +83,10 @@ class SegmentationOptions(ImageOptions):
     """The distance at which boundaries still match in the boundary F1, as a share of the picture's diagonal. None: no
     boundary F1."""
 
+    def never_reached(self, epochs: int) -> dict[str, str]:
+        # Only square evaluation pictures have a size of `image_size`.
+        return super().never_reached(epochs) if self.eval_shape == "square" else {}
+
     @model_validator(mode="after")
     def _one_way_to_evaluate(self) -> Self:
         if self.eval_window and self.eval_size:

@@ -141,6 +141,8 @@ class SegmentationPresenter(Presenter):
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation)
         lines.append(f"classes: {', '.join(about.classes)}")
+        if about.unseen:
+            lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
         first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
         grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
         numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
@@ -163,21 +165,31 @@ class SegmentationPresenter(Presenter):
             way = "pictures at their own size"
         return f"{way}, with the mirror image" if options.flip_at_evaluation else way
 
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write `segmentation.json` (classes, colours, normalisation), and what `transformers.pipeline` needs if the
-        model is of transformers: its config and the config of an image processor."""
+    def export(self, model: nn.Module, folder: Path) -> list[str]:
+        """Write `segmentation.json` (classes, colours, and how evaluations prepare pictures), and what
+        `transformers.pipeline` needs if the model is of transformers: its config and the config of an image
+        processor."""
         task = self.task
-        (folder / "segmentation.json").write_text(json.dumps(asdict(task.about), indent=1))
         about, options = task.about, task.options
         square = options.eval_shape == "square"
+        size = options.size_for_evaluation(about.size) if square else options.eval_size
+        written = asdict(about) | {
+            "size": size,
+            "eval_shape": options.eval_shape,
+            "eval_window": options.eval_window,
+            "interpolation": options.augment.interpolation,
+            "channels": options.channels,
+            "batch_norm": options.batch_norm,
+        }
+        (folder / "segmentation.json").write_text(json.dumps(written, indent=1))
         preparation = Preparation(
-            size=options.size_for_evaluation(about.size) if square else options.eval_size,
+            size=size,
             square=square,
             mean=about.mean,
             std=about.std,
             interpolation=options.augment.interpolation,
         )
-        models_for(options, task.folder).export(model, preparation, folder)
+        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _part(sample: Any) -> tuple[Array, Any]:
@@ -206,4 +218,6 @@ def _of_data(name: str, data: Any) -> list[str]:
     """Lines about the pictures that were read."""
     pictures = data.pictures if isinstance(data, Windows) else data
     windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-    return [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]
+    lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]
+    cache = getattr(pictures, "cache", None)
+    return lines if cache is None else [*lines, f"  {cache.summary()}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -22,9 +22,9 @@ from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
-from lockstep.sources.image_records import evaluation_source
 from lockstep.sources.mask_files import size_of
-from lockstep.sources.masked_images import MaskedImage, MaskedImages, read_masked_images
+from lockstep.sources.mask_layouts import evaluation_source_with_masks
+from lockstep.sources.masked_images import ClassPixels, MaskedImage, MaskedImages, read_masked_images, unseen_classes
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.segmentation import losses
@@ -56,12 +56,16 @@ class About:
     """Red, green and blue of each class, 0 to 255, for pictures."""
     counts: list[int]
     """Number of training pixels of each class, in the masks that were counted: see `MaskedImages.check`."""
+    masks: int
+    """Training masks that were counted."""
     mean: list[float]
     """Mean of each channel, from 0 to 1."""
     std: list[float]
     """Standard deviation of each channel, from 0 to 1."""
     size: int
     """Height and width in pixels of training pictures that suit the model."""
+    unseen: list[str] = field(default_factory=list)
+    """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
 
 
 @final
@@ -88,7 +92,7 @@ class Segmentation(Task):
         self, options: SegmentationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
         self.options, self.train_source, self.cache = options, train, cache
-        self.eval_source = eval or evaluation_source(train)
+        self.eval_source = eval or evaluation_source_with_masks(train)
         names = list(options.losses)
         self.coefficients = {"loss" if len(names) == 1 else name: options.losses[name] for name in names}
         self.folder: Path | None = None
@@ -101,8 +105,7 @@ class Segmentation(Task):
         """Keep the classes, the normalisation and the model's config in `folder`."""
         self._trained = trained
         if not (folder / _KEPT).exists():
-            about = self.about
-            self._check_evaluation()
+            about = replace(self.about, unseen=self._check_evaluation())
             try:
                 with atomic.staged_folder(folder, replace=True) as staging:
                     (staging / _KEPT).write_text(json.dumps(asdict(about)))
@@ -114,12 +117,18 @@ class Segmentation(Task):
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 
-    def _check_evaluation(self) -> None:
-        """Look for faults in the evaluation data before the first step."""
-        data = self._eval
-        pictures = data.pictures if isinstance(data, Windows) else data
-        if pictures is not None:
-            pictures.check()
+    def _check_evaluation(self) -> list[str]:
+        """Look for faults in the evaluation data before the first step.
+
+        Returns:
+            the classes that occur in evaluation masks, and in no training mask.
+        """
+        data, about = self._eval, self.about
+        if data is None:
+            return []
+        found = (data.pictures if isinstance(data, Windows) else data).check()
+        training = ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
+        return unseen_classes(training, found, about.classes)
 
     @cached_property
     def about(self) -> About:
@@ -131,7 +140,7 @@ class Segmentation(Task):
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
-        counts = data.check().counts
+        counted = data.check()
         models = models_for(options, None)
         classes, pixels = models.classes(names), models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
@@ -140,7 +149,8 @@ class Segmentation(Task):
         return About(
             classes=classes,
             colors=[list(data.colors[place]) for place in places],
-            counts=[counts[place] for place in places],
+            counts=[counted.counts[place] for place in places],
+            masks=counted.masks,
             mean=options.mean or pixels.mean or usual[0],
             std=options.std or pixels.std or usual[1],
             size=pixels.size,

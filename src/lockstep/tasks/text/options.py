@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveFloat
 
 from lockstep.config_section import Section
-from lockstep.tasks.options import TaskOptions
+from lockstep.tasks.options import TableOptions
 
 EMBEDDING_BAG = "embedding_bag"
 
@@ -36,7 +36,7 @@ class ScratchOptions(Section):
     """Whether the tokenizer turns letters into lower case and drops accents."""
 
 
-class TextOptions(TaskOptions):
+class TextOptions(TableOptions):
     """Text classification with a Hugging Face model or a new one."""
 
     task: ClassVar[str] = "lockstep.tasks.text.task:Text"
@@ -63,15 +63,6 @@ class TextOptions(TaskOptions):
     """What happens to texts without letters: `raise` an error, or `drop` them."""
     subset: str | None = None
     """Configuration of a data set on the hub."""
-    header: bool = True
-    """Whether the first line of a CSV file names the columns. Otherwise the columns are called 0, 1, ..."""
-    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
-    """Delimiter of a CSV file. None: a tab for .tsv, else a comma."""
-    quoting: Literal["minimal", "none"] | None = None
-    """Quoting of a CSV file. `minimal`: a field may stand in double quotes. `none`: quotes are letters.
-
-    None: `none` for .tsv, `minimal` for .csv.
-    """
 
     def suggestions(self) -> dict[str, dict[str, Any]]:
         """Learning rate, length and schedule.

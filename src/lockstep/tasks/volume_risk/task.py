@@ -139,6 +139,7 @@ class VolumeRisk(Task):
         self.volume_notes: dict[str, tuple[str, ...]] = {}
         """Remarks about volumes by name, as far as volumes were checked."""
         self._trained = False
+        self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the questions, the weights of positive labels and the backbone's config in `folder`.
@@ -280,8 +281,7 @@ class VolumeRisk(Task):
             slices_per_chunk=options.slices_per_chunk,
         )
 
-    @cached_property
-    def _features(self) -> KeptFeatures | None:
+    def _kept_features(self) -> KeptFeatures | None:
         """The kept features of slices."""
         options = self.options
         if not options.frozen_epochs or not options.keep_features:
