@@ -43,7 +43,6 @@ from lockstep.tasks.volume_risk.metrics import RiskMetrics, update_risk_metrics
 from lockstep.tasks.volume_risk.model import VolumeRiskModel
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
-from lockstep.tasks.task import Metrics, Task
 from lockstep.volumes.choice import choose_slices, slice_groups
 from lockstep.volumes.pictures import slice_pictures
 from lockstep.volumes.windows import windows_of
@@ -120,8 +119,6 @@ class VolumeRisk(Task):
             `train` are used, if the table says which these are, or `fold` does.
         fold: `2/5`: the second of five folds of the patients of `train` is for evaluation.
     """
-
-    presenter = VolumeRiskPresenter
 
     presenter = VolumeRiskPresenter
 
