@@ -91,7 +91,8 @@ class VolumeRiskOptions(TaskOptions):
     keep_shape: bool = False
     """Whether slices that are not square are padded. Otherwise they are stretched to a square."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else 0.5."""
+    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else
+    0.5."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions | None = AugmentOptions(scale=(0.6, 1.0), flip=0.0)

@@ -43,7 +43,6 @@ from lockstep.tasks.volume_risk.metrics import RiskMetrics, update_risk_metrics
 from lockstep.tasks.volume_risk.model import VolumeRiskModel
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
-from lockstep.tasks.task import Metrics, Task
 from lockstep.volumes.choice import choose_slices, slice_groups
 from lockstep.volumes.pictures import slice_pictures
 from lockstep.volumes.windows import windows_of
@@ -123,14 +122,14 @@ class VolumeRisk(Task):
 
     presenter = VolumeRiskPresenter
 
-    presenter = VolumeRiskPresenter
-
     def __init__(
         self, options: VolumeRiskOptions, train: str, eval: str | None = None, fold: str | None = None
     ) -> None:
         if eval is not None and fold is not None:
             remedy = "leave out data.eval, or data.fold"
-            raise UsageError("a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy)
+            raise UsageError(
+                "a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy
+            )
         self.options, self.train_source, self.fold = options, train, fold
         self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
         self.windows = windows_of(options.windows)
