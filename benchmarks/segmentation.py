@@ -4,8 +4,7 @@
 
 Each training is `lockstep train segmentation` on two ranks with one torch thread each, with the options below. Quoted
 are the mean IoU of the last evaluation, at the original resolution of the pictures, the seconds of the whole command
-(imports, training, evaluations, checkpoints, pictures), the CPU time of all its processes, and the samples that were
-trained on per second. On two cores without other work, the command takes about half of its CPU time.
+(imports, training, evaluations, checkpoints, pictures), and the samples that were trained on per second.
 
 With `--plain`, the same network also trains in a loop of plain PyTorch on one core per process without Lockstep's
 loader, engine and evaluation: DistributedDataParallel, the same number of samples, the same augmentation, optimizer
@@ -19,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -58,26 +56,20 @@ def entries_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def cpu_seconds() -> float:
-    """CPU time of the processes that this process has started and that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def train(data: Path, options: list[str], run: Path) -> tuple[dict[str, float], float, float]:
-    """The results of the last evaluation, the seconds of the command, and its CPU time in seconds."""
+def train(data: Path, options: list[str], run: Path) -> tuple[dict[str, float], float]:
+    """The results of the last evaluation, and the seconds of the command."""
     command = [sys.executable, "-m", "lockstep", "train", "segmentation", "--nproc", str(RANKS), "--run-dir", str(run)]
-    began, used = time.perf_counter(), cpu_seconds()
+    began = time.perf_counter()
     done = subprocess.run(
         [*command, f"data.train={data}", *COMMON, *options],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
-    seconds, used = time.perf_counter() - began, cpu_seconds() - used
+    seconds = time.perf_counter() - began
     if done.returncode:
         sys.exit(done.stderr)
-    return [entry for entry in entries_of(run) if "eval/miou" in entry][-1], seconds, used
+    return [entry for entry in entries_of(run) if "eval/miou" in entry][-1], seconds
 
 
 def plain(data: Path, options: list[str]) -> None:
@@ -190,13 +182,13 @@ def main() -> None:
             print(f"no {data}: left out")
             continue
         with folder_for(arguments.keep, name) as run:
-            results, seconds, used = train(data, OPTIONS[name], run)
+            results, seconds = train(data, OPTIONS[name], run)
             speeds = [entry["train/samples_per_s"] for entry in entries_of(run) if "train/samples_per_s" in entry]
         classes = ", ".join(f"{key[9:]} {value:.3f}" for key, value in results.items() if key.startswith("eval/iou/"))
         print(
             f"{name}: mIoU {results['eval/miou']:.4f} (wanted {WANTED[name]}), boundary F1 "
             f"{results['eval/boundary_f1']:.4f}, pixel accuracy {results['eval/pixel_accuracy']:.4f}, {seconds:.0f} s, "
-            f"{used:.0f} s of CPU time, {sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
+            f"{sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
             flush=True,
         )
         if arguments.plain:

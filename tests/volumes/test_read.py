@@ -1,6 +1,8 @@
 """Reading volumes: every format and orientation gives the same volume, and what cannot be read is named."""
 
 import glob
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -300,3 +302,12 @@ def test_values_beyond_int16_are_clipped(tmp_path):
     values[0, 0, :2] = 40_000, -40_000
     volume = read_volume(scans.write_nifti(tmp_path / "a.nii", values))
     assert volume.slices[0, 0, :2].tolist() == [32767, -32768]
+
+
+def test_readers_are_imported_when_a_volume_is_read():
+    program = (
+        "import sys, lockstep, lockstep.sources.volume_table, lockstep.tasks.volume_risk.options\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & {'monai', 'nibabel', 'pydicom'}))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert out.stdout == "[]\n"

@@ -33,9 +33,8 @@ def resampled(volume: Volume, distance_mm: float) -> Volume:
         values = np.tensordot(row[used].astype(np.float32), volume.slices[used].astype(np.float32), axes=1)
         slices[number] = np.rint(values)
     positions = (distance_mm * np.arange(len(weights))).astype(np.float32)
-    note = f"slices were resampled from {volume.spacing[0]:.2f} mm to {distance_mm:.2f} mm"
     spacing = (distance_mm, *volume.spacing[1:])
-    return replace(volume, slices=slices, spacing=spacing, positions=positions, notes=(*volume.notes, note))
+    return replace(volume, slices=slices, spacing=spacing, positions=positions)
 
 
 def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -> npt.NDArray[np.float64]:

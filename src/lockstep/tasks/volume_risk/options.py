@@ -68,7 +68,7 @@ class VolumeRiskOptions(TaskOptions):
     allow_gaps: bool = False
     """Whether missing slices of a DICOM series are a remark in the log. Otherwise they are an error."""
     keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Whether decoded volumes are kept in Lockstep's cache folder. Then a sample reads only its own slices from disk."""
+    """Whether decoded volumes are kept in Lockstep's cache folder. Then a sample reads its own slices alone."""
     check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
     """Whether all volumes are read before the first step, so that unusable volumes are named at once. This also fills
     the cache. Otherwise an unusable volume is found when its turn comes."""
