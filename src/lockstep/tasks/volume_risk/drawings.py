@@ -106,7 +106,7 @@ def roc_curves(sensitivities: Array, areas: Mapping[str, float], questions: Sequ
     }
     if not series:
         return None
-    series = dict(list(series.items())[:_MOST_CURVES]) | {"chance": ([0, 1], [0, 1])}
+    series = dict(list(series.items())[:_MOST_CURVES]) | {"chance": (np.arange(2), np.arange(2))}
     title = "ROC, with the area under the curve"
     return drawing.curves(series, title=title, x_label="1 - specificity", y_label="sensitivity")
 
