@@ -36,7 +36,9 @@ def test_a_batch_has_the_slices_of_all_volumes_one_after_another(table):
     assert batch["index"].tolist() == [0, 3, 5]
     positions = torch.from_numpy(data[0].positions)[batch["places"][:6]]
     assert torch.equal(batch["positions"][:6], positions)
-    assert torch.equal(batch["labels"], torch.from_numpy(data.labels[[0, 3, 5]]).float()) or batch["labels"].isnan().any()
+    assert (
+        torch.equal(batch["labels"], torch.from_numpy(data.labels[[0, 3, 5]]).float()) or batch["labels"].isnan().any()
+    )
 
 
 @pytest.mark.parametrize("reduction", ["question", "patient"])
@@ -51,7 +53,9 @@ def test_the_loss_is_that_of_plain_torch_over_known_labels(table, reduction):
     for row in range(len(data)):
         terms = [
             functional.binary_cross_entropy_with_logits(
-                logits[row, place], labels[row, place].double(), pos_weight=torch.tensor(weights.get(name, 1.0)).double()
+                logits[row, place],
+                labels[row, place].double(),
+                pos_weight=torch.tensor(weights.get(name, 1.0)).double(),
             )
             for place, name in enumerate(risk_cases.QUESTIONS)
             if not math.isnan(labels[row, place])

@@ -22,7 +22,15 @@ def table(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory):
-    answers = [("1", "1", "0"), ("0", "", "1"), ("", "0", ""), ("0", "1", "0"), ("", "", "1"), ("0", "0", ""), ("1", "", "")]
+    answers = [
+        ("1", "1", "0"),
+        ("0", "", "1"),
+        ("", "0", ""),
+        ("0", "1", "0"),
+        ("", "", "1"),
+        ("0", "0", ""),
+        ("1", "", ""),
+    ]
     table = volume_table(tmp_path_factory.mktemp("held_out"), answers=answers, seed=1)
     Path(table).write_text(Path(table).read_text().replace("\np", "\nq"))  # other patients
     return table
@@ -33,6 +41,7 @@ def rows_of(table):
 
 
 # ---- the gradient
+
 
 def largest_difference(one, other):
     """Absolute: the gradient of the keys' bias is zero but for rounding, and so is the bias."""
@@ -91,7 +100,9 @@ def test_every_evaluation_volume_counts_once_on_any_ranks(table, held_out, slice
     _, reference = runs.fit(make_task(options, table, held_out), settings)
     expected = {name: value for name, value in reference.items() if name.startswith("eval/")}
     assert expected["eval/samples"] == 7
-    assert {"eval/auc/death_1y", "eval/brier/relapse_2y", "eval/concordance/death", "eval/auc_low/death_1y"} <= set(expected)
+    assert {"eval/auc/death_1y", "eval/brier/relapse_2y", "eval/concordance/death", "eval/auc_low/death_1y"} <= set(
+        expected
+    )
     for world in (2, 3):
         for _, results in run_ranks(world, risk_cases.fit, options, table, held_out, settings):
             assert {name: value for name, value in results.items() if name.startswith("eval/")} == expected
@@ -160,8 +171,16 @@ def test_the_same_scans_as_nifti_and_as_dicom_train_the_same_weights(tmp_path, s
 @pytest.mark.parametrize("kind", ["sts", "sts_dicom"])
 def test_real_scans_train_from_the_command_line_on_two_ranks(shared_data, tmp_path, kind):
     source, run = shared_data / "ct" / kind / "labels.csv", tmp_path / "run"
-    sizes = "task.scratch.sizes={hidden_size: 16, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 32, patch_size: 14}"
-    settings = ("task.image_size=28", "task.max_slices=6", sizes, "task.resamples=20", "train.epochs=null", "train.steps=6")
+    vit = "hidden_size: 16, num_hidden_layers: 4, num_attention_heads: 2, intermediate_size: 32, patch_size: 14"
+    sizes = f"task.scratch.sizes={{{vit}}}"
+    settings = (
+        "task.image_size=28",
+        "task.max_slices=6",
+        sizes,
+        "task.resamples=20",
+        "train.epochs=null",
+        "train.steps=6",
+    )
     strategy = "ddp" if kind == "sts" else "fsdp"
     more = ("batch.global=2", "train.eval_every_steps=6", f"parallel.strategy={strategy}", "log.writers=[json_lines]")
     arguments = ("train", "ct_small", f"data.train={source}", "--run-dir", run, *settings, *more)

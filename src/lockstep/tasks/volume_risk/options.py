@@ -68,7 +68,7 @@ class VolumeRiskOptions(TaskOptions):
     allow_gaps: bool = False
     """Whether missing slices of a DICOM series are a remark in the log. Otherwise they are an error."""
     keep_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
-    """Whether decoded volumes are kept in Lockstep's cache folder. Then a sample reads only its own slices from disk."""
+    """Whether decoded volumes are kept in Lockstep's cache folder. Then a sample reads its own slices alone."""
     check_volumes: Annotated[bool, DOES_NOT_DETERMINE] = True
     """Whether all volumes are read before the first step, so that unusable volumes are named at once. This also fills
     the cache. Otherwise an unusable volume is found when its turn comes."""
@@ -91,7 +91,8 @@ class VolumeRiskOptions(TaskOptions):
     keep_shape: bool = False
     """Whether slices that are not square are padded. Otherwise they are stretched to a square."""
     mean: list[float] | None = None
-    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else 0.5."""
+    """Mean of each channel, from 0 to 1, that is subtracted from pixels. None: ImageNet's for three channels, else
+    0.5."""
     std: list[PositiveFloat] | None = None
     """Standard deviation of each channel, by which pixels are divided. None: as for `mean`."""
     augment: AugmentOptions | None = AugmentOptions(scale=(0.6, 1.0), flip=0.0)

@@ -127,7 +127,9 @@ class VolumeRisk(Task):
     ) -> None:
         if eval is not None and fold is not None:
             remedy = "leave out data.eval, or data.fold"
-            raise UsageError("a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy)
+            raise UsageError(
+                "a fold of data.train is for evaluation, besides data.eval", where="data.fold", remedy=remedy
+            )
         self.options, self.train_source, self.fold = options, train, fold
         self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
         self.windows = windows_of(options.windows)
@@ -169,16 +171,15 @@ class VolumeRisk(Task):
             return About(**json.loads((self.folder / _KEPT).read_text()))
         data, options = self._read(self.train_source, "train", None), self.options
         labels = torch.from_numpy(data.labels)
-        usual = (IMAGENET_MEAN, IMAGENET_STD)
-        if len(self.windows) != 3:
-            usual = ((_GREY,) * len(self.windows), (_GREY,) * len(self.windows))
+        grey = [_GREY] * len(self.windows)
+        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if len(self.windows) == 3 else (grey, grey)
         return About(
             questions=data.questions,
             known=(~labels.isnan()).sum(dim=0).tolist(),
             positive=(labels == 1).sum(dim=0).tolist(),
             positive_weights=_positive_weights(options, data.questions, labels),
-            mean=options.mean or list(usual[0]),
-            std=options.std or list(usual[1]),
+            mean=options.mean or usual[0],
+            std=options.std or usual[1],
         )
 
     @property
