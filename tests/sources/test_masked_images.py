@@ -264,6 +264,14 @@ def test_folders_that_are_none(tmp_path):
     fault(tmp_path / "file.csv", "data.train is no source of pictures with masks")
 
 
+def test_two_files_of_classes_beside_each_other(folder):
+    for name in ("classes.txt", "classes.json"):
+        (folder / name).write_text('["sky", "road", "tree"]')
+    error = fault(folder, "classes.json and classes.txt", classes=None)
+    assert error.where == str(folder)
+    assert read(folder, classes=str(folder / "classes.json")).classes == NAMES
+
+
 def test_damaged_and_lossy_files(folder):
     content = (folder / "masks" / "0.png").read_bytes()
     for damaged, says in ((content[:-30], "damaged"), (b"", "empty")):

@@ -320,8 +320,10 @@ def read_masked_images(
         pictures = _coco_pictures(found, layout.images, key)
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
     else:
-        pictures, files, own = _files(source, split, key=key, columns=(image, mask), subset=subset)
-        table = _table(own if classes is None else classes, ignore, files=files, key=key)
+        pictures, files, folder = _files(source, split, key=key, columns=(image, mask), subset=subset)
+        if classes is None and folder is not None:
+            classes = class_file(folder, path)
+        table = _table(classes, ignore, files=files, key=key)
         masks, notes = EncodedMasks(files, MaskLookup(table, names)), ()
     return MaskedImages(
         pictures,
@@ -387,12 +389,12 @@ def _coco_pictures(annotations: Annotations, folder: Path, key: str) -> PictureF
 
 def _files(
     source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
-) -> tuple[Pictures, Pictures, str | None]:
-    """The pictures of a folder or a data set, the files of their masks, and the file of classes beside them."""
+) -> tuple[Pictures, Pictures, Path | None]:
+    """The pictures of a folder or a data set, the files of their masks, and the folder in which they lie."""
     path = Path(source)
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), class_file(folder, path))
+        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
     pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
     if not len(pictures):
         raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
