@@ -521,4 +521,16 @@ def test_a_perfect_prediction_has_the_highest_scores(folder):
     matrix = counts.confusion(mask.clamp(min=0), mask, 3)
     assert counts.summarise(matrix, CLASSES)["miou"] == 1
     assert counts.boundary_f1(counts.boundary_counts(mask.clamp(min=0), mask, 3, 1)) == 1
-    assert counts.summarise(torch.zeros(3, 3, dtype=torch.int64), CLASSES) == {"miou": 0.0, "pixel_accuracy": 0.0}
+
+
+def test_an_evaluation_without_valid_pixels_has_no_numbers_and_says_so(tmp_path):
+    folder = shapes_folder(tmp_path / "data")
+    for path in (tmp_path / "data/val/masks").iterdir():
+        with Image.open(path) as mask:
+            size = mask.size
+        Image.new("L", size, 255).save(path)
+    settings = runs.config(batch={"global": 6}, train={"steps": 1, "eval_every_steps": 1})
+    results = Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit(make_task({}, folder, double=False))
+    assert {name for name in results if name.startswith("eval/")} <= {"eval/samples", "eval/bad", "eval/memory"}
+    log = (tmp_path / "run/train.log").read_text()
+    assert log.count("every pixel of the evaluation masks is ignored") == 1
