@@ -1,6 +1,7 @@
 """Mean IoU and time of segmentation from scratch on two small real data sets, on two cores.
 
-    python benchmarks/segmentation.py [--only camvid] [--plain] [--data ../shared/data] [--keep FOLDER]
+    python benchmarks/segmentation.py [--only camvid] [--plain] [--epochs 6] [--rounds 3] [--data ../shared/data]
+        [--keep FOLDER]
 
 Each training is `lockstep train segmentation` on two ranks with one torch thread each, with the options below. Quoted
 are the mean IoU of the last evaluation, at the original resolution of the pictures, the seconds of the whole command
@@ -8,7 +9,8 @@ are the mean IoU of the last evaluation, at the original resolution of the pictu
 
 With `--plain`, the same network also trains in a loop of plain PyTorch on one core per process without Lockstep's
 loader, engine and evaluation: DistributedDataParallel, the same number of samples, the same augmentation, optimizer
-and schedule, and its own confusion matrix. Both are timed from the first step to the last, without evaluations.
+and schedule, and its own confusion matrix. Both evaluate once, after the last step. Quoted are the CPU seconds of all
+processes of each command, imports included, which other processes on the machine change less than the time that passes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -54,6 +57,12 @@ RANKS = 2
 
 def entries_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of all commands that have ended, in all of their processes."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def train(data: Path, options: list[str], run: Path) -> tuple[dict[str, float], float]:
@@ -143,9 +152,10 @@ def plain_miou(task: Any, model: Any) -> float:
     return float(iou[~iou.isnan()].mean())
 
 
-def run_plain(data: Path, name: str) -> dict[str, float]:
+def run_plain(data: Path, name: str, epochs: int | None) -> dict[str, float]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__]
     arguments = ["--only", name, "--data", str(data), "--plain-rank"]
+    arguments += ["--epochs", str(epochs)] if epochs else []
     done = subprocess.run(
         [*command, *arguments], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
@@ -172,28 +182,48 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="also train in a loop of plain PyTorch")
     parser.add_argument("--keep", type=Path, help="keep the run directories in this folder")
     parser.add_argument("--plain-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, help="instead of the benchmark's own, with one evaluation at the end")
+    parser.add_argument("--rounds", type=int, default=1, help="how often to repeat all trainings, in turn")
     arguments = parser.parse_args()
+    if arguments.epochs:
+        own = [f"train.epochs={arguments.epochs}", f"train.eval_every_epochs={arguments.epochs}"]
+        for options in OPTIONS.values():
+            options += own
     if arguments.plain_rank:
-        plain(arguments.data, OPTIONS[arguments.only])
+        plain(arguments.data / "segmentation" / arguments.only, OPTIONS[arguments.only])
         return
+    for number in range(arguments.rounds):
+        compare(arguments, number)
+
+
+def compare(arguments: argparse.Namespace, number: int) -> None:
+    """Train on each data set, and print the results."""
     for name in [arguments.only] if arguments.only else OPTIONS:
         data = arguments.data / "segmentation" / name
         if not data.is_dir():
             print(f"no {data}: left out")
             continue
-        with folder_for(arguments.keep, name) as run:
+        began = cpu_of_children()
+        with folder_for(arguments.keep, f"{name}-{number}" if arguments.rounds > 1 else name) as run:
             results, seconds = train(data, OPTIONS[name], run)
             speeds = [entry["train/samples_per_s"] for entry in entries_of(run) if "train/samples_per_s" in entry]
+        cpu = cpu_of_children() - began
         classes = ", ".join(f"{key[9:]} {value:.3f}" for key, value in results.items() if key.startswith("eval/iou/"))
         print(
             f"{name}: mIoU {results['eval/miou']:.4f} (wanted {WANTED[name]}), boundary F1 "
             f"{results['eval/boundary_f1']:.4f}, pixel accuracy {results['eval/pixel_accuracy']:.4f}, {seconds:.0f} s, "
-            f"{sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
+            f"{cpu:.1f} s of CPU, {sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
             flush=True,
         )
         if arguments.plain:
-            found = run_plain(data, name)
-            print(f"{name}, plain PyTorch: mIoU {found['miou']:.4f}, {found['seconds']:.0f} s of training", flush=True)
+            began = cpu_of_children()
+            found = run_plain(arguments.data, name, arguments.epochs)
+            cpu = cpu_of_children() - began
+            print(
+                f"{name}, plain PyTorch: mIoU {found['miou']:.4f}, {found['seconds']:.0f} s of training, "
+                f"{cpu:.1f} s of CPU",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -68,6 +68,13 @@ def results_of(options, folder, settings):
     return {name: value for name, value in results.items() if name.startswith("eval/")}
 
 
+def described(options, folder, settings, run_dir, pictures):
+    """Predictions of pictures after a short training."""
+    trainer = Trainer(settings, run_dir=Path(run_dir), quiet=True)
+    trainer.fit(make_task(options, folder))
+    return trainer.describe([pictures], task=make_task(options, folder))
+
+
 def fit_and_die(options, folder, settings, run_dir, step):
     """A training that is killed at a step."""
     with killed_at(step):

@@ -107,6 +107,29 @@ def test_faults_name_file_and_value(content, says, tmp_path):
     assert caught.value.where == str(file)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("255 0 a\n0 255 0 b\n\n0 0 255 c\n", 1, "'255 0 a' has no colour"),
+        ("255 0 0 a\n\nb\n", 3, "'b' has no colour"),
+        ("255 0 0 a\n0 255 0 a\n", 2, "the name 'a' is given to several"),
+    ],
+)
+def test_faults_of_text_files_name_the_line(text, line, says, tmp_path):
+    (tmp_path / "classes.txt").write_text(text)
+    with pytest.raises(DataError, match=says) as caught:
+        read_class_table(str(tmp_path / "classes.txt"))
+    assert str(caught.value.where).endswith(f"classes.txt, line {line}")
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"a": 0, "b": 1}])
+def test_a_misspelt_key_is_no_class(value):
+    with pytest.raises(DataError, match="unknown key 'clases'") as caught:
+        read_class_table({"clases": value, "ignore_index": 255})
+    assert "did you mean classes?" in str(caught.value)
+    assert read_class_table({"glasses": [1, 2, 3], "face": {"id": 4}}).names == ["glasses", "face"]
+
+
 def test_files_that_are_none(tmp_path):
     (tmp_path / "classes.json").write_text("{")
     with pytest.raises(DataError, match="no JSON"):

@@ -255,6 +255,25 @@ def test_faults_of_folders(tmp_path):
     fault(tmp_path / "train/a/1.jpg", "data.train is no source of pictures")
 
 
+@pytest.mark.parametrize(
+    ("other", "recipe"), [("masks", "segmentation"), ("annotations", "detection"), ("Labels", "detection")]
+)
+def test_data_of_another_recipe_are_no_classes(tmp_path, other, recipe):
+    images = "Images" if other[0].isupper() else "images"
+    for part in ("train", "val"):
+        put(tmp_path / part / images / "0.jpg")
+        put(tmp_path / part / other / "0.jpg")
+    for split in ("train", "eval"):
+        fault(
+            tmp_path,
+            " and ".join(f"{name}/" for name in sorted([images, other])) + " are no classes",
+            f"lockstep train {recipe}",
+            split=split,
+        )
+    put(tmp_path / "train" / "others" / "0.jpg")
+    assert read(tmp_path).classes == sorted([images, other, "others"])
+
+
 def test_a_file_that_went_away_is_named(folder):
     records = read(folder)
     (folder / "cat/3.jpg").unlink()

@@ -264,10 +264,22 @@ def test_folders_that_are_none(tmp_path):
     fault(tmp_path / "file.csv", "data.train is no source of pictures with masks")
 
 
+def test_two_files_of_classes_beside_each_other(folder):
+    for name in ("classes.txt", "classes.json"):
+        (folder / name).write_text('["sky", "road", "tree"]')
+    error = fault(folder, "classes.json and classes.txt", classes=None)
+    assert error.where == str(folder)
+    assert read(folder, classes=str(folder / "classes.json")).classes == NAMES
+
+
 def test_damaged_and_lossy_files(folder):
     content = (folder / "masks" / "0.png").read_bytes()
-    (folder / "masks" / "0.png").write_bytes(content[:-30])
-    fault(folder, folder / "masks" / "0.png", "damaged")
+    for damaged, says in ((content[:-30], "damaged"), (b"", "empty")):
+        (folder / "masks" / "0.png").write_bytes(damaged)
+        error = fault(folder, folder / "masks" / "0.png", says, "remove both the picture and its mask")
+        assert "on_error" not in str(error)  # the check before training has no such policy
+        with pytest.raises(DataError, match=r"data\.on_error=skip"):
+            read(folder)[0]
     (folder / "masks" / "0.png").unlink()
     Image.fromarray(ids(SIZES[0], 0)).save(folder / "masks" / "0.jpg")
     fault(folder, folder / "masks" / "0.jpg", "does not keep the values")

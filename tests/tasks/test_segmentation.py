@@ -10,11 +10,23 @@ from torch.nn import functional
 from typer.testing import CliRunner
 
 from lockstep import LockstepError, Trainer, cli
+from lockstep.sources import masked_images
 from lockstep.tasks.segmentation import counts
+from lockstep.tasks.segmentation import task as segmentation_task
 from lockstep.tasks.segmentation.options import SegmentationOptions
 from lockstep.tasks.segmentation.task import fitted_size
 from tests import runs
-from tests.mask_cases import CLASSES, UNET, fit, fit_and_die, fit_to_the_end, make_task, results_of, shapes_folder
+from tests.mask_cases import (
+    CLASSES,
+    UNET,
+    described,
+    fit,
+    fit_and_die,
+    fit_to_the_end,
+    make_task,
+    results_of,
+    shapes_folder,
+)
 from tests.ranks import RankFailed, run_ranks
 
 ALL_LOSSES = {"losses": {"cross_entropy": 1.0, "dice": 0.5, "focal": 0.3, "lovasz": 0.7}, "class_weights": "balanced"}
@@ -173,6 +185,22 @@ def test_balanced_weights_are_those_of_the_training_pixels(folder):
     assert make_task({"class_weights": {"disc": 4.0}}, folder)._weights.tensor.tolist() == [1, 4, 1]
 
 
+def test_balanced_weights_count_all_masks(folder, monkeypatch):
+    whole = make_task({"class_weights": "balanced"}, folder)._weights.tensor
+    for module in (masked_images, segmentation_task):
+        monkeypatch.setattr(module, "MOST_CHECKED", 3)
+    plain, balanced = make_task({}, folder), make_task({"class_weights": "balanced"}, folder)
+    assert (plain.about.masks, balanced.about.masks) == (3, 12)
+    assert torch.equal(balanced._weights.tensor, whole)
+
+
+def test_a_class_without_training_pixels_has_the_weight_one(folder):
+    classes = [*CLASSES, "triangle"]
+    weights = make_task({"class_weights": "balanced", "classes": classes, "ignore": [255]}, folder)._weights.tensor
+    assert weights[3] == 1
+    assert bool((weights[:3] != 1).all())
+
+
 # ---- evaluation
 
 
@@ -290,6 +318,38 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, options):
     for world in (2, 3):
         for results in run_ranks(world, results_of, options, folder, settings):
             assert results == reference
+
+
+def test_fsdp_evaluates_pictures_of_several_sizes_as_ddp(folder):
+    """The ranks call the model in different numbers: once for each size of pictures in a batch."""
+    settings = runs.config(
+        batch={"global": 6, "micro": 2},
+        train={"steps": 1, "eval_every_steps": 1},
+        optim={"name": "SGD", "lr": 1e-30},
+    )
+    (reference, _) = run_ranks(2, results_of, {}, folder, settings)
+    assert "eval/miou" in reference
+    sharded = settings | {"parallel": {"strategy": "fsdp", "timeout_s": 20}}
+    for results in run_ranks(2, results_of, {}, folder, sharded):
+        assert without_memory(results) == without_memory(reference)
+
+
+def without_memory(results):
+    return {name: value for name, value in results.items() if "memory" not in name}
+
+
+def test_fsdp_predicts_pictures_of_several_sizes_window_by_window(folder, tmp_path):
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        settings = runs.config(
+            batch={"global": 6, "micro": 2}, train={"steps": 1}, parallel={"strategy": strategy, "timeout_s": 20}
+        )
+        pictures = f"{folder}/val/images"
+        run_dir = str(tmp_path / strategy)
+        rows, _ = run_ranks(2, described, {"eval_window": 24, "eval_overlap": 0.4}, folder, settings, run_dir, pictures)
+        found.append(rows)
+    assert len(found[0]) == 7
+    assert found[0] == found[1]
 
 
 def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
@@ -461,4 +521,16 @@ def test_a_perfect_prediction_has_the_highest_scores(folder):
     matrix = counts.confusion(mask.clamp(min=0), mask, 3)
     assert counts.summarise(matrix, CLASSES)["miou"] == 1
     assert counts.boundary_f1(counts.boundary_counts(mask.clamp(min=0), mask, 3, 1)) == 1
-    assert counts.summarise(torch.zeros(3, 3, dtype=torch.int64), CLASSES) == {"miou": 0.0, "pixel_accuracy": 0.0}
+
+
+def test_an_evaluation_without_valid_pixels_has_no_numbers_and_says_so(tmp_path):
+    folder = shapes_folder(tmp_path / "data")
+    for path in (tmp_path / "data/val/masks").iterdir():
+        with Image.open(path) as mask:
+            size = mask.size
+        Image.new("L", size, 255).save(path)
+    settings = runs.config(batch={"global": 6}, train={"steps": 1, "eval_every_steps": 1})
+    results = Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit(make_task({}, folder, double=False))
+    assert {name for name in results if name.startswith("eval/")} <= {"eval/samples", "eval/bad", "eval/memory"}
+    log = (tmp_path / "run/train.log").read_text()
+    assert log.count("every pixel of the evaluation masks is ignored") == 1

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
+from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
 from lockstep.tasks.segmentation.models import logits_of
@@ -125,3 +127,18 @@ def test_the_unet_takes_pictures_of_any_size(norm, stride):
         assert logits.shape == (2, 5, -(-height // stride), -(-width // stride))
     logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_a_narrow_unet_trains_on_pictures_in_channels_last(width):
+    """Convolutions of size 1 with a stride of 2 write outside of their memory there (torch 2.13, CPU)."""
+    torch.manual_seed(0)
+    model = UNet(3, 3, width=width, depth=3)
+    assert not [
+        m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) and m.stride != (1, 1)
+    ]
+    images = torch.randn(4, 64, 64, 3).permute(0, 3, 1, 2)
+    masks = torch.randint(3, (4, 64, 64))
+    for _ in range(3):
+        functional.cross_entropy(model(images), masks).backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())

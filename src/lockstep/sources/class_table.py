@@ -144,7 +144,7 @@ def _read_file(path: Path) -> Any:
         raise DataError("there is no such file of classes", where=str(path), remedy=remedy)
     text = read_text(path)
     if path.suffix.lower() == ".txt":
-        return _lines(text)
+        return _lines(text, str(path))
     try:
         return json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
     except (ValueError, yaml.YAMLError) as error:
@@ -152,12 +152,25 @@ def _read_file(path: Path) -> Any:
         raise DataError(what, where=str(path), remedy="correct the file") from error
 
 
-def _lines(text: str) -> list[str] | dict[str, list[int]]:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    found = [_COLOR_LINE.fullmatch(line) for line in lines]
-    if lines and all(found):
-        return {match[4].strip(): [int(match[place]) for place in (1, 2, 3)] for match in found if match}
-    return lines
+def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
+    lines = {number: line.strip() for number, line in enumerate(text.splitlines(), 1) if line.strip()}
+    found = {number: _COLOR_LINE.fullmatch(line) for number, line in lines.items()}
+    if not any(found.values()):
+        return list(lines.values())
+    colors: dict[str, list[int]] = {}
+    for number, match in found.items():
+        if match is None:
+            what = f"{lines[number]!r} has no colour, other lines have one"
+            remedy = "write `red green blue name` in each line, or a name alone in each line"
+            raise DataError(what, where=f"{where}, line {number}", remedy=remedy)
+        name = match[4].strip()
+        if name in colors:
+            remedy = "give each class a name of its own"
+            raise DataError(
+                f"the name {name!r} is given to several classes", where=f"{where}, line {number}", remedy=remedy
+            )
+        colors[name] = [int(match[place]) for place in (1, 2, 3)]
+    return colors
 
 
 def _parse(content: Any, where: str) -> ClassTable:
@@ -166,6 +179,9 @@ def _parse(content: Any, where: str) -> ClassTable:
             unknown = next(key for key in content if key not in _KEYS)
             remedy = f"{did_you_mean(unknown, _KEYS)}The keys are {', '.join(_KEYS)}"
             raise DataError(f"unknown key {unknown!r}", where=where, remedy=remedy)
+        if (key := _misspelt(content)) is not None:
+            hint = did_you_mean(key, _KEYS)
+            raise DataError(f"unknown key {key!r}", where=where, remedy=f"{hint}The keys are {', '.join(_KEYS)}")
         content = {"classes": content}
     if not isinstance(content, Mapping):
         content = {"classes": content}
@@ -180,6 +196,16 @@ def _parse(content: Any, where: str) -> ClassTable:
     if content.get("ignore_index") is not None:
         ignore = [*ignore, content["ignore_index"]]
     return ClassTable(entries, masks=masks, where=where).with_ignored(ignore, where=where)
+
+
+def _misspelt(content: Mapping[Any, Any]) -> str | None:
+    """A key that resembles `classes`, with a value that no class can have. None: there is none."""
+    for key, value in content.items():
+        lists_names = isinstance(value, list | tuple) and any(isinstance(item, str) for item in value)
+        maps_names = isinstance(value, Mapping) and not set(value) & {"id", "color"}
+        if (lists_names or maps_names) and did_you_mean(key, ["classes"]):
+            return str(key)
+    return None
 
 
 def _entries(classes: Any, where: str) -> tuple[ClassEntry, ...]:

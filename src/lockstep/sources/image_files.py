@@ -125,12 +125,18 @@ def read_class_folders(
         classes: the classes of the training data. None: the folders are the classes.
 
     Raises:
-        DataError: there is no folder, a folder has no picture, or the name of a folder is not in `classes`.
+        DataError: there is no folder, a folder has no picture, or the name of a folder is not in `classes`; or the
+            folders are those of data for segmentation or detection.
     """
     folders = class_folders(root)
     if not folders:
         remedy = f"{root.name}/CLASS/NAME.jpg is expected: a folder for each class"
         raise DataError("there are no class folders", where=str(root), remedy=remedy)
+    if (recipe := _other_recipe(folders)) is not None:
+        names = " and ".join(f"{name}/" for name in folders)
+        what = f"the folders {names} are no classes: this is data for the recipe `{recipe}`"
+        remedy = f"train with `lockstep train {recipe}`; if these are two classes, rename the folders"
+        raise DataError(what, where=str(root), remedy=remedy)
     known = list(classes) if classes is not None else folders
     unknown = [name for name in folders if name not in known]
     if unknown:
@@ -154,6 +160,15 @@ def read_class_folders(
         beside = sum(is_picture(entry.name) for entry in entries)
     notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
     return PictureFiles(root, names), known, codes, notes
+
+
+def _other_recipe(folders: Sequence[str]) -> str | None:
+    """The recipe for which data with these folders is made, by the usual names. None: the folders may be classes."""
+    kinds = {"masks": "segmentation", "annotations": "detection", "labels": "detection"}
+    names = [name.lower() for name in folders]
+    return (
+        kinds.get(next(name for name in names if name != "images")) if len(names) == 2 and "images" in names else None
+    )
 
 
 def _remedy(folder: Path) -> str:

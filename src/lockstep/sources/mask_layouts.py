@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lockstep.errors import DataError
 from lockstep.sources.box_layouts import evaluation_part
 from lockstep.sources.class_table import CLASS_FILES
 from lockstep.sources.image_files import class_folders
@@ -29,11 +30,22 @@ def inner_part(folder: Path, split: Split) -> str:
 
 
 def class_file(folder: Path, root: Path) -> str | None:
-    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part."""
+    """The file of classes of a folder of pictures and masks, or of the folder of which it is a part.
+
+    Raises:
+        DataError: there are two such files beside each other.
+    """
     around = [root.absolute().parent] if root.absolute().name in (*TRAIN, *EVAL) else []
     places = [*dict.fromkeys([folder, root]), *around]
-    found = [place / name for place in places for name in CLASS_FILES if (place / name).is_file()]
-    return str(found[0]) if found else None
+    for place in places:
+        found = [name for name in CLASS_FILES if (place / name).is_file()]
+        if len(found) > 1:
+            remedy = f"remove one of them, or choose with task.classes={place / found[0]}"
+            what = f"there are two files of classes: {found[0]} and {found[1]}"
+            raise DataError(what, where=str(place), remedy=remedy)
+        if found:
+            return str(place / found[0])
+    return None
 
 
 def evaluation_source_with_masks(train: str) -> str | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from lockstep.errors import DataError, did_you_mean
+from lockstep.errors import SKIP, DataError, did_you_mean
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
 from lockstep.images.decode import decode
 from lockstep.sources import coco_masks, mask_files
@@ -187,7 +188,12 @@ class MaskedImages(Dataset[MaskedImage]):
 
         Raises:
             DataError: a mask has another size than its picture, or a value that is no class; or a file cannot be read.
+                `data.on_error` has no influence on it, so that faults of a whole data set are found.
         """
+        with _without_skip():
+            return self._checked(most)
+
+    def _checked(self, most: int) -> ClassPixels:
         if self.masks is None:
             return ClassPixels([0] * len(self.classes), ignored=0, masks=0, of_masks=0)
         self.masks.check()
@@ -216,6 +222,18 @@ class MaskedImages(Dataset[MaskedImage]):
             remedy += "; the picture may have an orientation in its EXIF data that the mask lacks"
         place = f"{self.masks.where(index)}, mask of {self.where(index)}"
         return DataError(what + more, where=place, remedy=remedy)
+
+
+@contextlib.contextmanager
+def _without_skip() -> Iterator[None]:
+    """Errors in the block do not advise `data.on_error=skip`, which holds for what is read later."""
+    try:
+        yield
+    except DataError as error:
+        if error.remedy is None or SKIP not in error.remedy:
+            raise
+        remedy = error.remedy.replace(SKIP, "remove both the picture and its mask")
+        raise DataError(error.what, where=error.where, remedy=remedy) from error
 
 
 class _ReducedMasks:
@@ -302,8 +320,10 @@ def read_masked_images(
         pictures = _coco_pictures(found, layout.images, key)
         masks, notes = coco_masks.CocoMasks.of_classes(found, table, names=names, pictures=pictures), found.notes
     else:
-        pictures, files, own = _files(source, split, key=key, columns=(image, mask), subset=subset)
-        table = _table(own if classes is None else classes, ignore, files=files, key=key)
+        pictures, files, folder = _files(source, split, key=key, columns=(image, mask), subset=subset)
+        if classes is None and folder is not None:
+            classes = class_file(folder, path)
+        table = _table(classes, ignore, files=files, key=key)
         masks, notes = EncodedMasks(files, MaskLookup(table, names)), ()
     return MaskedImages(
         pictures,
@@ -369,12 +389,12 @@ def _coco_pictures(annotations: Annotations, folder: Path, key: str) -> PictureF
 
 def _files(
     source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
-) -> tuple[Pictures, Pictures, str | None]:
-    """The pictures of a folder or a data set, the files of their masks, and the file of classes beside them."""
+) -> tuple[Pictures, Pictures, Path | None]:
+    """The pictures of a folder or a data set, the files of their masks, and the folder in which they lie."""
     path = Path(source)
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
-        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), class_file(folder, path))
+        return (*mask_files.read_mask_folder(folder, inner_part(folder, split)), folder)
     pictures, masks = _columns(source, split, key=key, columns=columns, subset=subset)
     if not len(pictures):
         raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")

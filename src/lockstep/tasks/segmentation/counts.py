@@ -20,7 +20,8 @@ class PixelCounts(Metric):
     `compute` returns `miou`, `pixel_accuracy`, `iou/NAME` of each class that is true or predicted somewhere,
     `boundary_f1` if it is asked for, and `confusion`: int64 (classes, classes), a row for each true class. Each class
     has as much influence on `miou` as any other, whatever its number of pixels. Classes that neither occur nor are
-    predicted are left out of the means.
+    predicted are left out of the means. A mean over nothing is left out: without a valid pixel, `compute` returns
+    `confusion` alone.
     """
 
     confusion: Tensor
@@ -49,7 +50,7 @@ class PixelCounts(Metric):
 
     def compute(self) -> dict[str, Any]:
         values: dict[str, Any] = summarise(self.confusion, self.classes)
-        if self.boundary:
+        if self.boundary and bool(self.boundaries.any()):
             values["boundary_f1"] = boundary_f1(self.boundaries)
         return values | {"confusion": self.confusion}
 
@@ -57,15 +58,17 @@ class PixelCounts(Metric):
 def summarise(confusion: Tensor, classes: Sequence[str]) -> dict[str, float]:
     """`miou`, `pixel_accuracy` and `iou/NAME` from counts by (true class, predicted class).
 
-    The IoU of a class is its common pixels / (its true or predicted pixels).
+    The IoU of a class is its common pixels / (its true or predicted pixels). Empty if nothing was counted.
     """
     counts = confusion.double().cpu()
+    if not counts.any():
+        return {}
     right, either = counts.diagonal(), counts.sum(0) + counts.sum(1) - counts.diagonal()
     seen = either > 0
     iou = right / either.clamp(min=1)
     values = {
-        "miou": float(iou[seen].mean()) if seen.any() else 0.0,
-        "pixel_accuracy": float(right.sum() / counts.sum().clamp(min=1)),
+        "miou": float(iou[seen].mean()),
+        "pixel_accuracy": float(right.sum() / counts.sum()),
     }
     return values | {f"iou/{name}": float(iou[number]) for number, name in enumerate(classes) if seen[number]}
 
@@ -157,9 +160,12 @@ def _dilated(pixels: Tensor, radius: int) -> Tensor:
 
 
 def by_class(values: Mapping[str, Any], classes: Sequence[str]) -> str:
-    """IoU, and shares of true and predicted pixels of each class, as text for the log."""
+    """IoU, and shares of true and predicted pixels of each class, as text for the log; or a warning that no pixel was
+    counted."""
     counts: Tensor = values["confusion"].double()
-    total = max(float(counts.sum()), 1.0)
+    total = float(counts.sum())
+    if not total:
+        return "warning: every pixel of the evaluation masks is ignored, so there is no metric: look at task.ignore"
     wide = max(len("class"), *(len(name) for name in classes))
     lines = [f"  {'class':<{wide}}     IoU  truth %  predicted %"]
     for number, name in enumerate(classes):

@@ -104,7 +104,10 @@ class SegmentationPresenter(Presenter):
             classes = self.task.classes
             truth = torch.from_numpy(np.ascontiguousarray(_part(sample)[1]))
             found = counts.summarise(counts.confusion(output["classes"].cpu(), truth, len(classes)), classes)
-            lines.append(f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}")
+            scores = (
+                f"pixel accuracy {found['pixel_accuracy']:.3f}, mIoU {found['miou']:.3f}" if found else "no valid pixel"
+            )
+            lines.append(scores)
         return "\n".join(lines)
 
     def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
