@@ -45,7 +45,7 @@ class DetectionOptions(ImageOptions):
     """The same for evaluation pictures. None: `images`."""
     on_bad_boxes: Literal["raise", "skip"] = "raise"
     """What happens to a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
-    left out of training and evaluation."""
+    left out of training and evaluation. `skip` also goes on with many boxes that reach over the edge."""
     difficult: bool = False
     """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
     augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
