@@ -480,7 +480,7 @@ def test_yolo_labels_without_picture_are_an_error(tmp_path):
 
 def test_a_source_that_is_not_there_and_one_that_is_nothing(tmp_path):
     coco(tmp_path / "cells")
-    fault(tmp_path / "cels", "no such file or folder", "did you mean cells?")
+    fault(tmp_path / "cels", "no such file or folder", "did you mean cells? Give a COCO annotation file (.json), or")
     (tmp_path / "empty").mkdir()
     fault(tmp_path / "empty", "there are no training pictures with boxes", "annotations/*.json")
     (tmp_path / "a.yaml").write_text("names: [a, a]\n")
