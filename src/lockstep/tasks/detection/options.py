@@ -59,8 +59,8 @@ class DetectionOptions(ImageOptions):
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
     score_threshold: Probability = 0.3
-    """Boxes with a smaller score are not drawn, and do not count as missed or invented. Metrics, and predictions in JSON
-    and CSV files, have boxes of every score."""
+    """Boxes with a smaller score are neither drawn nor shown, and do not count as invented. Metrics, and predictions in
+    files, have boxes of every score."""
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
     """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
     number, the box with the smaller score is left out."""
