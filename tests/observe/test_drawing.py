@@ -127,13 +127,50 @@ def test_boxes_are_drawn_at_their_place_in_the_scaled_picture():
     assert not (page == (255, 0, 0)).all(axis=2).any()
 
 
-def test_texts_of_boxes_stay_in_the_picture():
-    green = (0, 255, 0)
-    page = drawing.with_boxes(plain(60, 200, 0), [[190, 0, 199, 3], [0, 50, 20, 59]], ["cell 0.93", "x"], green)
-    label = (page[:15, 120:] == green).all(axis=2)
-    assert label.sum() > 400
-    assert (page[36:50, :10] == green).all(axis=2).any()
+def places_of_texts(page, boxes, **options):
+    """Left, top, right and bottom of the pixels that texts have changed."""
+    changed = (page != drawing.with_boxes(boxes=boxes, **options)).any(axis=2)
+    rows, columns = np.nonzero(changed)
+    return (columns.min(), rows.min(), columns.max(), rows.max()) if len(rows) else None
+
+
+@pytest.mark.parametrize(
+    ("box", "top"),
+    [((20, 60, 100, 80), 48), ((20, 4, 100, 24), 25), ((20, 4, 100, 110), 5)],
+    ids=["above", "below, where there is no room above", "inside a large box"],
+)
+def test_a_text_stands_beside_its_box(box, top):
+    plain_page = {"image": plain(120, 200, 0), "colors": (0, 255, 0)}
+    page = drawing.with_boxes(boxes=[box], texts=["cell 0.93"], **plain_page)
+    left, first, right, last = places_of_texts(page, [box], **plain_page)
+    assert left in (20, 21)  # the line of the box itself has the same colour
+    assert (first, last) == (top, top + 11)
+    assert right <= box[2]
+
+
+def test_texts_hide_no_small_box_and_no_other_text():
+    plain_page = {"image": plain(120, 200, 0), "colors": (0, 255, 0)}
+    narrow, wide = [50, 60, 60, 70], [50, 60, 75, 90]
+    assert (
+        places_of_texts(drawing.with_boxes(boxes=[narrow], texts=["cell"], **plain_page), [narrow], **plain_page)
+        is None
+    )
+    only = drawing.with_boxes(boxes=[wide], texts=["0.93"], **plain_page)
+    assert np.array_equal(drawing.with_boxes(boxes=[wide], texts=[("cell 0.93", "0.93")], **plain_page), only)
+    boxes = [[52, 50, 60, 58], wide]  # the small box is where the text would be above
+    assert (
+        places_of_texts(drawing.with_boxes(boxes=boxes, texts=["", "0.93"], **plain_page), boxes, **plain_page)[1] == 91
+    )
+    twice = drawing.with_boxes(boxes=[wide] * 3, texts=["0.93"] * 3, **plain_page)
+    assert places_of_texts(twice, [wide] * 3, **plain_page)[3] == 102  # above and below; the third has no text
     assert np.array_equal(drawing.with_boxes(plain(6, 7, 9), []), plain(6, 7, 9))
+    assert np.array_equal(drawing.with_boxes(plain(6, 7, 9), [], ["x"]), plain(6, 7, 9))
+
+
+def test_thin_boxes_have_lines_of_a_pixel():
+    page = drawing.with_boxes(plain(900, 900, 0), [[100, 100, 300, 300]], colors=(0, 255, 0), thin=True)
+    assert page.any(axis=2).sum() == 800
+    assert drawing.with_boxes(plain(900, 900, 0), [[100, 100, 300, 300]], colors=(0, 255, 0)).any(axis=2).sum() > 2000
 
 
 def test_pictures_in_a_row_have_one_height_and_the_asked_width():

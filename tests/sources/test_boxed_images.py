@@ -237,6 +237,19 @@ def test_voc_counts_pixels_from_1_and_marks_difficult_objects(tmp_path):
     assert read(tmp_path)[0].boxes[0].tolist() == [11, 8, 12, 9]  # a single pixel, the last of the box before
 
 
+@pytest.mark.parametrize("side", ["xmin", "ymin"])
+def test_voc_files_that_count_from_0_are_not_shifted(tmp_path, side):
+    old = {"xmin": "<xmin>5</xmin>", "ymin": "<ymin>6</ymin>"}[side]
+    changes = {"b": {old: f"<{side}>0</{side}>"}}
+    data = read(voc(tmp_path, **changes))
+    first = 0.0 if side == "xmin" else 5.0, 0.0 if side == "ymin" else 6.0
+    assert plain(data)["b"] == [("tree", (*first, 10.0, 25.0))]
+    assert plain(data)["a"][0] == ("car", (3.0, 4.0, 12.0, 9.0))
+    assert "xmin or ymin is 0 or less in 1 boxes" in data.notes[0]
+    assert "b.xml" in data.notes[0]
+    assert not read(voc(tmp_path)).notes
+
+
 def test_voc_has_lists_of_splits(tmp_path):
     voc(tmp_path)
     lists = tmp_path / "ImageSets/Main"
@@ -340,6 +353,45 @@ def test_bad_boxes_are_errors_or_are_left_out(tmp_path, name):
     assert text in data.notes[0]
 
 
+def many_boxes(tmp_path, bbox, area=None):
+    """A COCO file with 30 boxes; `bbox` and `area` get left, top, width and height."""
+    boxes = [(1 + n % 5, 2 + n % 3, 4 + n % 7, 5 + n % 5) for n in range(30)]
+    rows = [{"id": n + 1, "image_id": IDS["a"], "category_id": 3, "bbox": bbox(*box)} for n, box in enumerate(boxes)]
+    for row, box in zip(rows, boxes, strict=True) if area else ():
+        row["area"] = area(*box)
+    return coco(tmp_path, annotations=rows)
+
+
+def corners(left, top, width, height):
+    return [left, top, left + width, top + height]
+
+
+def sides(left, top, width, height):
+    return [left, top, width, height]
+
+
+def test_boxes_of_corners_in_a_coco_file_are_an_error(tmp_path):
+    asked = "are these left, top, right, bottom? COCO has left, top, width, height"
+    file = many_boxes(tmp_path, lambda *box: [side * 1.6 for side in corners(*box)])
+    for on_bad in ("raise", "skip"):
+        fault(file, "of 30 boxes reach over the edge", asked, "annotation 3 ", on_bad_boxes=on_bad)
+    file = many_boxes(tmp_path, corners, lambda left, top, width, height: width * height)
+    fault(file, "30 of 30 boxes have the area of a box of left, top, right and bottom", asked)
+    assert len(read(many_boxes(tmp_path, sides, lambda left, top, width, height: 0.8 * width * height)).labels) == 30
+    assert len(read(many_boxes(tmp_path, sides)).labels) == 30
+
+
+def test_many_boxes_over_the_edge_are_an_error_that_can_be_allowed(tmp_path):
+    file = many_boxes(tmp_path, lambda left, top, width, height: [left - 4, top, 40, 30])
+    fault(file, "30 of 30 boxes reach over the edge", "what the numbers mean", "task.on_bad_boxes=skip")
+    data = read(file, on_bad_boxes="skip")
+    assert len(data.labels) == 30
+    assert "reach over the edge" in data.notes[0]
+    file = many_boxes(tmp_path, sides, lambda left, top, width, height: 3 * width * height)
+    fault(file, "30 of 30 boxes have an area that is larger than width x height")
+    assert len(read(file, on_bad_boxes="skip").labels) == 30
+
+
 def test_an_area_that_is_not_finite_is_an_error(tmp_path):
     coco(tmp_path, first={"area": float("nan")})
     fault(tmp_path, "annotation 100", "area nan")
@@ -428,7 +480,7 @@ def test_yolo_labels_without_picture_are_an_error(tmp_path):
 
 def test_a_source_that_is_not_there_and_one_that_is_nothing(tmp_path):
     coco(tmp_path / "cells")
-    fault(tmp_path / "cels", "no such file or folder", "did you mean cells?")
+    fault(tmp_path / "cels", "no such file or folder", "did you mean cells? Give a COCO annotation file (.json), or")
     (tmp_path / "empty").mkdir()
     fault(tmp_path / "empty", "there are no training pictures with boxes", "annotations/*.json")
     (tmp_path / "a.yaml").write_text("names: [a, a]\n")
@@ -449,6 +501,17 @@ def test_blood_cells(shared_data):
     sample = data[59]
     assert sample.pixels.shape == (480, 640, 3)
     assert (sample.boxes[:, 2:] > sample.boxes[:, :2]).all()
+
+
+def test_blood_cells_with_boxes_of_corners_are_an_error(shared_data, tmp_path):
+    folder = shared_data / "detection/bccd"
+    content = json.loads((folder / "annotations/instances_train.json").read_text())
+    for row in content["annotations"]:
+        left, top, width, height = row["bbox"]
+        row["bbox"] = [left, top, left + width, top + height]
+    (tmp_path / "train.json").write_text(json.dumps(content))
+    asked = "are these left, top, right, bottom?"
+    fault(tmp_path / "train.json", "of 769 boxes reach over the edge", asked, images=str(folder / "images/train"))
 
 
 def test_pycocotools_finds_the_same_in_the_ground_truth_as_in_the_file(tmp_path):
@@ -484,7 +547,7 @@ def test_pycocotools_finds_the_same_in_the_ground_truth_as_in_the_file(tmp_path)
     ]
     made, stats = COCO(), []
     with contextlib.redirect_stdout(io.StringIO()):
-        made.dataset = read(file).ground_truth()
+        made.dataset = read(file, on_bad_boxes="skip").ground_truth()
         made.createIndex()
         for truth in (COCO(str(file)), made):
             evaluation = COCOeval(truth, truth.loadRes(results), "bbox")

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LockstepError, Trainer
 from lockstep.images.picture import Picture
@@ -85,6 +86,46 @@ def test_suppression_is_the_greedy_choice(seed, most):
     both = overlap.suppressed(torch.stack([boxes, boxes]), torch.stack([labels, labels]), most)
     assert (~both[0]).nonzero().flatten().tolist() == kept
     assert torch.equal(both[0], both[1])
+
+
+@pytest.mark.parametrize("count", [None, 7, 300])
+def test_suppression_in_blocks_is_the_greedy_choice(monkeypatch, count):
+    monkeypatch.setattr(overlap, "_BLOCK", 16)
+    boxes = random_boxes(150, seed=3)
+    labels = torch.randint(0, 2, (150,), generator=torch.Generator().manual_seed(1))
+    wanted = (~overlap._suppressed_at_once(boxes, labels, 0.3)).nonzero().squeeze(1)
+    assert overlap.remaining(boxes, labels, 0.3, count=count).equal(wanted[:count])
+    both = overlap.suppressed(torch.stack([boxes, boxes.flip(0)]), torch.stack([labels, labels.flip(0)]), 0.3)
+    assert (~both[0]).nonzero().squeeze(1).equal(wanted)
+    assert both[1].equal(overlap._suppressed_at_once(boxes.flip(0), labels.flip(0), 0.3))
+    assert overlap.remaining(boxes, labels, 1.0, count=count).equal(torch.arange(150)[:count])
+    assert overlap.remaining(boxes[:0], labels[:0], 0.3, count=count).tolist() == []
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that an operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor):
+            self.largest = max(self.largest, made.nbytes)
+        return made
+
+
+def test_boxes_of_many_tiles_need_little_memory():
+    corners = 20.0 * torch.cartesian_prod(torch.arange(100.0), torch.arange(100.0))
+    boxes = torch.cat([corners, corners + 15], dim=1).repeat(2, 1)  # 20,000 boxes, each of them twice
+    labels = torch.zeros(len(boxes), dtype=torch.int64)
+    with LargestTensor() as made:
+        kept = overlap.remaining(boxes, labels, 0.6, count=2000)
+    assert kept.equal(torch.arange(2000))
+    assert made.largest < 4e6
+    with LargestTensor() as made:
+        gone = overlap.suppressed(boxes[9000:11000], labels[9000:11000], 0.6)
+    assert not gone.any()
+    assert made.largest < 4e6
 
 
 def test_generalised_overlap_of_known_boxes():
@@ -445,7 +486,9 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     assert presenter.picture(sample, item, outputs[1]).shape[1] == presenter.picture_side
     assert presenter.picture(sample, task.prepare(sample, 0, True), None).ndim == 3
     (file,) = presenter.files(sample, outputs[1]).values()
-    assert Image.open(io.BytesIO(file)).size == sample.size[::-1]
+    width, height = Image.open(io.BytesIO(file)).size
+    assert width == sample.size[1]
+    assert height > sample.size[0]  # a legend is below
 
     described = trainer.describe([f"{folder}/images/train/001.png"])
     assert described[0]["boxes"]

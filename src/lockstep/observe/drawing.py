@@ -23,6 +23,8 @@ _SIDE = 160  # pixels of the longer side of a picture on a sheet, where nobody w
 _GAP = 8
 _LINE = 14  # pixels from a line of text to the next
 _MOST_LINES = 5  # of a caption
+_SMALL_TEXT, _SMALL_LINE = 10, 12  # size of texts at boxes, and pixels that a line of it needs
+_SEEN = 170  # of 255: how much the ground of a text at a box hides
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
 _MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # classes of a matrix that has names, has numbers, is drawn
 _NAME_WIDTH = 110  # pixels of a class name beside a matrix
@@ -124,17 +126,30 @@ def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Pict
 
 
 def with_boxes(
-    image: Any, boxes: Any, texts: Sequence[str] = (), colors: Any = (), *, side: int | None = None
+    image: Any,
+    boxes: Any,
+    texts: Sequence[str | Sequence[str]] = (),
+    colors: Any = (),
+    *,
+    side: int | None = None,
+    thin: bool = False,
 ) -> Picture:
-    """A picture with boxes, and with a text at each box.
+    """A picture with boxes, and with a text at each box that has room for it.
+
+    A text stands above its box, below it where there is no room, or inside a large box. It is no wider than the box,
+    and covers neither another text nor a large part of another box. Where this cannot be, the box has no text: a
+    `legend` tells its class. Later boxes are more important: they are drawn over earlier ones, and get their texts
+    first.
 
     Args:
         image: as in `colored_mask`.
         boxes: (boxes, 4): left, top, right, bottom in pixels of `image`. Boxes are cut at the edge of the picture.
-        texts: of each box, such as `cell 0.93`. Empty: no texts.
+        texts: of each box: a text, or several of which the first that has room is drawn, such as `cell 0.93`, `0.93`.
+            Empty: no texts.
         colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
         side: the picture is scaled so that its longer side has `side` pixels, before texts and lines are drawn. So
             they stay readable. None: the picture keeps its size.
+        thin: draw lines of one pixel. Otherwise lines are wider in large pictures.
     """
     from PIL import Image, ImageDraw
 
@@ -145,22 +160,62 @@ def with_boxes(
     corners = np.asarray(boxes, dtype=np.float64).reshape(-1, 4) * factors
     inks = np.asarray(colors if len(colors) else _RED, dtype=np.uint8)
     inks = np.broadcast_to(inks, (len(corners), 3))
-    draw, font = ImageDraw.Draw(canvas), _font()
-    thick = max(1, round(max(canvas.size) / 300))
+    draw = ImageDraw.Draw(canvas)
+    thick = 1 if thin else max(1, round(max(canvas.size) / 300))
     far = np.array([canvas.width - 1, canvas.height - 1] * 2)
-    kept = [(number, box) for number, box in enumerate(corners) if np.isfinite(box).all()]
-    for number, box in kept:
-        left, top, right, bottom = np.clip(box, 0, far).round().astype(int).tolist()
-        draw.rectangle((left, top, max(left, right), max(top, bottom)), outline=tuple(inks[number]), width=thick)
-    for number, box in kept if len(texts) else ():  # texts are drawn last: no box hides them
-        left, top, _, _ = np.clip(box, 0, far).round().astype(int).tolist()
-        text = _fitted(texts[number], canvas.width - 4, font)
-        wide = round(font.getlength(text)) + 4
-        left, top = max(0, min(left, canvas.width - wide)), top - _LINE if top >= _LINE else top
-        draw.rectangle((left, top, left + wide, top + _LINE), fill=tuple(inks[number]))
-        ink = _INK if np.dot(inks[number], (0.299, 0.587, 0.114)) > 128 else _PAPER
-        draw.text((left + 2, top), text, fill=ink, font=font)
-    return np.asarray(canvas)
+    kept = np.flatnonzero(np.isfinite(corners).all(axis=1))
+    edges = np.clip(np.nan_to_num(corners), 0, far).round().astype(int)
+    edges[:, 2:] = np.maximum(edges[:, 2:], edges[:, :2])
+    for number in kept:
+        draw.rectangle(tuple(edges[number].tolist()), outline=tuple(inks[number]), width=thick)
+    if not len(texts):
+        return np.asarray(canvas)
+    font, labels = _font(_SMALL_TEXT), Image.new("RGBA", canvas.size)
+    draw, taken = ImageDraw.Draw(labels), np.zeros((0, 4), dtype=int)
+    for number in reversed(kept):
+        written = texts[number]
+        for text in [written] if isinstance(written, str) else written:
+            wide = round(font.getlength(text)) + 3
+            others = edges[kept[kept != number]]
+            place = _text_place(edges[number], wide, _SMALL_LINE, taken=taken, others=others, far=far)
+            if place is None or not text:
+                continue
+            left, top = place
+            draw.rectangle((left, top, left + wide - 1, top + _SMALL_LINE - 1), fill=(*inks[number].tolist(), _SEEN))
+            ink = _INK if np.dot(inks[number], (0.299, 0.587, 0.114)) > 128 else _PAPER
+            draw.text((left + 2, top), text, fill=ink, font=font)
+            taken = np.concatenate([taken, [[left, top, left + wide - 1, top + _SMALL_LINE - 1]]])
+            break
+    return np.asarray(Image.alpha_composite(canvas.convert("RGBA"), labels).convert("RGB"))
+
+
+def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far: Any) -> tuple[int, int] | None:
+    """The left upper corner of a text of `wide` x `high` pixels at a box, or None if there is no room.
+
+    Args:
+        box: left, top, right, bottom in pixels.
+        taken: (texts, 4): places of other texts, which must stay free.
+        others: (boxes, 4): boxes of which a text may hide a quarter at most.
+        far: the last pixels of the picture.
+    """
+    left, top, right, bottom = box.tolist()
+    if wide > right - left + 1:
+        return None
+    tops = [top - high, bottom + 1] + ([top + 1] if bottom - top > 4 * high else [])
+    areas = (others[:, 2:] - others[:, :2] + 1).prod(axis=1)
+    for place in tops:
+        area = np.array([left, place, left + wide - 1, place + high - 1])
+        if place < 0 or area[3] > far[3]:
+            continue
+        if not _common(area, taken).any() and (_common(area, others) <= areas / 4).all():
+            return left, place
+    return None
+
+
+def _common(one: Any, others: Any) -> Any:
+    """Pixels that a rectangle has in common with each of others: (others,)."""
+    sides = np.minimum(one[2:], others[:, 2:]) - np.maximum(one[:2], others[:, :2]) + 1
+    return sides.clip(min=0).prod(axis=1)
 
 
 def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: int | None = None) -> Picture:
@@ -403,7 +458,7 @@ def _short(count: float) -> str:
     return f"{count / 1000:.0f}k" if count < 1e6 else f"{count / 1e6:.0f}M"
 
 
-def _font() -> Any:
+def _font(size: int = 12) -> Any:
     from PIL import ImageFont
 
-    return ImageFont.load_default(12)
+    return ImageFont.load_default(size)

@@ -68,8 +68,11 @@ def read_voc(
     """Boxes from Pascal VOC's XML files.
 
     VOC counts pixels from 1, and `xmax` is the last pixel of the object. So left = xmin - 1 and right = xmax: an object
-    of one pixel has a width of 1. Objects that are `difficult` are marked as crowds: training does not learn them, and
-    evaluations count neither their detections nor their misses. (VOC's own evaluation leaves them out in the same way.)
+    of one pixel has a width of 1. If any xmin or ymin is 0 or less, the files count from 0. Edges are then taken as
+    they are, and a note says so.
+
+    Objects that are `difficult` are marked as crowds: training does not learn them, and evaluations count neither their
+    detections nor their misses. (VOC's own evaluation leaves them out in the same way.)
 
     Args:
         folder: of the XML files.
@@ -100,7 +103,7 @@ def read_voc(
         out.names.append(pictures[stem])
     names = list(classes) if classes is not None else sorted(set(out.labels))
     out.labels = _numbers(out, names)
-    notes = []
+    notes = _from_one(out)
     if stems is None and (others := pictures.keys() - set(there)):
         notes.append(f"{len(others)} pictures in {images} have no .xml file and are left out")
     return out.annotations(folder, names, notes=notes)
@@ -200,7 +203,7 @@ def _read_xml(path: Path, out: _Collected, *, difficult: bool) -> None:
         if not name:
             raise DataError("the object has no name", where=where, remedy="write its class into <name>")
         corners = [_float(item, f"bndbox/{corner}", where) for corner in ("xmin", "ymin", "xmax", "ymax")]
-        left, top, right, bottom = corners[0] - 1, corners[1] - 1, corners[2], corners[3]
+        left, top, right, bottom = corners
         out.labels.append(name)
         out.boxes.append((left, top, right - left, bottom - top))
         out.crowd.append(not difficult and (item.findtext("difficult") or "0").strip() not in ("", "0"))
@@ -210,6 +213,19 @@ def _read_xml(path: Path, out: _Collected, *, difficult: bool) -> None:
     out.sizes.append((int(height), int(width)) if known else (0, 0))
     out.files.append(str(path))
     out.counts.append(len(out.labels) - before)
+
+
+def _from_one(out: _Collected) -> list[str]:
+    """Move left and top edges, which VOC counts from 1. Returns a note if the files count from 0 instead."""
+    from_zero = [place for place, (left, top, _, _) in enumerate(out.boxes) if left <= 0 or top <= 0]
+    if not from_zero:
+        out.boxes = [(left - 1, top - 1, width + 1, height + 1) for left, top, width, height in out.boxes]
+        return []
+    file = int(np.searchsorted(np.cumsum(out.counts), from_zero[0], side="right"))
+    return [
+        f"xmin or ymin is 0 or less in {len(from_zero)} boxes, the first in {out.files[file]}. Pascal VOC counts "
+        "pixels from 1. These files seem to count from 0, so left = xmin and top = ymin for all boxes"
+    ]
 
 
 def _float(item: ElementTree.Element, name: str, where: str) -> float:

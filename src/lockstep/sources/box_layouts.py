@@ -66,7 +66,8 @@ def find_layout(source: str, *, key: str, split: Split, images: str | None = Non
     elif not path.exists():
         neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
         hint = did_you_mean(path.name, neighbours)
-        raise DataError(f"{key}: no such file or folder", where=source, remedy=f"{hint}{EXPECTED.capitalize()}")
+        remedy = f"{hint}{EXPECTED[0].upper()}{EXPECTED[1:]}"
+        raise DataError(f"{key}: no such file or folder", where=source, remedy=remedy)
     if layout is None:
         part = "training" if split == "train" else "evaluation"
         raise DataError(f"{key}: there are no {part} pictures with boxes", where=source, remedy=EXPECTED)

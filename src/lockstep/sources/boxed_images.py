@@ -31,6 +31,9 @@ OnBadBoxes = Literal["raise", "skip"]
 _SHOWN = 8
 _MOST_AREA = float(np.finfo(np.float32).max)
 _EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted
+_FEWEST = 20  # boxes of which a share says something about the whole file
+_MANY = 0.1  # share of boxes over the edge from which on the file is suspect
+_CLOSE = 0.01  # relative difference of areas that are the same but for rounding
 
 
 class BoxedImage(NamedTuple):
@@ -218,15 +221,16 @@ def read_boxed_images(
             the classes are those of the source: COCO by category id, VOC by letter, YOLO by number.
         images: the folder of the pictures. None: a usual place beside the annotations.
         on_bad_boxes: what to do with a box that is not finite, has no area, or lies outside of its picture. `raise` an
-            error, or `skip` the annotation: it is then neither trained nor evaluated, and a note says how many.
+            error, or `skip` the annotation: it is then neither trained nor evaluated, and a note says how many. `skip`
+            also allows that many boxes reach over the edge or have too large an area; these are kept.
         difficult: VOC: take difficult objects for ordinary ones, not for crowds.
         channels: 1 (grey) or 3 (RGB).
         cache: keep decoded pictures on disk.
 
     Raises:
         DataError: there is no such source; a picture is missing; an annotation is bad (see `read_coco`, `read_voc`,
-            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`. The error names file, annotation
-            and value.
+            `read_yolo` and `on_bad_boxes`), or has a class that is not in `classes`; the four numbers of most boxes
+            seem to mean something else. The error names file, annotation and value.
     """
     layout = find_layout(source, key=key, split=split, images=images)
     annotations = _read(layout, key=key, classes=classes, difficult=difficult)
@@ -235,6 +239,7 @@ def read_boxed_images(
     )
     check_picture_files(pictures, annotations, key)
     annotations = _with_sizes(annotations, pictures)
+    _check_meaning(annotations, on_bad_boxes)
     annotations, notes = _check_boxes(annotations, on_bad_boxes)
     if not len(annotations.ids):
         raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
@@ -290,6 +295,59 @@ def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations
     return replace(annotations, sizes=sizes)
 
 
+def _check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
+    """Raise DataError if the numbers of boxes seem to mean something else than the format says.
+
+    This is so if many boxes reach over the edge of their picture, if most areas are those of boxes of left, top, right
+    and bottom, or if most areas are larger than the box. Files with few boxes are not judged. `skip` allows all but
+    boxes that are surely left, top, right and bottom.
+    """
+    boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
+    sound = np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] > 0).all(axis=1) & (annotations.area > 0)
+    sound &= abs(boxes).max(axis=1, initial=0) < _MOST_AREA**0.5
+    number = int(sound.sum())
+    if number < _FEWEST:
+        return
+    boxes, sizes, area = boxes[sound], sizes[sound][:, ::-1], annotations.area[sound]
+    start, third = boxes[:, :2], boxes[:, 2:]
+    over = (start < -_EDGE).any(axis=1) | (start + third > sizes + _EDGE).any(axis=1)
+    between, product = (third - start).prod(axis=1), third.prod(axis=1)
+    as_corners = (third > start).all(axis=1)
+    area_of_corners = as_corners & (abs(area - between) <= _CLOSE * between) & (area < (1 - _CLOSE) * product)
+    coco = annotations.files is None
+    are_corners = coco and (as_corners & (third <= sizes + _EDGE).all(axis=1)).mean() > 1 - _MANY
+    too_large = area > (1 + _CLOSE) * product + 1
+    if over.mean() > _MANY and (are_corners or on_bad == "raise"):
+        fault, what = over, "reach over the edge of their picture by more than a pixel"
+    elif coco and area_of_corners.mean() > 0.5:
+        fault, what, are_corners = area_of_corners, "have the area of a box of left, top, right and bottom", True
+    elif too_large.mean() > 0.5 and on_bad == "raise":
+        fault, what = too_large, "have an area that is larger than width x height"
+    else:
+        return
+    first = int(np.flatnonzero(sound)[np.flatnonzero(fault)[0]])
+    raise DataError(
+        f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}: "
+        f"{_box_text(annotations, first)}",
+        where=str(annotations.path),
+        remedy=_meaning_remedy(annotations, corners=bool(are_corners)),
+    )
+
+
+def _meaning_remedy(annotations: Annotations, *, corners: bool) -> str:
+    if corners:
+        return "are these left, top, right, bottom? COCO has left, top, width, height. Convert them"
+    meant = "a bbox of COCO is left, top, width, height in pixels of the picture. " if annotations.files is None else ""
+    return f"{meant}Check what the numbers mean. If they are right, task.on_bad_boxes=skip goes on with them"
+
+
+def _box_text(annotations: Annotations, place: int, fault: str = "") -> str:
+    box = ", ".join(f"{value:g}" for value in annotations.boxes[place])
+    height, width = annotations.sizes[annotations.images[place]]
+    fault = f" {fault}" if fault else ""
+    return f"[{box}]{fault} (left, top, width, height; area {annotations.area[place]:g}; picture {width} x {height})"
+
+
 def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotations, list[str]]:
     """The annotations without bad boxes, and notes."""
     boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
@@ -320,12 +378,9 @@ def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotati
 
 
 def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -> DataError:
-    box = ", ".join(f"{value:g}" for value in annotations.boxes[place])
-    height, width = annotations.sizes[annotations.images[place]]
     more = f" (and {others} more bad boxes)" if others else ""
-    about = f"left, top, width, height; area {annotations.area[place]:g}; picture {width} x {height}"
     return DataError(
-        f"the box [{box}] {fault} ({about}){more}",
+        f"the box {_box_text(annotations, place, fault)}{more}",
         where=annotations.where(place),
         remedy="repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes",
     )

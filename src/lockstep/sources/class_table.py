@@ -294,7 +294,7 @@ def _check_unique(entries: Sequence[ClassEntry], where: str) -> None:
         twice = [value for value, count in Counter(values).items() if count > 1]
         if twice:
             what = f"the {field} {twice[0]!r} is given to several classes"
-            raise DataError(what, where=where, remedy=f"give each class a {field} of its own")
+            raise DataError(what, where=where, remedy=f"give each class another {field}")
 
 
 # ---- what is ignored

@@ -343,7 +343,7 @@ def _unique(values: Sequence[Any] | Array, field: str, part: str, path: Path) ->
         value = values[twice[0]]
         shown = repr(value) if isinstance(value, str) else str(value)
         what = f"{counts.max()} {part} have the {field} {shown}{_more(len(twice))}"
-        raise DataError(what, where=str(path), remedy=f"give each of the {part} a {field} of its own")
+        raise DataError(what, where=str(path), remedy=f"give each of the {part} another {field}")
 
 
 def _look_up(values: Array, known: Array) -> tuple[Array, Array]:

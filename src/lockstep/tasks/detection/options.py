@@ -45,7 +45,7 @@ class DetectionOptions(ImageOptions):
     """The same for evaluation pictures. None: `images`."""
     on_bad_boxes: Literal["raise", "skip"] = "raise"
     """What happens to a box that is not finite, has no area, or lies outside of its picture: an error, or the box is
-    left out of training and evaluation."""
+    left out of training and evaluation. `skip` also goes on with many boxes that reach over the edge."""
     difficult: bool = False
     """Pascal VOC: whether difficult objects are ordinary objects. Otherwise they are regions that do not count."""
     augment: AugmentOptions = AugmentOptions(crop="scale_jitter", jitter=(0.6, 1.5))
@@ -59,7 +59,8 @@ class DetectionOptions(ImageOptions):
     most_boxes: PositiveInt = 300
     """The greatest number of boxes of a prediction. pycocotools uses at most 100 of a picture and class."""
     score_threshold: Probability = 0.3
-    """Boxes with a smaller score are not drawn and not predicted. Metrics use boxes of every score."""
+    """Boxes with a smaller score are neither drawn nor shown, and do not count as invented. Metrics, and predictions in
+    files, have boxes of every score."""
     nms: Annotated[float, Field(gt=0, le=1)] = 0.6
     """`center`, and pictures in tiles: of two boxes of a class whose overlap (intersection over union) is above this
     number, the box with the smaller score is left out."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _SMALL = 1e-7
+_BLOCK = 512  # boxes that are compared with each other at a time: 13 MB for a picture
 
 
 def area(boxes: Tensor) -> Tensor:
@@ -38,8 +39,7 @@ def generalised_overlap(first: Tensor, second: Tensor) -> Tensor:
 def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
     """Greedy non-maximum suppression within each class: which boxes are left out.
 
-    A box is left out if a box of its class before it, which remains, overlaps it by more than `most`. The greedy
-    choice is the fixed point of an iteration on all boxes at once (Zheng et al. 2020, arXiv:2005.03572, section 4.2).
+    A box is left out if a box of its class before it, which remains, overlaps it by more than `most`.
 
     Args:
         boxes: (..., n, 4), the best first.
@@ -51,9 +51,48 @@ def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
     """
     if most >= 1 or not boxes.shape[-2]:
         return torch.zeros_like(labels, dtype=torch.bool)
-    competes = intersection_over_union(boxes, boxes) > most
-    competes &= labels[..., :, None] == labels[..., None, :]
-    earlier = competes.triu(1)  # [i, j]: box i comes before box j, and overlaps it
+    if boxes.shape[-2] <= _BLOCK:
+        return _suppressed_at_once(boxes, labels, most)
+    number = labels.shape[-1]
+    gone = torch.ones_like(labels, dtype=torch.bool).reshape(-1, number)
+    for place, picture in enumerate(zip(boxes.reshape(-1, number, 4), labels.reshape(-1, number), strict=True)):
+        gone[place, remaining(*picture, most)] = False
+    return gone.view_as(labels)
+
+
+def remaining(boxes: Tensor, labels: Tensor, most: float, *, count: int | None = None) -> Tensor:
+    """The boxes of a picture that `suppressed` does not leave out, with little memory for any number of boxes.
+
+    Boxes are taken in blocks. Each block is compared with the boxes that remain of earlier blocks, and then with
+    itself.
+
+    Args:
+        boxes, labels, most: (n, 4), (n) and a number, as in `suppressed`.
+        count: stop when so many boxes remain. None: look at all.
+
+    Returns:
+        int64 (boxes that remain): their places, the best first.
+    """
+    kept = torch.arange(0, device=boxes.device)
+    for begin in range(0, len(boxes), _BLOCK):
+        places = torch.arange(begin, min(begin + _BLOCK, len(boxes)), device=boxes.device)
+        for before in torch.split(kept, _BLOCK):
+            gone = _competes(boxes[before], labels[before], boxes[places], labels[places], most).any(0)
+            places = places[~gone]
+        places = places[~suppressed(boxes[places], labels[places], most)]
+        kept = torch.cat([kept, places])
+        if count is not None and len(kept) >= count:
+            break
+    return kept[:count]
+
+
+def _suppressed_at_once(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
+    """`suppressed`, with memory for n x n numbers of each picture.
+
+    The greedy choice is the fixed point of an iteration on all boxes at once (Zheng et al. 2020, arXiv:2005.03572,
+    section 4.2).
+    """
+    earlier = _competes(boxes, labels, boxes, labels, most).triu(1)  # [i, j]: box i comes before box j
     gone = torch.zeros_like(labels, dtype=torch.bool)
     for _ in range(boxes.shape[-2]):  # the first k boxes are right after k rounds; usually a few rounds are enough
         now = (earlier & ~gone[..., :, None]).any(-2)
@@ -61,3 +100,8 @@ def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:
             break
         gone = now
     return gone
+
+
+def _competes(first: Tensor, first_labels: Tensor, second: Tensor, second_labels: Tensor, most: float) -> Tensor:
+    """bool (..., n, m): whether boxes have the same label, and overlap by more than `most`."""
+    return (intersection_over_union(first, second) > most) & (first_labels[..., :, None] == second_labels[..., None, :])

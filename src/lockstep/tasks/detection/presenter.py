@@ -110,9 +110,10 @@ class DetectionPresenter(Presenter):
         ]
 
     def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
-        """The picture with its boxes that have at least `score_threshold`."""
+        """The picture with its boxes that have at least `score_threshold`, and below it a legend of their classes."""
         boxes, scores, labels = self._in_pixels(sample, output)
-        return {"boxes/*.png": drawing.png(self._drawn(sample.pixels, boxes, labels, scores))}
+        drawn = self._drawn(sample.pixels, boxes, labels, scores)
+        return {"boxes/*.png": drawing.png(self._with_legend(drawn, labels))}
 
     def _in_pixels(self, sample: BoxedImage, output: Output) -> tuple[Tensor, Tensor, Tensor]:
         """The boxes to show, in pixels of the sample, which the cache may have reduced; their scores and labels."""
@@ -121,33 +122,46 @@ class DetectionPresenter(Presenter):
         return boxes * boxes.new_tensor([width, height, width, height]), scores, labels
 
     def picture(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> Any:
-        """The image, and beside it the true boxes and the found boxes with at least `score_threshold`. A training
-        sample is shown as the model sees it."""
-        if output is None:
-            view = prepared["views"][0].picture
-            image, boxes = view.image.permute(1, 2, 0).numpy(), view.boxes
-            row = [image, self._drawn(image, boxes, prepared["labels"][0], side=_SIDE // 3)]
-            return drawing.side_by_side(row, ["image", "truth"], side=2 * _SIDE // 3)
-        found = self._in_pixels(sample, output)
+        """The image, and beside it the true boxes and the found boxes with at least `score_threshold`, with a legend of
+        the classes that occur. A training sample is shown as the model sees it."""
         third = _SIDE // 3
+        if output is None:
+            view, labels = prepared["views"][0].picture, prepared["labels"][0]
+            image = view.image.permute(1, 2, 0).numpy()
+            row = [image, self._drawn(image, view.boxes, labels, side=third)]
+            drawn = drawing.side_by_side(row, ["image", "truth"], side=2 * third)
+            return self._with_legend(drawn, labels)
+        boxes, scores, labels = self._in_pixels(sample, output)
+        true = torch.as_tensor(sample.labels)
         row = [
             sample.pixels,
-            self._drawn(sample.pixels, torch.as_tensor(sample.boxes), torch.as_tensor(sample.labels), side=third),
-            self._drawn(sample.pixels, found[0], found[2], found[1], side=third),
+            self._drawn(sample.pixels, torch.as_tensor(sample.boxes), true, side=third),
+            self._drawn(sample.pixels, boxes, labels, scores, side=third),
         ]
-        return drawing.side_by_side(row, ["image", "truth", "prediction"], side=_SIDE)
+        drawn = drawing.side_by_side(row, ["image", "truth", "prediction"], side=_SIDE)
+        return self._with_legend(drawn, torch.cat([true, labels.cpu()]))
 
     def _drawn(
         self, image: Any, boxes: Tensor, labels: Tensor, scores: Tensor | None = None, side: int | None = None
     ) -> Any:
-        """The image with boxes in the colours of their classes; the best box is drawn last."""
+        """The image with boxes in the colours of their classes; the best box is drawn last. Boxes with scores have
+        texts, others have thin lines."""
         order = list(reversed(range(len(boxes))))
-        names = [self.task.classes[label] for label in labels.tolist()]
-        texts = names if scores is None else [f"{n} {s:.2f}" for n, s in zip(names, scores.tolist(), strict=True)]
-        colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)
-        return drawing.with_boxes(
-            image, boxes.cpu().numpy()[order], [texts[n] for n in order], colors[order], side=side
-        )
+        colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)[order]
+        corners, texts = boxes.cpu().numpy()[order], []
+        if scores is not None:
+            pairs = [(self.task.classes[label], f"{score:.2f}") for label, score in zip(labels, scores, strict=True)]
+            texts = [(f"{pairs[place][0]} {pairs[place][1]}", pairs[place][1]) for place in order]
+        return drawing.with_boxes(image, corners, texts, colors, side=side, thin=scores is None)
+
+    def _with_legend(self, picture: Any, labels: Tensor) -> Any:
+        """The picture, and below it the names and colours of the classes that occur."""
+        seen = sorted(set(labels.tolist()))
+        if not seen:
+            return picture
+        colors = drawing.palette(len(self.task.classes))[seen]
+        names = [self.task.classes[label] for label in seen]
+        return drawing.stacked([picture, drawing.legend(names, colors, width=picture.shape[1])])
 
     def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
         """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""

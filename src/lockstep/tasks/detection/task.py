@@ -26,7 +26,7 @@ from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_pa
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.detection.models import Detections, Targets, models_for
 from lockstep.tasks.detection.options import DetectionOptions
-from lockstep.tasks.detection.overlap import suppressed
+from lockstep.tasks.detection.overlap import remaining
 from lockstep.tasks.detection.presenter import DetectionPresenter
 from lockstep.tasks.detection.views import View, in_picture, views
 from lockstep.tasks.size_check import check_image_sizes
@@ -359,10 +359,8 @@ class Detection(Task):
         order = scores.flatten().argsort(descending=True, stable=True)
         order = order[labels.flatten()[order] >= 0]
         boxes, scores, labels = boxes.flatten(0, 1)[order], scores.flatten()[order], labels.flatten()[order]
-        if len(boxes):
-            kept = ~suppressed(boxes, labels, self.options.nms)
-            boxes, scores, labels = boxes[kept], scores[kept], labels[kept]
-        return boxes, scores, labels
+        kept = remaining(boxes, labels, self.options.nms, count=self.options.most_boxes)
+        return boxes[kept], scores[kept], labels[kept]
 
     def metrics(self) -> Metrics:
         """`mAP`, `mAP50`, `mAP75`, by size of the objects and by class, as in `coco_map.CocoMap.compute`."""
