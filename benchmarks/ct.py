@@ -12,8 +12,9 @@ The sides have the same weights and the same slices, and compute the same gradie
 
 A step is the forward and the backward pass of a batch that is in memory, in this process, on one torch thread. The
 sides take turns, and every round has another batch. Quoted are the median CPU times, which other processes change less
-than the times of the clock, the median of the ratios to `concatenated`, the activations that the backward pass keeps (the largest sum of the bytes of
-different tensors that autograd has saved), and the largest relative difference of the gradients.
+than the times of the clock, the median of the ratios to `concatenated`, the activations that the backward pass keeps
+(the largest sum of the bytes of different tensors that autograd has saved), and the largest relative difference of the
+gradients.
 """
 
 from __future__ import annotations
