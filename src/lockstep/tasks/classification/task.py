@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from lockstep import atomic
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import eval_picture, train_picture
 from lockstep.images.cache import CacheOptions, reduced
@@ -31,6 +30,7 @@ from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.classification.models import logits_of, models_for
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.presenter import ClassificationPresenter
+from lockstep.tasks.kept import keep
 from lockstep.tasks.size_check import check_image_sizes
 from lockstep.tasks.task import Metrics, Task
 
@@ -93,16 +93,11 @@ class Classification(Task):
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the class names, the normalisation and the model's config in `folder`."""
         self._trained = trained
-        if not (folder / _KEPT).exists():
-            about = self.about
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
-                    models_for(self.options, None).save(about.classes, size=self._largest, folder=staging)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+
+        def save(staging: Path) -> None:
+            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
+
+        keep(folder, _KEPT, lambda: self.about, save)
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 

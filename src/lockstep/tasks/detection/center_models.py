@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.tasks.detection.center_detector import CenterDetector, CenterOutput, best_boxes, group_norm
 from lockstep.tasks.detection.center_losses import center_losses
-from lockstep.tasks.detection.models import Detections, Pixels, Preparation, Targets
+from lockstep.tasks.detection.models import Detections, Preparation, Targets
 from lockstep.tasks.detection.options import CENTER, DetectionOptions
+from lockstep.tasks.image_models import Pixels
 
 _SIZE = 320  # pixels, where the config says no size
 _SIZES = {"width": (32, 16), "depth": (1, 1), "levels": (4, 1)}  # key: default, and the number it is a multiple of

@@ -11,17 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.tasks.detection.options import CENTER, DetectionOptions
-
-
-class Pixels(NamedTuple):
-    """What a model expects of pictures."""
-
-    size: int
-    """Height and width in pixels."""
-    mean: list[float] | None
-    """Mean of each channel, from 0 to 1. None: the model does not say."""
-    std: list[float] | None
-    """Standard deviation of each channel. None: the model does not say."""
+from lockstep.tasks.image_models import Pixels
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep import atomic
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import DataError
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.mosaic import draw_others, mosaic
@@ -29,6 +28,7 @@ from lockstep.tasks.detection.options import DetectionOptions
 from lockstep.tasks.detection.overlap import remaining
 from lockstep.tasks.detection.presenter import DetectionPresenter
 from lockstep.tasks.detection.views import View, in_picture, views
+from lockstep.tasks.kept import keep
 from lockstep.tasks.size_check import check_image_sizes
 from lockstep.tasks.task import Metrics, Task
 
@@ -106,16 +106,11 @@ class Detection(Task):
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the class names, the normalisation and the model's config in `folder`."""
         self._trained = trained
-        if not (folder / _KEPT).exists():
-            about = self.about
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
-                    models_for(self.options, None).save(about.classes, size=self._largest, folder=staging)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+
+        def save(staging: Path) -> None:
+            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
+
+        keep(folder, _KEPT, lambda: self.about, save)
         self.folder = folder
         for name in ("about", "_models"):  # they are read again from the file, so that they are the same on every rank
             self.__dict__.pop(name, None)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks import hugging_face
 from lockstep.tasks.detection import transformers_losses
-from lockstep.tasks.detection.models import Detections, Pixels, Preparation, Targets
+from lockstep.tasks.detection.models import Detections, Preparation, Targets
 from lockstep.tasks.detection.options import CENTER, DetectionOptions
 from lockstep.tasks.detection.transformers_boxes import Outputs, boxes_of, inside_of, labels_of, stretch
 from lockstep.tasks.detection.transformers_losses import Labels, Predictions, SetLosses
+from lockstep.tasks.image_models import Pixels, check_channels, processor_of, side_of
 
 _WHAT = "object detection"
 _KIND = "detection"
@@ -138,26 +139,16 @@ class TransformersModels:
         return hugging_face.check_labels(self._loaded, names, head=head, name=self.options.model, new_head=new_head)
 
     def pixels(self) -> Pixels:
-        said: dict[str, Any] = {}
-        if self.options.model:
-            mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
-            try:
-                said = mixin.get_image_processor_dict(self.options.model)[0]
-            except OSError:  # the model has no such file
-                said = {}
+        said = processor_of(self.options.model)
         size = said.get("pad_size") or said.get("size") or _SIZE
-        if isinstance(size, dict):
-            size = next((size[key] for key in ("height", "max_height", "shortest_edge") if size.get(key)), _SIZE)
+        size = side_of(size, keys=("height", "max_height", "shortest_edge"), default=_SIZE)
         if said.get("do_normalize", True):
-            return Pixels(int(size), said.get("image_mean"), said.get("image_std"))
-        return Pixels(int(size), [0.0] * self.options.channels, [1.0] * self.options.channels)
+            return Pixels(size, said.get("image_mean"), said.get("image_std"))
+        return Pixels(size, [0.0] * self.options.channels, [1.0] * self.options.channels)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         config = self._config(classes)
-        channels = getattr(config, "num_channels", self.options.channels)
-        if channels != self.options.channels:
-            what = f"the model takes pictures of {channels} channels, and task.channels is {self.options.channels}"
-            raise UsageError(what, where="task.channels", remedy=f"set task.channels={channels}")
+        check_channels(config, self.options.channels)
         model, new = hugging_face.make_model(
             self._transformers.AutoModelForObjectDetection,
             config,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.tasks import hugging_face
+from lockstep.tasks.image_models import Pixels, check_channels, processor_of, side_of
 from lockstep.tasks.segmentation.options import UNET, SegmentationOptions
 from lockstep.tasks.segmentation.unet import UNet
 
@@ -25,17 +25,6 @@ _UNET_SIZE = 256
 _UNUSED = ("mask_token", "dpt.layernorm.", "neck.fusion_stage.layers.0.residual_layer1.")
 """Parts of the names of parameters that have no part in the logits: the mask token is for pretraining, and DPT has a
 normalisation and a first residual layer that its head does not use. Without a gradient, DDP would refuse them."""
-
-
-class Pixels(NamedTuple):
-    """What a model expects of pictures."""
-
-    size: int
-    """Height and width in pixels."""
-    mean: list[float] | None
-    """Mean of each channel, from 0 to 1. None: it does not say."""
-    std: list[float] | None
-    """Standard deviation of each channel. None: it does not say."""
 
 
 class Preparation(NamedTuple):
@@ -198,27 +187,14 @@ class TransformersModels:
         return hugging_face.check_labels(config, names, head=head, name=self.options.model, new_head=new_head)
 
     def pixels(self) -> Pixels:
-        said: dict[str, Any] = {}
-        if self.options.model:
-            mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
-            try:
-                said = mixin.get_image_processor_dict(self.options.model)[0]
-            except OSError:  # the model has no such file
-                said = {}
+        said = processor_of(self.options.model)
         size = said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
-        if isinstance(size, dict):
-            size = size.get("shortest_edge") or size.get("height") or _SIZE
-        if isinstance(size, list | tuple):
-            size = size[0]
-        return Pixels(int(size), said.get("image_mean"), said.get("image_std"))
+        return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         config = self.config(size)
         _set_classes(config, classes)
-        channels = getattr(config, "num_channels", self.options.channels)
-        if channels != self.options.channels:
-            what = f"the model takes pictures of {channels} channels, and task.channels is {self.options.channels}"
-            raise UsageError(what, where="task.channels", remedy=f"set task.channels={channels}")
+        check_channels(config, self.options.channels)
         model, new = hugging_face.make_model(
             self._transformers.AutoModelForSemanticSegmentation,
             config,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from lockstep import atomic
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import DataError
 from lockstep.images import geometry
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
@@ -34,6 +33,7 @@ from lockstep.sources.masked_images import (
 )
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.kept import keep
 from lockstep.tasks.segmentation import losses
 from lockstep.tasks.segmentation.losses import IGNORED
 from lockstep.tasks.segmentation.models import dtype_of, logits_of, models_for
@@ -112,16 +112,11 @@ class Segmentation(Task):
     def setup(self, folder: Path, trained: bool) -> None:
         """Keep the classes, the normalisation and the model's config in `folder`."""
         self._trained = trained
-        if not (folder / _KEPT).exists():
-            about = replace(self.about, unseen=self._check_evaluation())
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
-                    models_for(self.options, None).save(about.classes, size=self._largest, folder=staging)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+
+        def save(staging: Path) -> None:
+            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
+
+        keep(folder, _KEPT, lambda: self.about, save)
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 

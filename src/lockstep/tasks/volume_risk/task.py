@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from lockstep import atomic
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD
 from lockstep.sources.volume_table import (
@@ -27,6 +26,7 @@ from lockstep.sources.volume_table import (
     read_volume_table,
 )
 from lockstep.tasks.class_weights import OnDevice
+from lockstep.tasks.kept import keep
 from lockstep.tasks.task import Metrics, Task
 from lockstep.tasks.volume_risk.aggregators import make_aggregator
 from lockstep.tasks.volume_risk.backbone import backbone_config, make_backbone
@@ -150,17 +150,7 @@ class VolumeRisk(Task):
             DataError: volumes cannot be used, or a patient is in both parts of the data.
         """
         self._trained = trained
-        if not (folder / _KEPT).exists():
-            about = self.about
-            self._check_data()
-            try:
-                with atomic.staged_folder(folder, replace=True) as staging:
-                    (staging / _KEPT).write_text(json.dumps(asdict(about)))
-                    self._backbone_config().save_pretrained(staging)
-            except OSError as error:
-                raise UsageError(
-                    f"cannot write: {error.strerror}", where=str(folder), remedy="choose another place with --run-dir"
-                ) from error
+        keep(folder, _KEPT, lambda: self.about, lambda staging: self._backbone_config().save_pretrained(staging))
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 
