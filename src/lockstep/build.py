@@ -205,7 +205,7 @@ def build_model(
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
         compile_modules(model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend)
-    strategy.wrap(Forward(model, task.loss), list(blocks.values()))
+    strategy.wrap(Forward(model, task.loss, calls_vary=task.calls_vary), list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
     return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)

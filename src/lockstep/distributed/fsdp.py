@@ -71,9 +71,17 @@ class FSDP(Single):
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
         self._reshard()
+        # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
+        # may have less. The root always stays gathered.
+        blocks = [module for module in _fsdp_modules(self.forward) if module is not self.forward]
+        kept = blocks if self.forward.calls_vary else []
+        for block in kept:
+            block.set_reshard_after_forward(False, recurse=False)
         try:
             yield self.unwrapped
         finally:
+            for block in kept:
+                block.set_reshard_after_forward(self.options.reshard_after_forward, recurse=False)
             self._reshard()
 
     def _reshard(self) -> None:

@@ -66,12 +66,17 @@ class Forward(nn.Module):
 
     DDP and FSDP wrap this module and not the model. The task's loss may then call the model several times, or use any
     of its methods and attributes, with the same meaning on one rank and on many.
+
+    Args:
+        loss: `Task.loss`.
+        calls_vary: `Task.calls_vary`.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any], *, calls_vary: bool = False) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.calls_vary = calls_vary
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""

@@ -181,8 +181,8 @@ class MaskedImages(Dataset[MaskedImage]):
         """Look for faults before training, and count the pixels of each class.
 
         The size of each mask is compared with that of its picture, by the headers of the files: some thousand pairs in
-        a second. Of a data set of `datasets`, which has no files with headers, `most` rows are compared. Then
-        `most` masks are read, evenly spaced over the data set; all, where there are no more. Faults in other masks are
+        a second. Of a data set of `datasets`, which has no files with headers, `most` rows are compared. Then `most`
+        masks are read, drawn at random but always the same; all, where there are no more. Faults in other masks are
         found when they are read.
 
         Raises:
@@ -191,7 +191,7 @@ class MaskedImages(Dataset[MaskedImage]):
         if self.masks is None:
             return ClassPixels([0] * len(self.classes), ignored=0, masks=0, of_masks=0)
         self.masks.check()
-        chosen = np.arange(min(most, len(self))) * len(self) // max(1, min(most, len(self)))
+        chosen = np.sort(np.random.default_rng(0).permutation(len(self))[:most])
         self._check_sizes(range(len(self)) if isinstance(self.pictures, PictureFiles) else chosen.tolist())
         counts = np.zeros(len(self.classes) + 1, dtype=np.int64)
         for index in chosen.tolist():

@@ -19,7 +19,7 @@ def class_weights(
         wanted: `balanced`, or weights by class; other classes have the weight 1.
         labels: names of the classes.
         count: returns the number of training samples of each class, for `balanced`: the weight of a class is the number
-            of samples / (the number of classes x its samples).
+            of samples / (the number of classes x its samples). A class without training samples has the weight 1.
 
     Raises:
         UsageError: a class does not exist.
@@ -29,7 +29,8 @@ def class_weights(
     if isinstance(wanted, str):
         counts = count()
         total = sum(counts.values())
-        return torch.tensor([total / (len(labels) * max(1, counts[label])) for label in labels])
+        balanced = [total / (len(labels) * counts[label]) if counts[label] else 1.0 for label in labels]
+        return torch.tensor(balanced)
     unknown = [name for name in wanted if name not in labels]
     if unknown or not wanted:
         raise UsageError(

@@ -64,6 +64,10 @@ class Task(abc.ABC):
     coefficients: Mapping[str, float] = MappingProxyType({})
     """Factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
 
+    calls_vary: bool = False
+    """Evaluations and predictions call the model more often for some batches than for others, such as once for each
+    size of pictures. With FSDP, the blocks of the model then stay gathered on each rank until the evaluation ends."""
+
     presenter: type[Presenter] = Presenter
     """The class that shows samples, outputs and results to people."""
 

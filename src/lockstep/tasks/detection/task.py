@@ -96,6 +96,7 @@ class Detection(Task):
     ) -> None:
         self.options, self.train_source, self.cache = options, train, cache
         self.eval_source = eval or evaluation_part(train)
+        self.calls_vary = options.tile is not None
         self.folder: Path | None = None
         """The folder that is kept with the run. None without a run."""
         self.new_weights: list[str] = []

@@ -24,7 +24,14 @@ from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
 from lockstep.sources.mask_files import size_of
 from lockstep.sources.mask_layouts import evaluation_source_with_masks
-from lockstep.sources.masked_images import ClassPixels, MaskedImage, MaskedImages, read_masked_images, unseen_classes
+from lockstep.sources.masked_images import (
+    MOST_CHECKED,
+    ClassPixels,
+    MaskedImage,
+    MaskedImages,
+    read_masked_images,
+    unseen_classes,
+)
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.segmentation import losses
@@ -93,6 +100,7 @@ class Segmentation(Task):
     ) -> None:
         self.options, self.train_source, self.cache = options, train, cache
         self.eval_source = eval or evaluation_source_with_masks(train)
+        self.calls_vary = options.eval_shape == "keep"
         names = list(options.losses)
         self.coefficients = {"loss" if len(names) == 1 else name: options.losses[name] for name in names}
         self.folder: Path | None = None
@@ -140,7 +148,7 @@ class Segmentation(Task):
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
-        counted = data.check()
+        counted = data.check(len(data) if isinstance(options.class_weights, str) else MOST_CHECKED)
         models = models_for(options, None)
         classes, pixels = models.classes(names), models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]

@@ -94,7 +94,8 @@ class Block(nn.Module):
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.second_norm = _norm(norm, outputs)
         changes = stride > 1 or inputs != outputs
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if changes else nn.Identity()
+        self.stride = stride
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, bias=False) if changes else nn.Identity()
 
     def forward(self, features: Tensor, skip: Tensor | None = None) -> Tensor:
         """The features of the block; `skip`, of the same height and width, is joined to the input's channels."""
@@ -102,7 +103,10 @@ class Block(nn.Module):
             features = torch.cat([features, skip], dim=1)
         inner = functional.relu(self.first_norm(self.first(features)), inplace=True)
         inner = self.second_norm(self.second(inner))
-        return functional.relu(inner + self.shortcut(features), inplace=True)
+        # As a convolution with a stride. Its backward pass writes outside of its memory for some numbers of channels,
+        # with channels_last on the CPU (torch 2.13).
+        kept = features[..., :: self.stride, :: self.stride]
+        return functional.relu(inner + self.shortcut(kept), inplace=True)
 
 
 def _norm(norm: Norm, channels: int) -> nn.Module:
