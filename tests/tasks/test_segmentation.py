@@ -77,7 +77,7 @@ def test_evaluation_keeps_masks_at_the_original_resolution(folder):
         height, width = data[number].mask.shape
         assert torch.equal(batch["masks"][number].long(), torch.from_numpy(data[number].mask).long())
         assert min(batch["images"][number].shape[1:]) == 20
-        assert batch["places"][number].tolist() == [height, width, 0, 0, height, width]
+        assert batch["places"][number] == (height, width, 0, 0, height, width)
     assert fitted_size((360, 480), 180) == (180, 240)
     assert fitted_size((480, 361), 180) == (239, 180)
 
