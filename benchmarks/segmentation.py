@@ -9,8 +9,9 @@ are the mean IoU of the last evaluation, at the original resolution of the pictu
 
 With `--plain`, the same network also trains in a loop of plain PyTorch on one core per process without Lockstep's
 loader, engine and evaluation: DistributedDataParallel, the same number of samples, the same augmentation, optimizer
-and schedule, and its own confusion matrix. Both evaluate once, after the last step. Quoted are the CPU seconds of all
-processes of each command, imports included, which other processes on the machine change less than the time that passes.
+and schedule, and its own confusion matrix. It evaluates once, after the last step; Lockstep also does half way, but not
+with `--epochs`. Quoted are the CPU seconds of all processes of each command, imports included, which other processes on
+the machine change less than the time that passes.
 """
 
 from __future__ import annotations
