@@ -9,8 +9,9 @@ are the mean IoU of the last evaluation, at the original resolution of the pictu
 
 With `--plain`, the same network also trains in a loop of plain PyTorch on one core per process without Lockstep's
 loader, engine and evaluation: DistributedDataParallel, the same number of samples, the same augmentation, optimizer
-and schedule, and its own confusion matrix. Both evaluate once, after the last step. Quoted are the CPU seconds of all
-processes of each command, imports included, which other processes on the machine change less than the time that passes.
+and schedule, and its own confusion matrix. It evaluates once, after the last step; Lockstep also does half way, but not
+with `--epochs`. Quoted are the CPU seconds of all processes of each command, imports included, which other processes on
+the machine change less than the time that passes.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ import contextlib
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,10 +60,37 @@ def entries_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def cpu_of_children() -> float:
-    """CPU seconds of all commands that have ended, in all of their processes."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class CpuSeconds:
+    """CPU seconds of all processes that a program starts, looked at a few times in a second.
+
+    The kernel's own sum lacks processes whose parent does not wait for them.
+    """
+
+    def __init__(self) -> None:
+        self.by_process: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> CpuSeconds:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_process.values())
+
+    def _watch(self) -> None:
+        tick = os.sysconf("SC_CLK_TCK")
+        while not self._ended.wait(0.2):
+            for number in sorted(int(path.name) for path in Path("/proc").glob("[0-9]*")):
+                with contextlib.suppress(OSError):
+                    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+                    if number in self.by_process or int(fields[1]) in {os.getpid(), *self.by_process}:
+                        self.by_process[number] = (int(fields[11]) + int(fields[12])) / tick
 
 
 def train(data: Path, options: list[str], run: Path) -> tuple[dict[str, float], float]:
@@ -203,25 +231,23 @@ def compare(arguments: argparse.Namespace, number: int) -> None:
         if not data.is_dir():
             print(f"no {data}: left out")
             continue
-        began = cpu_of_children()
-        with folder_for(arguments.keep, f"{name}-{number}" if arguments.rounds > 1 else name) as run:
+        place = folder_for(arguments.keep, f"{name}-{number}" if arguments.rounds > 1 else name)
+        with CpuSeconds() as cpu, place as run:
             results, seconds = train(data, OPTIONS[name], run)
             speeds = [entry["train/samples_per_s"] for entry in entries_of(run) if "train/samples_per_s" in entry]
-        cpu = cpu_of_children() - began
         classes = ", ".join(f"{key[9:]} {value:.3f}" for key, value in results.items() if key.startswith("eval/iou/"))
         print(
             f"{name}: mIoU {results['eval/miou']:.4f} (wanted {WANTED[name]}), boundary F1 "
             f"{results['eval/boundary_f1']:.4f}, pixel accuracy {results['eval/pixel_accuracy']:.4f}, {seconds:.0f} s, "
-            f"{cpu:.1f} s of CPU, {sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
+            f"{cpu.total:.1f} s of CPU, {sum(speeds) / max(1, len(speeds)):.1f} samples/s\n  {classes}",
             flush=True,
         )
         if arguments.plain:
-            began = cpu_of_children()
-            found = run_plain(arguments.data, name, arguments.epochs)
-            cpu = cpu_of_children() - began
+            with CpuSeconds() as cpu:
+                found = run_plain(arguments.data, name, arguments.epochs)
             print(
                 f"{name}, plain PyTorch: mIoU {found['miou']:.4f}, {found['seconds']:.0f} s of training, "
-                f"{cpu:.1f} s of CPU",
+                f"{cpu.total:.1f} s of CPU",
                 flush=True,
             )
 

@@ -342,7 +342,7 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
     lines: dict[str, str] = {}
     for fault in error.errors():
         keys, section = _place(model, raw, fault["loc"])
-        path = prefix + ".".join(keys)
+        path = (prefix + ".".join(keys)).removesuffix(".")  # a fault of the whole section has no keys
         where = f"{origin(path)}: {path}"
         message = fault["msg"].removeprefix("Value error, ")
         if fault["type"] == "extra_forbidden":

@@ -9,7 +9,8 @@ from PIL import Image
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from lockstep import LockstepError, Trainer, cli
+from lockstep import LockstepError, Trainer, cli, config_file
+from lockstep.observe import drawing
 from lockstep.sources import masked_images
 from lockstep.tasks.segmentation import counts
 from lockstep.tasks.segmentation import task as segmentation_task
@@ -18,6 +19,7 @@ from lockstep.tasks.segmentation.task import fitted_size
 from tests import runs
 from tests.mask_cases import (
     CLASSES,
+    COLORS,
     UNET,
     described,
     fit,
@@ -77,7 +79,7 @@ def test_evaluation_keeps_masks_at_the_original_resolution(folder):
         height, width = data[number].mask.shape
         assert torch.equal(batch["masks"][number].long(), torch.from_numpy(data[number].mask).long())
         assert min(batch["images"][number].shape[1:]) == 20
-        assert batch["places"][number].tolist() == [height, width, 0, 0, height, width]
+        assert batch["places"][number] == (height, width, 0, 0, height, width)
     assert fitted_size((360, 480), 180) == (180, 240)
     assert fitted_size((480, 361), 180) == (239, 180)
 
@@ -100,6 +102,20 @@ def test_a_training_picture_without_a_mask_is_an_error(folder):
 def test_options_that_contradict_each_other_are_errors(options, what):
     with pytest.raises(ValueError, match=what):
         SegmentationOptions.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["task.losses=[dice]"], "task.losses: ['dice'] gives no factors; write {dice: 1.0}"),
+        (["task.losses=dice"], "task.losses: 'dice' gives no factors; write {dice: 1.0}"),
+        (["task.eval_window=64", "task.eval_size=32"], ": task: eval_window takes pictures at their own resolution"),
+    ],
+)
+def test_errors_of_the_config_name_the_key(keys, message):
+    with pytest.raises(LockstepError) as caught:
+        config_file.load("segmentation", ["data.train=x", *keys])
+    assert message in str(caught.value)
 
 
 def test_unknown_sizes_of_the_network_are_errors(folder):
@@ -453,7 +469,10 @@ def test_files_of_a_prediction_hold_the_classes_and_their_colours(folder):
     assert mask.mode == "P"
     assert (np.asarray(mask) == output["classes"].numpy()).all()
     assert mask.getpalette()[3:6] == [220, 40, 40]
-    assert Image.open(io.BytesIO(files["overlays/*.png"])).size == mask.size
+    overlay = Image.open(io.BytesIO(files["overlays/*.png"]))
+    assert overlay.height > mask.height  # the legend
+    plain = drawing.colored_mask(sample.pixels, output["classes"].numpy(), np.array(COLORS), 0.55)
+    assert (np.asarray(overlay)[: mask.height, : mask.width] == plain).all()
     described = presenter.describe(output)
     assert (described["height"], described["width"]) == sample.mask.shape
     assert sum(described["shares"].values()) == pytest.approx(1, abs=1e-3)

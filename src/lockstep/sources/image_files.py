@@ -133,8 +133,8 @@ def read_class_folders(
         remedy = f"{root.name}/CLASS/NAME.jpg is expected: a folder for each class"
         raise DataError("there are no class folders", where=str(root), remedy=remedy)
     if (recipe := _other_recipe(folders)) is not None:
-        listed = " and ".join(f"{name}/" for name in folders)
-        what = f"the folders {listed} are no classes: this is data for the recipe `{recipe}`"
+        shown = " and ".join(f"{name}/" for name in folders)
+        what = f"the folders {shown} are no classes: this is data for the recipe `{recipe}`"
         remedy = f"train with `lockstep train {recipe}`; if these are two classes, rename the folders"
         raise DataError(what, where=str(root), remedy=remedy)
     known = list(classes) if classes is not None else folders

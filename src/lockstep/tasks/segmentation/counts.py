@@ -99,16 +99,26 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
     """
     ignored = mask == IGNORED
     told = torch.where(ignored, torch.full_like(mask, IGNORED), predicted.to(mask.dtype))
+    true_edges, told_edges = (
+        torch.where(_edges(labels), labels, torch.full_like(labels, IGNORED)) for labels in (mask, told)
+    )
     counts = torch.zeros(4, classes, dtype=torch.int64, device=mask.device)
-    edges = [_edges(mask), _edges(told)]
-    for number in range(classes):
-        true, said = (edge & (labels == number) for edge, labels in zip(edges, (mask, told), strict=True))
-        for place, (one, other) in enumerate(((true, said), (said, true))):
-            if not bool(one.any()):
-                continue
-            counts[2 * place, number] = one.sum()
-            counts[2 * place + 1, number] = (one & _dilated(other, tolerance)).sum() if bool(other.any()) else 0
+    counts[0], counts[2] = _by_class(true_edges, classes), _by_class(told_edges, classes)
+    in_both = counts[0].clamp(max=1) * counts[2]
+    for number, found in enumerate(in_both.tolist()):  # the only point at which the host waits for the device
+        if found:
+            true, said = true_edges == number, told_edges == number
+            counts[1, number] = (true & _dilated(said, tolerance)).sum()
+            counts[3, number] = (said & _dilated(true, tolerance)).sum()
     return counts
+
+
+def _by_class(labels: Tensor, classes: int) -> Tensor:
+    """The number of pixels of each class, without those that are -1: int64 (classes). The host does not wait for the
+    device, as it does with `torch.bincount`."""
+    counts = torch.zeros(classes + 1, dtype=torch.int64, device=labels.device)
+    places = labels.flatten().long() + 1
+    return counts.scatter_add_(0, places, torch.ones_like(places))[1:]
 
 
 def boundary_f1(counts: Tensor) -> float:

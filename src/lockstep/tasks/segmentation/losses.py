@@ -68,8 +68,8 @@ def dice(logits: Tensor, masks: Tensor) -> Tensor:
     """1 - 2 sum(p g) / (sum(p) + sum(g)) over the valid pixels of a picture, as the mean over the classes that occur in
     the picture; summed over pictures. p is the probability of a class, g is 1 where the pixel has the class, else 0.
 
-    Source: Milletari et al., V-Net, arXiv:1606.04797, section 3; with sums instead of squares in the denominator, as
-    Drozdzal et al., arXiv:1608.04117, equation 1.
+    Source: Drozdzal et al., The Importance of Skip Connections in Biomedical Image Segmentation, arXiv:1608.04117,
+    equation 1, for each class. Milletari et al., arXiv:1606.04797, have squares in the denominator.
 
     Args:
         logits: (pictures, classes, height, width).

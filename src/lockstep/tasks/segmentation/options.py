@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from lockstep.config_section import Section
 from lockstep.tasks.image_options import ImageOptions
@@ -86,6 +86,15 @@ class SegmentationOptions(ImageOptions):
     def never_reached(self, epochs: int) -> dict[str, str]:
         # Only square evaluation pictures have a size of `image_size`.
         return super().never_reached(epochs) if self.eval_shape == "square" else {}
+
+    @field_validator("losses", mode="before")
+    @classmethod
+    def _with_factors(cls, losses: Any) -> Any:
+        if isinstance(losses, str | list | tuple):
+            names = [losses] if isinstance(losses, str) else losses
+            example = ", ".join(f"{name}: 1.0" for name in names) or "cross_entropy: 1.0"
+            raise ValueError(f"{losses!r} gives no factors; write {{{example}}}")
+        return losses
 
     @model_validator(mode="after")
     def _one_way_to_evaluate(self) -> Self:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _SHOWN = 8
 _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
+_LEGEND = 240  # pixels: the least width of a legend below an overlay
 _DIGITS = 4
 _UINT8_CLASSES = 256
 
@@ -112,10 +113,15 @@ class SegmentationPresenter(Presenter):
 
     def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
         """The mask with class numbers, and with the colours of the classes as its palette; and the picture with the
-        mask on top. With more than 256 classes, the mask has 16 bits and no palette."""
+        mask on top, above a legend of the classes that occur. With more than 256 classes, the mask has 16 bits and no
+        palette."""
         numbers = output["classes"].cpu().numpy()
         colors = np.array(self.task.about.colors, dtype=np.uint8)
         overlay = drawing.colored_mask(_part(sample)[0], numbers.astype(np.int32), colors, _ALPHA)
+        seen = np.unique(numbers).tolist()
+        names = [self.task.classes[number] for number in seen]
+        legend = drawing.legend(names, colors[seen], width=max(_LEGEND, overlay.shape[1]))
+        overlay = drawing.stacked([overlay, legend])
         return {"masks/*.png": _mask_file(numbers, colors), "overlays/*.png": drawing.png(overlay)}
 
     # ---- an evaluation and a run

@@ -81,9 +81,9 @@ class Segmentation(Task):
 
     A training batch is a dict of `images`: uint8 (pictures, channels, size, size), and `masks`: int16 (pictures, size,
     size), with -1 for ignored pixels. Evaluation batches have pictures of different sizes: `images` and `masks` are
-    lists of tensors, `masks` at the original resolution; `places`: int64 (pictures, 6) height and width to which the
-    logits are resized, and top, left, height and width of the part of them that the mask has; `tolerances`: int64
-    (pictures) the distance in pixels at which boundaries match.
+    lists of tensors, `masks` at the original resolution; `places` is a list of tuples: height and width to which the
+    logits are resized, and top, left, height and width of the part of them that the mask has; `tolerances` is a list of
+    int, the distances in pixels at which boundaries match. Numbers in lists stay on the host.
 
     The output for a picture is a dict of `classes`: (height, width) class numbers, at the original resolution.
 
@@ -272,8 +272,8 @@ class Segmentation(Task):
         return {
             "images": images,
             "masks": masks,
-            "places": torch.tensor([sample["places"] for sample in samples], dtype=torch.int64),
-            "tolerances": torch.tensor([sample["tolerances"] for sample in samples], dtype=torch.int64),
+            "places": [sample["places"] for sample in samples],
+            "tolerances": [sample["tolerances"] for sample in samples],
         }
 
     # ---- from a batch to a loss
@@ -367,7 +367,7 @@ class Segmentation(Task):
         Args:
             tiled: gets the outputs of pictures that are computed window by window. None: there are no such pictures.
         """
-        images, places = batch["images"], batch["places"].tolist()
+        images, places = batch["images"], batch["places"]
         groups: dict[Size, list[int]] = {}
         for number, image in enumerate(images):
             groups.setdefault((image.shape[1], image.shape[2]), []).append(number)
@@ -426,7 +426,7 @@ class Segmentation(Task):
 
 
 def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-    metrics.update([part["classes"] for part in output], batch["masks"], batch["tolerances"].tolist())
+    metrics.update([part["classes"] for part in output], batch["masks"], batch["tolerances"])
 
 
 def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
