@@ -339,6 +339,20 @@ def test_a_batch_without_any_box_teaches_background_and_nothing_else(folder):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("classes.txt", "blue\nred\ngreen\n"), ("names.yaml", "{0: blue, 1: red, 2: green}")]
+)
+def test_classes_may_be_a_file(folder, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    task, plain = make_task({"classes": str(tmp_path / name)}, folder), make_task({}, folder)
+    assert task.classes == ["blue", "red", "green"]
+    assert task.about.category_ids == [12, 7, 3]
+    place = [task.classes.index(name) for name in plain.classes]
+    assert task.train_data()[1].labels.tolist() == [place[label] for label in plain.train_data()[1].labels]
+    with pytest.raises(LockstepError, match=f"(?s)no such file of classes.*did you mean {name}"):
+        _ = make_task({"classes": str(tmp_path / f"x{name}")}, folder).classes
+
+
 def test_labels_of_a_mosaic_are_those_of_its_boxes(folder):
     """The colour of a box tells its class: pictures have no other saturated pixels."""
     augment = {"crop": "scale_jitter", "jitter": [1.0, 1.5], "min_visible": 0.99}

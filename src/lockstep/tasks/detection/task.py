@@ -24,6 +24,7 @@ from lockstep.images.mosaic import draw_others, mosaic
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
+from lockstep.sources.class_table import read_class_table
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.detection.models import Detections, Targets, models_for, picture_of_each
 from lockstep.tasks.detection.options import DetectionOptions
@@ -155,6 +156,8 @@ class Detection(Task):
 
     def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
         options = self.options
+        if classes is None and isinstance(options.classes, str):
+            classes = read_class_table(options.classes).names
         return read_boxed_images(
             source,
             key=f"data.{split}",
