@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import LockstepError, Trainer
 from lockstep.images.picture import Picture
+from lockstep.tasks.detection import center_losses as center_losses_module
 from lockstep.tasks.detection import matching, overlap, views
 from lockstep.tasks.detection.center_detector import CenterDetector, CenterOutput, best_boxes, boxes_of, group_norm
 from lockstep.tasks.detection.center_losses import center_losses, center_targets
 from lockstep.tasks.detection.coco_map import among_best
-from lockstep.tasks.detection.models import Targets
+from lockstep.tasks.detection.models import Detections, Targets
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
 from tests.ranks import RankFailed, run_ranks
@@ -176,11 +177,121 @@ def test_targets_of_boxes():
     wanted = center_targets(targets, classes=2, rows=16, columns=16, like=torch.zeros(1))
     assert (wanted.heat.flatten(2).argmax(-1) == torch.tensor([8 * 16 + 8, 7 * 16 + 9])).all()
     assert [int((heat == 1).sum()) for heat in wanted.heat[0]] == [1, 1]
-    assert set(wanted.owner.tolist()) == {0, 1}
-    places = dict(zip(wanted.at.tolist(), wanted.owner.tolist(), strict=True))
-    assert places[7 * 16 + 9] == 1  # the smaller box has it
-    shares = torch.zeros(2).index_add_(0, wanted.owner, wanted.share)
-    assert torch.allclose(shares, torch.ones(2))
+    assert set(wanted.owner.flatten().tolist()) == {0, 1, 2}
+    assert wanted.owner[0, 7, 9] == 1  # the smaller box has it
+    assert wanted.owner[0, 0, 0] == 2  # the Gaussians do not reach the corner: there is no box
+    assert (wanted.share[wanted.owner == 2] == 0).all()
+    shares = torch.zeros(3).index_add_(0, wanted.owner.flatten(), wanted.share.flatten())
+    assert torch.allclose(shares, torch.tensor([1.0, 1.0, 0.0]))
+
+
+def random_targets(seed=0, pictures=5, size=64):
+    """Random boxes and ignored regions, very unevenly spread over pictures. Some have no box."""
+    draw = torch.Generator().manual_seed(seed)
+    counts, ignored = (torch.tensor([0, 9, 1, 0, 4][:pictures]), torch.tensor([1, 0, 0, 3, 0][:pictures]))
+    boxes, regions = (random_boxes(int(part.sum()), seed + 1, side=size * 0.7) for part in (counts, ignored))
+    return Targets(
+        boxes=boxes,
+        labels=torch.randint(0, 3, (len(boxes),), generator=draw),
+        counts=counts,
+        ignored=regions,
+        ignored_counts=ignored,
+        shapes=torch.full((pictures, 2), size),
+    )
+
+
+def losses_of_single_boxes(output, targets):
+    """The losses of `center_losses`, written box by box and place by place."""
+    logits, distances = output
+    pictures, _, rows, columns = logits.shape
+    heat, owner = torch.zeros_like(logits), {}
+    values = torch.zeros(len(targets.boxes), rows, columns, dtype=logits.dtype)
+    picture_of = [picture for picture, count in enumerate(targets.counts.tolist()) for _ in range(count)]
+    for number, (left, top, right, bottom) in enumerate(targets.boxes.tolist()):
+        near = [
+            min(int((low + high) / 2 / 4), last - 1)
+            for low, high, last in ((top, bottom, rows), (left, right, columns))
+        ]
+        half = [0.27 * (bottom - top), 0.27 * (right - left)]
+        for row in range(rows):
+            for column in range(columns):
+                away = [4.0 * (row - near[0]), 4.0 * (column - near[1])]
+                if all(abs(a) <= h or a == 0 for a, h in zip(away, half, strict=True)):
+                    exponents = [a**2 / (2 * max(h / 3, 1e-3) ** 2) for a, h in zip(away, half, strict=True)]
+                    values[number, row, column] = np.exp(-exponents[0]) * np.exp(-exponents[1])
+        own = heat[picture_of[number], targets.labels[number]]
+        own.copy_(torch.maximum(own, values[number]))
+        own[near[0], near[1]] = 1
+    for number in overlap.area(targets.boxes).argsort(stable=True, descending=True).tolist():  # the smallest come last
+        for place in values[number].nonzero().tolist():
+            owner[picture_of[number], *place] = number
+    boxes, box = boxes_of(distances), 0.0
+    for number in range(len(targets.boxes)):
+        own = [place for place, which in owner.items() if which == number]
+        shares = [values[number, row, column] for _, row, column in own]
+        for (picture, row, column), share in zip(own, shares, strict=True):
+            found, true = boxes[picture, :, row, column], targets.boxes[number].to(logits)
+            box = box + (1 - overlap.generalised_overlap(found, true)) * share / sum(shares)
+    counted = torch.ones(pictures, 1, rows, columns, dtype=torch.bool)
+    y, x = (torch.arange(side) * 4 + 2.0 for side in (rows, columns))
+    regions = [picture for picture, count in enumerate(targets.ignored_counts.tolist()) for _ in range(count)]
+    for picture, (left, top, right, bottom) in zip(regions, targets.ignored.tolist(), strict=True):
+        counted[picture, 0] &= ~(((y > top) & (y < bottom))[:, None] & ((x > left) & (x < right)))
+    score = logits.sigmoid()
+    there, elsewhere = score.log() * (1 - score) ** 2, (1 - score).log() * score**2 * (1 - heat) ** 4 * counted
+    return {"center": -torch.where(heat == 1, there, elsewhere).sum(), "box": box}
+
+
+@pytest.mark.parametrize("at_once", [1, 1000, 1 << 22])
+def test_losses_are_those_of_single_boxes_however_many_are_drawn_at_a_time(monkeypatch, at_once):
+    monkeypatch.setattr(center_losses_module, "_AT_ONCE", at_once)
+    targets, draw = random_targets(), torch.Generator().manual_seed(7)
+    output = CenterOutput(
+        torch.randn(5, 3, 16, 16, generator=draw, dtype=torch.float64).requires_grad_(),
+        (20 * torch.rand(5, 4, 16, 16, generator=draw, dtype=torch.float64)).requires_grad_(),
+    )
+    results = []
+    for losses in (center_losses(output, targets), losses_of_single_boxes(output, targets)):
+        gradients = torch.autograd.grad(losses["center"] + losses["box"], output)
+        results.append([losses["center"], losses["box"], *gradients])
+    for found, wanted in zip(*results, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+class NoWaits(TorchDispatchMode):
+    """Refuses operations for which a GPU would have to be waited for."""
+
+    waits = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name
+        assert name not in self.waits, name
+        if name == "aten::repeat_interleave":
+            assert (kwargs or {}).get("output_size") is not None, name
+        if name in ("aten::index", "aten::index_put_", "aten::index_put"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), name
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_loss_and_the_boxes_of_a_batch_wait_for_no_device(folder, monkeypatch):
+    task = make_task({}, folder)
+    model = task.model()
+    training, evaluation = (batch_of(task, range(8), which) for which in (True, False))
+    assert len(training["regions"])
+    best = model.eval()(torch.zeros(8, 3, 64, 64, dtype=torch.float64))
+    model.train()
+
+    def refuse(*_):
+        raise AssertionError("a tensor was read")
+
+    for method in ("tolist", "item", "numpy", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    with NoWaits():
+        weights, losses = task.weight(training), task.loss(model, training)
+        sum(losses[head] / weights[head] for head in losses).backward()
+        found = Detections(best.distances.flatten(2)[..., :300].mT, best.logits.flatten(1)[:, :300], None)
+        places = torch.zeros(8, found.boxes.shape[1], dtype=torch.int64)
+        task._together([found._replace(scores=found.boxes[..., 0], labels=places)], evaluation)
 
 
 def test_the_right_output_has_no_box_loss_and_crowds_are_no_background():
@@ -226,6 +337,20 @@ def test_a_batch_without_any_box_teaches_background_and_nothing_else(folder):
     assert losses["box"].item() == 0
     sum(losses.values()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("classes.txt", "blue\nred\ngreen\n"), ("names.yaml", "{0: blue, 1: red, 2: green}")]
+)
+def test_classes_may_be_a_file(folder, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    task, plain = make_task({"classes": str(tmp_path / name)}, folder), make_task({}, folder)
+    assert task.classes == ["blue", "red", "green"]
+    assert task.about.category_ids == [12, 7, 3]
+    place = [task.classes.index(name) for name in plain.classes]
+    assert task.train_data()[1].labels.tolist() == [place[label] for label in plain.train_data()[1].labels]
+    with pytest.raises(LockstepError, match=f"(?s)no such file of classes.*did you mean {name}"):
+        _ = make_task({"classes": str(tmp_path / f"x{name}")}, folder).classes
 
 
 def test_labels_of_a_mosaic_are_those_of_its_boxes(folder):

@@ -118,7 +118,7 @@ def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> 
         where, classes = classes, _read_file(Path(classes))
     table = _parse(classes, where)
     if not table.classes:
-        raise DataError("there are no classes", where=where, remedy="name the classes of the masks")
+        raise DataError("there are no classes", where=where, remedy="name the classes")
     return table
 
 

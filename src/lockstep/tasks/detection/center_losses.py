@@ -17,6 +17,7 @@ from lockstep.tasks.detection.models import Targets
 from lockstep.tasks.detection.overlap import area, generalised_overlap
 
 _SHARE = 0.54  # of a box's sides: how far its Gaussian reaches ("alpha" and "beta" in the paper)
+_AT_ONCE = 1 << 22  # places of boxes that are drawn at a time: 16 MB
 _FOCUS, _RELIEF = 2, 4  # exponents of Objects as Points, arXiv:1904.07850, equation 1
 
 
@@ -28,11 +29,11 @@ class CenterTargets(NamedTuple):
     counts: Tensor
     """bool (pictures, 1, rows, columns): whether the places without a centre count as background."""
     owner: Tensor
-    """int64 (places): the box of each place that has a box, counted over the batch."""
-    at: Tensor
-    """int64 (places): these places, as indices into (pictures, rows, columns)."""
+    """int64 (pictures, rows, columns): the box of each place, counted over the batch. Places without a box have the
+    number of boxes."""
     share: Tensor
-    """(places): the weight of each of these places. The weights of a box add to 1."""
+    """(pictures, rows, columns): the weight of each place in the loss of its box. The weights of a box add to 1. 0 in
+    places without a box."""
 
 
 def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, like: Tensor) -> CenterTargets:
@@ -40,40 +41,47 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
 
     Each box is a Gaussian around its centre that is as wide as the box. Where several boxes cover a place, the
     smallest has it. A box whose every place belongs to smaller boxes has no place.
+
+    Nothing here waits for the device: all shapes are known from the shapes of `targets`. Boxes are drawn a few at a
+    time, so that memory does not grow with boxes x places.
     """
     pictures, boxes = len(targets.counts), targets.boxes.to(like)
     y, x = places(rows, columns, like)
     reach = rows * STRIDE, columns * STRIDE
     vertical, row = _gaussian(y, boxes[:, 1], boxes[:, 3], reach[0])
     horizontal, column = _gaussian(x, boxes[:, 0], boxes[:, 2], reach[1])
-    values = vertical[:, :, None] * horizontal[:, None, :]  # (boxes, rows, columns)
     picture = targets.pictures
 
+    # The smallest box of each place: boxes have numbers by size, and the least number wins.
+    none = len(boxes)
+    order = area(boxes).argsort(stable=True)
+    number = torch.empty_like(order)
+    number[order] = torch.arange(none, device=order.device)
     heat = like.new_zeros(pictures * classes, rows, columns)
-    into = (picture * classes + targets.labels)[:, None, None].expand_as(values)
-    heat.scatter_reduce_(0, into, values, "amax")
+    numbers = order.new_full((pictures, rows, columns), none)
+    for part in _parts(none, rows * columns):
+        values = vertical[part, :, None] * horizontal[part, None, :]  # (boxes of the part, rows, columns)
+        into = (picture[part] * classes + targets.labels[part])[:, None, None].expand_as(values)
+        heat.scatter_reduce_(0, into, values, "amax")
+        own = torch.where(values > 0, number[part, None, None], none)
+        numbers.scatter_reduce_(0, picture[part, None, None].expand_as(own), own, "amin")
     heat = heat.view(pictures, classes, rows, columns)
     heat[picture, targets.labels, row, column] = 1.0
 
-    # The smallest box of each place: boxes have numbers by size, and the least number wins.
-    order = area(boxes).argsort(stable=True)
-    number = torch.empty_like(order)
-    number[order] = torch.arange(len(order), device=order.device)
-    none = len(order)
-    numbers = torch.where(values > 0, number[:, None, None], none)
-    owners = numbers.new_full((pictures, rows, columns), none)
-    owners.scatter_reduce_(0, picture[:, None, None].expand_as(numbers), numbers, "amin")
-    at = (owners.flatten() < none).nonzero().squeeze(1)
-    owner = order[owners.flatten()[at]]
-    share = values.flatten(1)[owner, at % (rows * columns)]
-    total = share.new_zeros(len(boxes)).index_add_(0, owner, share)
-    return CenterTargets(
-        heat=heat,
-        counts=~_covered(targets, y, x),
-        owner=owner,
-        at=at,
-        share=share / total[owner],
-    )
+    # Row `none` of these stands for places without a box.
+    owner = torch.cat([order, order.new_full((1,), none)])[numbers]
+    vertical, horizontal = (functional.pad(part, (0, 0, 0, 1)) for part in (vertical, horizontal))
+    down = torch.arange(rows, device=like.device)[:, None]
+    share = vertical[owner, down] * horizontal[owner, torch.arange(columns, device=like.device)]
+    total = share.new_zeros(none + 1).index_add_(0, owner.flatten(), share.flatten())
+    total[none] = 1.0
+    return CenterTargets(heat=heat, counts=~_covered(targets, y, x), owner=owner, share=share / total[owner])
+
+
+def _parts(boxes: int, places_of_box: int) -> list[slice]:
+    """Slices of so many boxes that their places are few enough to be held at once."""
+    step = max(1, _AT_ONCE // places_of_box)
+    return [slice(begin, begin + step) for begin in range(0, boxes, step)]
 
 
 def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[Tensor, Tensor]:
@@ -94,11 +102,14 @@ def _gaussian(middles: Tensor, low: Tensor, high: Tensor, end: float) -> tuple[T
 
 def _covered(targets: Targets, y: Tensor, x: Tensor) -> Tensor:
     """bool (pictures, 1, rows, columns): whether a place lies in an ignored region."""
-    covered = torch.zeros(len(targets.counts), 1, len(y), len(x), dtype=torch.bool, device=y.device)
-    pictures = torch.arange(len(targets.counts), device=y.device).repeat_interleave(targets.ignored_counts)
-    for picture, (left, top, right, bottom) in zip(pictures.tolist(), targets.ignored.tolist(), strict=True):
-        covered[picture, 0] |= ((y > top) & (y < bottom))[:, None] & ((x > left) & (x < right))[None, :]
-    return covered
+    covered = y.new_zeros(len(targets.counts), len(y), len(x))
+    left, top, right, bottom = targets.ignored.to(y).T[..., None]
+    across, down = (x > left) & (x < right), (y > top) & (y < bottom)
+    picture = targets.ignored_pictures
+    for part in _parts(len(targets.ignored), len(y) * len(x)):
+        inside = (down[part, :, None] & across[part, None, :]).to(y)
+        covered.scatter_reduce_(0, picture[part, None, None].expand_as(inside), inside, "amax")
+    return covered[:, None] > 0
 
 
 def center_losses(output: CenterOutput, targets: Targets) -> dict[str, Tensor]:
@@ -120,8 +131,8 @@ def _focal(logits: Tensor, wanted: CenterTargets) -> Tensor:
 
 
 def _overlap(distances: Tensor, wanted: CenterTargets, targets: Targets) -> Tensor:
-    if not len(wanted.at):
+    if not len(targets.boxes):
         return 0.0 * distances.sum()
-    found = boxes_of(distances).permute(0, 2, 3, 1).reshape(-1, 4)[wanted.at]
-    true = targets.boxes.to(found)[wanted.owner]
+    found = boxes_of(distances).permute(0, 2, 3, 1)
+    true = functional.pad(targets.boxes.to(found), (0, 0, 0, 1))[wanted.owner]
     return ((1 - generalised_overlap(found, true)) * wanted.share).sum()

@@ -14,6 +14,15 @@ from lockstep.tasks.detection.options import CENTER, DetectionOptions
 from lockstep.tasks.image_models import Pixels
 
 
+def picture_of_each(counts: Tensor, total: int) -> Tensor:
+    """int64 (total): 0 as often as counts[0] says, 1 as often as counts[1], and so on, without waiting for the device.
+
+    Args:
+        total: the sum of `counts`, which the caller knows from the shape of a tensor.
+    """
+    return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts, output_size=total)
+
+
 @dataclass(frozen=True)
 class Targets:
     """The true boxes of a batch of prepared pictures. The boxes of all pictures stand behind each other."""
@@ -35,7 +44,12 @@ class Targets:
     @property
     def pictures(self) -> Tensor:
         """int64 (boxes): the picture of each box."""
-        return torch.repeat_interleave(torch.arange(len(self.counts), device=self.counts.device), self.counts)
+        return picture_of_each(self.counts, len(self.boxes))
+
+    @property
+    def ignored_pictures(self) -> Tensor:
+        """int64 (regions): the picture of each ignored region."""
+        return picture_of_each(self.ignored_counts, len(self.ignored))
 
     def by_picture(self) -> list[tuple[Tensor, Tensor]]:
         """Boxes (n, 4) and labels (n) of each picture."""
@@ -44,6 +58,8 @@ class Targets:
 
     def part(self, begin: int, end: int) -> Targets:
         """The targets of the pictures from `begin` to before `end`."""
+        if begin == 0 and end >= len(self.counts):
+            return self  # the sums below wait for the device
 
         def rows(values: Tensor, counts: Tensor) -> Tensor:
             return values[int(counts[:begin].sum()) : int(counts[:end].sum())]

@@ -37,8 +37,9 @@ class DetectionOptions(ImageOptions):
     scratch: ScratchOptions = ScratchOptions()
     new_head: bool = False
     """Whether to replace the last layers of a model that already detects other classes."""
-    classes: list[str] | None = None
-    """Names of the classes in the order of their numbers. None: those of the training data."""
+    classes: str | list[str] | None = None
+    """Names of the classes in the order of their numbers, or a YAML, JSON or text file with the names. None: those of
+    the training data."""
     images: str | None = None
     """The folder of the training pictures, where `data.train` is an annotation file. None: beside the annotations."""
     eval_images: str | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from lockstep.errors import DataError
@@ -22,8 +23,9 @@ from lockstep.images.mosaic import draw_others, mosaic
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
+from lockstep.sources.class_table import read_class_table
 from lockstep.tasks.batch_norm import exchange_batch_norm
-from lockstep.tasks.detection.models import Detections, Targets, models_for
+from lockstep.tasks.detection.models import Detections, Targets, models_for, picture_of_each
 from lockstep.tasks.detection.options import DetectionOptions
 from lockstep.tasks.detection.overlap import remaining
 from lockstep.tasks.detection.presenter import DetectionPresenter
@@ -73,6 +75,7 @@ class Detection(Task):
     | `images` | uint8 (views, channels, size, size) | the pictures, each fitted into a square |
     | `boxes` | float32 (boxes, 4) | those of all views, in pixels of the views |
     | `labels`, `crowd` | int64 (boxes), bool (boxes) | their class numbers, and which stand for a group of objects |
+    | `objects`, `regions` | int64 | places in `boxes` of those that are no crowds, and of the crowds |
     | `counts` | int64 (views) | boxes of each view |
     | `shapes` | int64 (views, 2) | height and width of the part of each view that is no padding |
     | `scale`, `offset` | float32 (views, 2) | the way back to the original picture, as in `views.View` |
@@ -149,6 +152,8 @@ class Detection(Task):
 
     def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
         options = self.options
+        if classes is None and isinstance(options.classes, str):
+            classes = read_class_table(options.classes).names
         return read_boxed_images(
             source,
             key=f"data.{split}",
@@ -252,11 +257,14 @@ class Detection(Task):
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         seen: list[View] = [view for sample in samples for view in sample["views"]]
         boxes = [view.picture.boxes for view in seen]
+        crowd = torch.cat([part for sample in samples for part in sample["crowd"]]).bool()
         return {
             "images": stack_images([view.picture.image for view in seen]),
             "boxes": torch.cat([part for part in boxes if part is not None]),
             "labels": torch.cat([part for sample in samples for part in sample["labels"]]).long(),
-            "crowd": torch.cat([part for sample in samples for part in sample["crowd"]]).bool(),
+            "crowd": crowd,
+            "objects": (~crowd).nonzero().squeeze(1),
+            "regions": crowd.nonzero().squeeze(1),
             "counts": torch.tensor([len(part) for part in boxes if part is not None]),
             "shapes": torch.tensor([view.shape for view in seen]),
             "scale": torch.tensor([pair for sample in samples for pair in sample["scale"]], dtype=torch.float32),
@@ -272,13 +280,14 @@ class Detection(Task):
     def targets(batch: Batch) -> Targets:
         """The true boxes of the views of a batch; crowds are regions that are ignored."""
         crowd, counts = batch["crowd"], batch["counts"]
-        view = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        view = picture_of_each(counts, len(crowd))
         ignored_counts = torch.zeros_like(counts).index_add_(0, view, crowd.to(counts.dtype))
+        objects, regions = batch["objects"], batch["regions"]
         return Targets(
-            boxes=batch["boxes"][~crowd],
-            labels=batch["labels"][~crowd],
+            boxes=batch["boxes"][objects],
+            labels=batch["labels"][objects],
             counts=counts - ignored_counts,
-            ignored=batch["boxes"][crowd],
+            ignored=batch["boxes"][regions],
             ignored_counts=ignored_counts,
             shapes=batch["shapes"],
         )
@@ -328,26 +337,31 @@ class Detection(Task):
         """The boxes of pictures from those of their views, all with `most_boxes` places."""
         boxes, scores, labels = (torch.cat(part) for part in zip(*parts, strict=True))
         boxes = in_picture(boxes.float(), batch["scale"], batch["offset"])
-        most, counts = self.options.most_boxes, batch["views"].tolist()
-        if max(counts) > 1:
-            pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
-            merged = [self._merged(*picture) for picture in pictures]
-        else:
-            merged = list(zip(boxes, scores, labels, strict=True))
-        places = (len(merged), most)
-        result = {
-            "boxes": boxes.new_zeros(*places, 4),
-            "scores": boxes.new_zeros(places),
-            "labels": labels.new_full(places, -1),
+        if len(batch["views"]) < len(boxes):
+            boxes, scores, labels = self._of_tiles(boxes, scores, labels, batch)
+        missing = max(0, self.options.most_boxes - scores.shape[1])
+        limit = batch["sizes"].flip(1).repeat(1, 2)[:, None].to(boxes)
+        found = {
+            "boxes": (torch.minimum(boxes.clamp(min=0), limit), 0.0),
+            "scores": (scores.float(), 0.0),
+            "labels": (labels, -1),
         }
-        for number, (own_boxes, own_scores, own_labels) in enumerate(merged):
-            height, width = batch["sizes"][number].tolist()
-            limit = boxes.new_tensor([width, height, width, height])
-            count = min(most, len(own_scores))
-            result["boxes"][number, :count] = torch.minimum(own_boxes[:count].clamp(min=0), limit)
-            result["scores"][number, :count] = own_scores[:count].float()
-            result["labels"][number, :count] = own_labels[:count]
-        return result
+        shape = {"boxes": (0, 0, 0, missing), "scores": (0, missing), "labels": (0, missing)}
+        most = self.options.most_boxes
+        return {name: functional.pad(part[:, :most], shape[name], value=empty) for name, (part, empty) in found.items()}
+
+    def _of_tiles(self, boxes: Tensor, scores: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """The boxes of pictures from those of their tiles: (pictures, places, ...)."""
+        counts = batch["views"].tolist()
+        pictures = zip(*(torch.split(part, counts) for part in (boxes, scores, labels)), strict=True)
+        merged = [self._merged(*picture) for picture in pictures]
+        places = max(len(own_scores) for _, own_scores, _ in merged)
+        fills = (0.0, 0.0, -1)
+        padded = [
+            torch.stack([_lengthened(part, places, fill) for part in parts])
+            for parts, fill in zip(zip(*merged, strict=True), fills, strict=True)
+        ]
+        return padded[0], padded[1], padded[2]
 
     def _merged(self, boxes: Tensor, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The boxes of one picture from those of its tiles (tiles, places): the best first, without doubles."""
@@ -400,6 +414,11 @@ class Detection(Task):
     @staticmethod
     def _update(metrics: MetricCollection, output: dict[str, Tensor], batch: Batch) -> None:
         metrics.update(output["boxes"], output["scores"], output["labels"], batch["ids"])
+
+
+def _lengthened(values: Tensor, length: int, fill: float) -> Tensor:
+    """`values` (n, ...) with more rows of `fill`: (length, ...)."""
+    return torch.cat([values, values.new_full((length - len(values), *values.shape[1:]), fill)])
 
 
 def _picture(sample: BoxedImage) -> Picture:
