@@ -40,7 +40,7 @@ def test_a_case_on_one_rank_is_plain_torch(seed):
     fuzz_runs.check("plain", [Maker(seed).case()])
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @seeds
 @examples(2, LONG // 5 // ON_RANKS)
 def test_cases_on_ranks_are_plain_torch(world, seed):

@@ -182,7 +182,7 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.data[index]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, training):
     settings = runs.config(data={"workers": 2}, train={"steps": 12, "eval_every_steps": 6})
     expected, same = runs.fit(Killed(-1), settings, tmp_path / "whole")

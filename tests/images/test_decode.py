@@ -83,7 +83,7 @@ def test_pixels_are_those_of_pil(case, channels, decoders):
 
 def test_ordinary_jpegs_do_not_need_pil(monkeypatch):
     pytest.importorskip("simplejpeg")
-    monkeypatch.setattr(module, "_opened", None)
+    monkeypatch.setattr(module, "opened", None)
     monkeypatch.setattr(Image, "open", None)
     data = encode(RGB, "JPEG")
     assert decode(data).shape == (48, 64, 3)

@@ -382,7 +382,9 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, held_out):
             assert results == reference
 
 
-@pytest.mark.parametrize("step", [2, 5, 8])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, marks=pytest.mark.exhaustive), 5, pytest.param(8, marks=pytest.mark.exhaustive)]
+)
 def test_a_run_killed_in_any_phase_ends_with_the_same_bits(folder, tmp_path, step):
     options = EVERYTHING | {"batch_norm": "batch"}
     settings = runs.config(

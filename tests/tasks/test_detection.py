@@ -550,7 +550,7 @@ def test_ranks_and_accumulation_change_nothing(folder, options):
             assert runs.difference(weights, reference) < 1e-10
 
 
-@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("step", [2, pytest.param(5, marks=pytest.mark.exhaustive)])
 def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path, step):
     options = {"batch_norm": "batch"}
     settings = runs.config(

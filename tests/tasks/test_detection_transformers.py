@@ -333,9 +333,10 @@ def test_batch_norm_suits_models_of_transformers_if_it_is_not_given():
     assert options({"model": "PekingU/rtdetr_r18vd", "batch_norm": "sync"}).batch_norm == "sync"
 
 
-def test_model_whose_layers_transformers_does_not_know_is_not_exported(tmp_path):
+def test_model_whose_layers_transformers_does_not_know_is_exported_with_a_warning(tmp_path):
     models, model = made("rt_detr")
     changed = exchange_batch_norm(model, "group")
     preparation = Preparation(size=SIZE, mean=[0.5] * 3, std=[0.5] * 3, fill=128, score_threshold=0.3)
-    with pytest.raises(LockstepError, match=r"task\.batch_norm: .* has model\..*, which this model lacks"):
-        models.export(changed, preparation, tmp_path)
+    (warning,) = models.export(changed, preparation, tmp_path)
+    assert "transformers cannot load this model" in warning
+    assert not (tmp_path / "config.json").exists()  # with it, transformers would make other layers without a word

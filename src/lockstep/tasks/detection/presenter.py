@@ -75,14 +75,15 @@ class DetectionPresenter(Presenter):
     # ---- one sample
 
     def describe(self, output: Output) -> dict[str, Any]:
-        """The boxes with at least `score_threshold`, the best first: class, score, and left, top, right and bottom in
-        pixels of the original picture."""
+        """`boxes`: those with at least `score_threshold`, the best first, with class, score, and left, top, right and
+        bottom in pixels of the original picture. `best_score`: the highest score of any box; 0 without boxes."""
         boxes, scores, labels = _shown(output, self.task.options.score_threshold)
         return {
             "boxes": [
                 {"class": self.task.classes[label], "score": round(score, _DIGITS), "box": _rounded(box)}
                 for box, score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
-            ]
+            ],
+            "best_score": round(float(output["scores"].max()), _DIGITS) if len(output["scores"]) else 0.0,
         }
 
     def truth(self, sample: BoxedImage) -> list[dict[str, Any]]:

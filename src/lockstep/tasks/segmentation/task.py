@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -116,7 +116,7 @@ class Segmentation(Task):
         def save(staging: Path) -> None:
             models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
 
-        keep(folder, _KEPT, lambda: self.about, save)
+        keep(folder, _KEPT, lambda: replace(self.about, unseen=self._check_evaluation()), save)
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 

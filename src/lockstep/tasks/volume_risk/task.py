@@ -150,7 +150,12 @@ class VolumeRisk(Task):
             DataError: volumes cannot be used, or a patient is in both parts of the data.
         """
         self._trained = trained
-        keep(folder, _KEPT, lambda: self.about, lambda staging: self._backbone_config().save_pretrained(staging))
+
+        def about() -> About:
+            self._check_data()
+            return self.about
+
+        keep(folder, _KEPT, about, lambda staging: self._backbone_config().save_pretrained(staging))
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
 
