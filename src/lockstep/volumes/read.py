@@ -86,8 +86,10 @@ def _read_numpy(path: Path) -> Volume:
     mm) and `positions` (of the slices, in mm). Without these, distances are taken as 1 mm.
     """
     try:
-        loaded = np.load(path, allow_pickle=False)
-        arrays = {"slices": loaded} if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+        with path.open("rb") as file:  # NumPy leaves a damaged file open
+            loaded = np.load(file, allow_pickle=False)
+            is_single = isinstance(loaded, np.ndarray)
+            arrays = {"slices": loaded} if is_single else {name: loaded[name] for name in loaded.files}
     except _DAMAGED as error:
         raise _damaged(path, "NumPy", error) from error
     solid = [name for name, array in arrays.items() if array.ndim == 3]
