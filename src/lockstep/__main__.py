@@ -3,6 +3,7 @@
 Signals are handled from the first moment, because imports take time: the command line 0.2 s, torch some seconds.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,7 +19,8 @@ def _stop(number: int, frame: object) -> None:
     if "RANK" not in os.environ:
         name = signal.Signals(number).name
         rest = "before training began; nothing was lost; the same command goes on from there"
-        os.write(2, f"stopped by {name} {rest}\n".encode())
+        with contextlib.suppress(OSError):  # SIGHUP: the terminal is gone
+            os.write(2, f"stopped by {name} {rest}\n".encode())
     os._exit(_EXIT_PREEMPTED)
 
 

@@ -490,3 +490,23 @@ def test_one_rank_talks_to_nobody():
     assert 0 < asked.elapsed_s < asked.elapsed_s
     flag.note(signal.SIGINT)
     assert asked()
+
+
+def test_second_signal_ends_the_process_although_the_terminal_is_gone(tmp_path):
+    code = (
+        "import os, signal, time\n"
+        "from lockstep.distributed import signals\n"
+        "signals._ONCE_S = 0.0\n"
+        "reading, writing = os.pipe()\n"
+        "os.close(reading)\n"
+        "os.dup2(writing, 2)\n"  # writing fails, as it does for a terminal that is gone
+        "with signals.listening() as flag:\n"
+        "    flag.saves = True\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    time.sleep(0.05)\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    time.sleep(20)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != signals.LAUNCHED}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S)
+    assert done.returncode == 128 + signal.SIGHUP

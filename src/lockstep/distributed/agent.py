@@ -1,4 +1,4 @@
-"""Torch's elastic agent for this machine: it meets the agents of other machines, starts ranks, and waits for them."""
+"""Torch's elastic agent for this machine: it starts ranks, waits for them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from lockstep.distributed import heartbeat, warm_process
 
-_LOOK_EVERY_S = 0.5  # for agents of other machines that wait to join
+_LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
-_LOOK_ORPHANS_S = 0.01
+_LOOK_AGAIN_S = 0.01
+_ENDS_S = 2.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
+_UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _SAVE_S = 30  # between SIGTERM and SIGKILL
-
-
 _ADDRESS = "127.0.0.1"
 
 
@@ -127,7 +127,7 @@ class RankAgent(SimpleElasticAgent):
             done = all(process.exitcode == 0 for process in self.processes.values())
             values = dict.fromkeys(self.processes) if done else {}
             return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=values)
-        if warm_process.how_it_ended() is not None:
+        if self._warm_process_is_gone():
             self._kill_orphans()
         if all((process.exitcode or 0) >= 0 for process in self.processes.values()):  # no rank was killed
             self._wait_for_all(_REPORT_S)
@@ -144,6 +144,16 @@ class RankAgent(SimpleElasticAgent):
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
 
+    def _warm_process_is_gone(self) -> bool:
+        """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
+        deadline = time.monotonic() + _ENDS_S
+        while warm_process.how_it_ended() is None:
+            unknown = any(process.exitcode == _UNKNOWN for process in self.processes.values())
+            if not unknown or time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_AGAIN_S)
+        return True
+
     def _kill_orphans(self) -> None:
         """End the ranks whose exit codes nobody can tell any more, since the warm process has ended.
 
@@ -155,7 +165,7 @@ class RankAgent(SimpleElasticAgent):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + _SAVE_S
         while any(heartbeat.is_alive(pid) for pid in left) and time.monotonic() < deadline:
-            time.sleep(_LOOK_ORPHANS_S)
+            time.sleep(_LOOK_AGAIN_S)
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until another process has ended."""

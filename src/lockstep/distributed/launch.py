@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.distributed import heartbeat, warm_process
-from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, is_another, not_ignored
+from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, STOPPED_AT_ONCE, is_another, not_ignored, tell
 from lockstep.errors import LockstepError, Preempted, RankError
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class _Forwarding:
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
         warm_process.remove_files()
-        os.write(2, b"\nstopped at once, without saving; the same command goes on from the newest checkpoint\n")
+        tell(STOPPED_AT_ONCE)
         os._exit(128 + number)
 
 

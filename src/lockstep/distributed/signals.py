@@ -26,9 +26,16 @@ STOP_FILE = "stop"
 """In the folder of heartbeats: names the signal that asked the launcher to stop. Ranks that start later see it."""
 LAUNCHED = "LOCKSTEP_LAUNCHED"
 """Environment variable of ranks that our launcher started: it shows their errors, and decides about second signals."""
+STOPPED_AT_ONCE = "\nstopped at once, without saving; the same command goes on from the newest checkpoint"
 _ONCE_S = 1.0  # a launcher and a scheduler may both pass on the same request
 _KEY_S = 0.2  # a wrapper repeated one Ctrl-C after 5 ms at most (30 tries, 2 cores, 6 busy processes)
 _EVERY_S = 1.0
+
+
+def tell(text: str) -> None:
+    """Write a line to stderr, from a signal handler too. Nobody reads it where the terminal is gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
 
 
 def is_another(number: int, asked_at: float) -> bool:
@@ -140,7 +147,7 @@ def _watch(flag: StopFlag, pipe: int) -> None:
             ):
                 os._exit(1)
         elif again:
-            os.write(2, b"\nstopped at once, without saving; the same command goes on from the newest checkpoint\n")
+            tell(STOPPED_AT_ONCE)
             os._exit(128 + number)
     os.close(pipe)
 
