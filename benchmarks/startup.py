@@ -122,23 +122,26 @@ def memory(ranks, folder):
 
 
 def left_over(launches, folder):
-    def seen():
-        names = {pid: Path(f"/proc/{pid}/cmdline") for pid in processes()}
-        ours = set()
-        for pid, path in names.items():
-            try:
-                if b"lockstep" in path.read_bytes() or b"forkserver" in path.read_bytes():
-                    ours.add(pid)
-            except OSError:
-                continue
-        return ours, set(os.listdir(tempfile.gettempdir()))
+    """Launch again and again with a folder of our own for temporary files, which also marks our processes."""
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = str(temporary)
+    mark = f"TMPDIR={temporary}\0".encode()
 
-    before = seen()
-    for _ in range(launches):
+    def is_ours(pid):
+        try:
+            return mark in Path(f"/proc/{pid}/environ").read_bytes() and pid != os.getpid()
+        except OSError:
+            return False
+
+    before = set(os.listdir("/dev/shm"))
+    for launch in range(1, launches + 1):
         first_step(commands(2, folder)["lockstep"], folder)
-    time.sleep(1)
-    after = seen()
-    print(f"{launches} launches left {len(after[0] - before[0])} processes and {sorted(after[1] - before[1])}")
+        if launch % 10 == 0 or launch == launches:
+            time.sleep(1)
+            left = [pid for pid in processes() if is_ours(pid)]
+            shared = sorted(set(os.listdir("/dev/shm")) - before)
+            print(f"{launch} launches left processes {left} and files {os.listdir(temporary)} {shared}", flush=True)
 
 
 def main():
