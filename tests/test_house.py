@@ -50,6 +50,8 @@ ALLOWED = {
     "config": {"config_section"},
     "config_file": {"errors", "config", "config_section", "tasks.registry"},
     "config_preset": {"errors", "config", "config_file"},
+    "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
+    "verify.checks": {"verify"},
     "verify": {
         "errors",
         "atomic",

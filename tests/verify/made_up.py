@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from lockstep import config_file
+from lockstep.verify import worker_functions
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.task_probe import TaskProbe
@@ -34,6 +35,8 @@ class MadeUpExperiments(Experiments):
     answers = None
 
     def run(self, name, world, function, *arguments):
+        if function is worker_functions.planned_epochs:
+            return [function(*arguments)]
         workers = self.workers
         try:
             if name in self.answers:
@@ -47,12 +50,14 @@ def experiments(answers=None, nproc=2, steps=12, folder=Path("nowhere"), workers
     """answers: by name of the experiment, a list with the answer of each rank, or the answer of rank 0."""
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
     made = MadeUpExperiments(config, nproc, folder, workers or NoWorkers(), steps=steps)
-    given = {"task-probe": TaskProbe(epsilon=1e-16)} | (answers or {})
+    given = {"task-probe": TaskProbe(epsilon=1e-16), "data-sizes": [(240, 0)]} | (answers or {})
     lists = {name: answer if isinstance(answer, list) else [answer] for name, answer in given.items()}
     made.answers = {
         name: [answer if isinstance(answer, Answer | WorkerEnded) else Answer(answer) for answer in answers]
         for name, answers in lists.items()
     }
+    learned = lists.get("learned-1", [None])[0]
+    made.learning_steps = learned.stop if isinstance(learned, Recording) else made.learning_steps
     return made
 
 

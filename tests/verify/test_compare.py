@@ -13,20 +13,24 @@ from lockstep.verify.compare import (
     differing_names,
     first_difference,
     is_too_large,
-    last_checkpoint,
     rounding_bound,
 )
+from lockstep.verify.reference.checkpoint import newest
 from tests import runs
-from tests.checkpoint.cases import commit, read
+from tests.checkpoint.cases import commit
 from tests.own_tasks import Masked
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 NO_NOISE = Difference(0.0, "", 0.0)
 
 
+def read(state):
+    return dict(state.read(state.names))
+
+
 def trained(folder, steps=3, **sections):
     runs.fit(Masked(60), runs.config(train={"steps": steps}, checkpoint={"every_steps": 2}, **sections), folder)
-    return last_checkpoint(folder)
+    return newest(folder)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,7 @@ def altered(checkpoint, folder, change, **more):
         checkpoint.values | more.pop("values", {}),
         **manifest | more,
     )
-    return last_checkpoint(folder)
+    return newest(folder)
 
 
 def unchanged(tensors):
@@ -57,8 +61,8 @@ def unchanged(tensors):
 
 def test_the_newest_checkpoint_is_the_one_of_the_last_step(pair, tmp_path):
     assert pair[0].step == 3
-    assert last_checkpoint(pair[0].path.parents[1]).step == 3
-    assert last_checkpoint(str(tmp_path)) is None
+    assert newest(pair[0].path.parents[1]).step == 3
+    assert newest(str(tmp_path)) is None
 
 
 def test_equal_runs_differ_in_nothing(pair):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import Dataset, TensorDataset
 
-from lockstep.data.loader import MicroBatches, is_default, map_tensors
+from lockstep.data.loader import is_default
 from lockstep.engine import task_checks
-from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Metrics, Task
 from lockstep.verify.generators import disturb
+from lockstep.verify.reference.data import mapped, read
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -82,8 +82,8 @@ class ComparableTask(Task):
     def _estimate_statistics(self, model: nn.Module, norms: Sequence[nn.Module]) -> None:
         """Give BatchNorm the statistics of up to eight samples. With those of a new model, activations may explode."""
         data = self.train_data()
-        samples = MicroBatches(data, self, 0, training=True, on_error="skip")
-        batch = self.collate(readable_samples(samples, range(min(8, len(data))), 0))  # type: ignore[arg-type]
+        first = range(min(8, len(data)))  # type: ignore[arg-type]
+        batch = self.collate(read(self, data, first, epoch=0, training=True, seed=0, skip=True))
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
             norm.momentum = None  # type: ignore[assignment]  # None: the mean over all batches
@@ -134,21 +134,9 @@ class ComparableTask(Task):
         return DropoutDisabled() if self.changes.exact else contextlib.nullcontext()
 
 
-def readable_samples(micro_batches: MicroBatches, indices: Iterable[int], epoch: int) -> list[Any]:
-    """The samples at `indices`, without those that cannot be read where the config skips them."""
-    samples = []
-    for index in indices:
-        try:
-            samples.append(micro_batches.sample(int(index), epoch))
-        except Exception:
-            if micro_batches.on_error == "raise":
-                raise
-    return samples
-
-
 def to_float64(batch: Any) -> Any:
     """`batch` with its floating-point tensors in float64."""
-    return map_tensors(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    return mapped(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
 
 
 def batch_norm_modules(model: nn.Module) -> list[Any]:
@@ -243,21 +231,3 @@ def sum_of_heads(losses: Any) -> Tensor:
     for loss in heads[1:]:
         total = total + loss
     return total
-
-
-def count_units(task: Task, batches: Sequence[tuple[Any, int]]) -> dict[str, float]:
-    """Add up what `task.weight` counts over batches.
-
-    Args:
-        batches: each with its number of samples.
-
-    Returns:
-        The units by head. Where the task counts samples, or has a single head, the units stand under `SAMPLES`.
-    """
-    units: dict[str, float] = {}
-    for batch, size in batches:
-        weight = task.weight(batch)
-        by_head = weight if isinstance(weight, Mapping) else {SAMPLES: size if weight is None else weight}
-        for head, value in by_head.items():
-            units[head] = units.get(head, 0.0) + float(value)
-    return units

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import files, store
-from lockstep.checkpoint.store import Checkpoint
+from lockstep.verify.reference.checkpoint import SavedState
 
 _SAFETY = 30.0  # factor on measured rounding
 _LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a small fault could hide in a larger bound
@@ -36,15 +34,9 @@ class Difference:
         return math.inf if self.missing else max(self.weights, self.losses)
 
 
-def last_checkpoint(folder: str | Path) -> Checkpoint | None:
-    """The newest checkpoint in a run directory."""
-    checkpoints = store.listed(Path(folder) / "checkpoints")
-    return max(checkpoints, key=lambda checkpoint: checkpoint.step, default=None)
-
-
 def difference(
-    reference: Checkpoint,
-    other: Checkpoint,
+    reference: SavedState,
+    other: SavedState,
     parameters: Sequence[str],
     *,
     moved: float,
@@ -60,10 +52,10 @@ def difference(
         other_losses: of the other training, by step.
     """
     names = {f"model.{name}" for name in parameters}
-    missing = tuple(sorted(names - (reference.index.keys() & other.index.keys())))
+    missing = tuple(sorted(names - (reference.names & other.names)))
     norms: dict[str, float] = {}
-    for name, tensor in files.read(reference.path, reference.index, dict.fromkeys(names - set(missing))):
-        ((_, counterpart),) = files.read(other.path, other.index, {name: None})
+    both = names - set(missing)
+    for (name, tensor), (_, counterpart) in zip(reference.read(both), other.read(both), strict=True):
         norms[name] = _norm_of_difference(tensor, counterpart)
     worst = max(norms, key=lambda name: norms[name], default="")
     return Difference(
@@ -95,12 +87,11 @@ def first_difference(first: Sequence[float], second: Sequence[float], bound: flo
     return next((index for index, (a, b) in pairs if not abs(a - b) <= bound * scale), None)
 
 
-def differing_names(first: Checkpoint, second: Checkpoint) -> list[str]:
+def differing_names(first: SavedState, second: SavedState) -> list[str]:
     """Names of the tensors and plain values that are not the same, bit for bit, in two checkpoints."""
-    names = sorted(first.index.keys() ^ second.index.keys())
-    both = dict.fromkeys(first.index.keys() & second.index.keys())
-    for name, tensor in files.read(first.path, first.index, both):
-        ((_, counterpart),) = files.read(second.path, second.index, {name: None})
+    names = sorted(first.names ^ second.names)
+    both = first.names & second.names
+    for (name, tensor), (_, counterpart) in zip(first.read(both), second.read(both), strict=True):
         same_kind = tensor.dtype == counterpart.dtype and tensor.shape == counterpart.shape
         if not same_kind or not torch.equal(_bits(tensor), _bits(counterpart)):
             names.append(name)
@@ -108,7 +99,7 @@ def differing_names(first: Checkpoint, second: Checkpoint) -> list[str]:
     return sorted(names) + sorted(key for key in values.keys() | others.keys() if values.get(key) != others.get(key))
 
 
-def _plain_values(checkpoint: Checkpoint) -> dict[str, object]:
+def _plain_values(checkpoint: SavedState) -> dict[str, object]:
     """What a checkpoint holds besides tensors."""
     return {key: checkpoint.manifest[key] for key in ("step", "skipped", "loss_scale")} | dict(checkpoint.values)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.build import seed_everything
-from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
 from lockstep.tasks.task import Task
@@ -50,19 +49,17 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
     """Fit the best constant output to up to `train_samples` samples and evaluate it, on one process."""
     trainer = Trainer(config, quiet=True)
     task = ComparableTask(trainer.task(), TaskChanges(train_samples=train_samples, eval_samples=_EVAL_SAMPLES))
-    on_error = trainer.config.data.on_error
     with join_world(trainer.config.device) as world:
         seed_everything(trainer.config)
         model = task.model().to(world.device).eval()
         if not task.eval_data():
             return ConstantBaseline(obstacle="there is no evaluation data", no_data=True)
         baseline = ConstantBaseline(no_predict=getattr(task.task.predict, "__func__", None) is Task.predict)
-        precision = Precision(trainer.config.precision, world.device)
-        baseline.untrained = evaluate_model(task, model, precision, on_error=on_error)
+        baseline.untrained = evaluate_model(task, model, config, world.device)
         try:
             constant = FreeOutputs(model, constant=True)
             fit_outputs(task, constant, world.device)
-            baseline.values = evaluate_model(task, constant, precision, on_error=on_error)
+            baseline.values = evaluate_model(task, constant, config, world.device)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             baseline.obstacle = f"no constant output could be fitted in place of the model's output: {reason}"

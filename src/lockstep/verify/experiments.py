@@ -17,6 +17,7 @@ from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
 from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.reference.checkpoint import newest
 from lockstep.verify.task_probe import TaskProbe, probe_task
 from lockstep.verify.worker_functions import Answer, TrainingRun
 from lockstep.verify.workers import WorkerEnded, Workers
@@ -252,7 +253,7 @@ class Experiments:
     def one_process(self) -> list[Recording]:
         """One process with the whole global batch as its micro-batch, with which other trainings are compared."""
         config = self.exact_config(batch__micro=None)
-        record = RecorderOptions(reference_config=config)
+        record = RecorderOptions(repeat_updates=True)
         return self.train("one-process", 1, config, changes=self.exact_changes(), record=record)
 
     @_once
@@ -315,8 +316,8 @@ class Experiments:
     def difference_from_one_process(self, name: str, recordings: list[Recording]) -> Difference:
         """How far the weights and losses of the training `name` are from those of `one_process`."""
         (reference,) = self.one_process()
-        checkpoint = compare.last_checkpoint(self.folder / name)
-        reference_checkpoint = compare.last_checkpoint(self.folder / "one-process")
+        checkpoint = newest(self.folder / name)
+        reference_checkpoint = newest(self.folder / "one-process")
         if checkpoint is None or reference_checkpoint is None:
             raise ExperimentFailed(name, "it left no checkpoint")
         return compare.difference(

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.build import seed_everything
-from lockstep.data.loader import MicroBatches, map_tensors
-from lockstep.distributed.strategy import split_output
 from lockstep.distributed.world import join_world
-from lockstep.engine.step import SAMPLES
 from lockstep.errors import UsageError
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges, count_units, readable_samples
+from lockstep.verify.comparable_task import ComparableTask, TaskChanges
+from lockstep.verify.reference import data
 
 _BATCH_SIZE = 64
 
@@ -64,7 +62,7 @@ class FreeOutputs(nn.Module):
             output: Tensor = self.outputs[place].expand(tensor.shape)
             return output
 
-        return map_tensors(model_outputs, replace)
+        return data.mapped(model_outputs, replace)
 
 
 def _constant_shape(tensor: Tensor) -> tuple[int, ...]:
@@ -90,15 +88,14 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
         UsageError: the loss does not come from tensors that the model returns.
     """
     batches = _batches(task, device)
-    units = count_units(task, batches)
+    units = data.count_units(task, batches)
     coefficients = task.coefficients
 
     def objective() -> Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for batch, _ in batches:
-            losses, _ = split_output(task.loss(outputs, batch))
-            for head, loss in (losses if isinstance(losses, Mapping) else {"loss": losses}).items():
-                count = units.get(head, units.get(SAMPLES, 0.0))
+            for head, loss in data.heads(task.loss(outputs, batch)).items():
+                count = data.units_of(units, head)
                 total = total + (coefficients.get(head, 1.0) * loss.cpu().double() / count if count else 0.0)
         return total
 
@@ -123,10 +120,10 @@ def fit_outputs(task: Task, outputs: FreeOutputs, device: torch.device) -> tuple
 
 def _batches(task: Task, device: torch.device) -> list[tuple[Any, int]]:
     """The training data in batches, each with its number of samples."""
-    data = task.train_data()
-    samples = readable_samples(MicroBatches(data, task, 0, training=False, on_error="skip"), range(len(data)), 0)  # type: ignore[arg-type]
+    samples_of: Any = task.train_data()
+    samples = data.read(task, samples_of, range(len(samples_of)), epoch=0, training=False, seed=0, skip=True)
     parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
-    return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
+    return [(data.to_device(task.collate(part), device), len(part)) for part in parts]
 
 
 def least_loss(config: Mapping[str, Any], changes: TaskChanges) -> float:

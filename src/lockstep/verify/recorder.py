@@ -45,8 +45,8 @@ class RecorderOptions:
     """In these steps (counted from 0), collectives and waits of the host are recorded."""
     operations_step: int | None = None
     """In this step (counted from 0), the result of every operation is digested."""
-    reference_config: Mapping[str, Any] | None = None
-    """A config whose updates plain torch makes beside the training, on one process."""
+    repeat_updates: bool = False
+    """Plain torch makes every update, too, on one process."""
     disturb_generators: bool = False
     """Put the global random generators into other states around every step, which must change nothing."""
 
@@ -116,12 +116,15 @@ class TrainingRecorder(Recorder):
 
     Args:
         task: of the training.
+        config: of the training, as `RunConfig` writes it.
         options: what is recorded.
         after_step: is called after each step, with its number (counted from 1).
     """
 
-    def __init__(self, task: Task, options: RecorderOptions, after_step: Callable[[int], None]) -> None:
-        self.task, self.options, self.after_step = task, options, after_step
+    def __init__(
+        self, task: Task, config: Mapping[str, Any], options: RecorderOptions, after_step: Callable[[int], None]
+    ) -> None:
+        self.task, self.config, self.options, self.after_step = task, config, options, after_step
         self.recording = Recording()
         self._updates = 0
         self._gradient: GradientComparison | None = None
@@ -139,8 +142,13 @@ class TrainingRecorder(Recorder):
         state, model, recording = prepared.state, prepared.built.model, self.recording
         self._record_facts(prepared)
         self._updates = state.step - state.skipped
-        if self.options.reference_config is not None:
-            self._reference_optimizer = ReferenceOptimizer(prepared, self.options.reference_config)
+        if self.options.repeat_updates:
+            self._reference_optimizer = ReferenceOptimizer(
+                model,
+                self.config,
+                steps_per_epoch=prepared.plan.steps_per_epoch,
+                blocks=prepared.built.blocks,
+            )
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
         recording.wrong_modes = modules_in_wrong_mode(model)
@@ -183,14 +191,21 @@ class TrainingRecorder(Recorder):
         if not state.forward.training:
             self.recording.steps_in_eval_mode.append(step)
         if step in self.options.gradient_steps:
-            self._gradient = reference_gradient(prepared, self.task)
+            self._gradient = self._reference_gradient(prepared)
         if self.options.disturb_generators:
             disturb(2 * step)
+
+    def _reference_gradient(self, prepared: PreparedRun) -> GradientComparison:
+        """Plain torch's gradient of the step that is about to begin, on rank 0. All ranks must call this method."""
+        model = _copy_of_model(prepared, self.task)
+        if model is None:
+            return GradientComparison()
+        return reference_gradient(self.task, model, self.config, prepared.state.step, prepared.state.world.device)
 
     def _after_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
         state, options = prepared.state, self.options
         if self._reference_optimizer is not None:
-            self._reference_optimizer.after_step()
+            self._reference_optimizer.after_step(state.averages.tensors if state.averages else None)
         self._gradient = None  # still set where the update was skipped
         if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
             self.recording.digests[state.step] = self._digest_state(prepared)
@@ -285,6 +300,25 @@ class TrainingRecorder(Recorder):
             self.recording.operations = operations.results
         else:
             self.recording.communication[step] = operations.communication
+
+
+def _copy_of_model(prepared: PreparedRun, task: Task) -> nn.Module | None:
+    """A new model with the current weights, unsharded, on rank 0; None on other ranks."""
+    model, world = prepared.built.model, prepared.state.world
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    weights = {name: sharded_tensor.gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
+    if world.rank:
+        return None
+    copy = task.model().to(world.device)
+    copy.load_state_dict(weights, strict=False)
+    buffers = dict(model.named_buffers())
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        for name, buffer in copy.named_buffers():
+            buffer.copy_(buffers[name])  # also buffers that no state dict holds
+    for name, parameter in copy.named_parameters():
+        parameter.requires_grad_(trainable[name])
+    return copy.train()
 
 
 def modules_in_wrong_mode(model: nn.Module) -> list[str]:

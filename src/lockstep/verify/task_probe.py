@@ -11,11 +11,8 @@ import torch
 from torch import nn
 
 from lockstep.build import build_model, make_optimizer, seed_everything
-from lockstep.data.loader import MicroBatches, OnError, map_tensors
-from lockstep.distributed.strategy import by_head, split_output
 from lockstep.distributed.world import join_world
 from lockstep.engine import batch_norm
-from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify import generators
@@ -23,11 +20,10 @@ from lockstep.verify.comparable_task import (
     ComparableTask,
     TaskChanges,
     batch_norm_modules,
-    count_units,
     disable_dropout,
-    readable_samples,
     sum_of_heads,
 )
+from lockstep.verify.reference import data
 from lockstep.verify.step_operations import RandomOperations
 
 _COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
@@ -117,7 +113,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
     trainer = Trainer(config, quiet=True)
     task = trainer.task()
     task.eval_data()
-    seed_number, on_error = trainer.config.seed, trainer.config.data.on_error
+    seed_number, skip = trainer.config.seed, trainer.config.data.on_error != "raise"
     with join_world(trainer.config.device) as world:
         built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, built.model, built.blocks)
@@ -126,7 +122,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         model = task.model().to(world.device).train()
         probe.batch_norms = len(batch_norm.by_batch(model))
         probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
-        samples = _samples(task, train_samples, seed=seed_number, on_error=on_error)
+        samples = _samples(task, train_samples, seed=seed_number, skip=skip)
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
         probe.random_in_collate = _changed_generators(before)
@@ -141,7 +137,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
             try:
                 seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
-                samples = _samples(exact, train_samples, seed=seed_number, on_error=on_error)
+                samples = _samples(exact, train_samples, seed=seed_number, skip=skip)
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
                 _measure_coupling(probe, exact, model, batches)
@@ -157,18 +153,18 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
 Batch = tuple[Any, int]  # with its number of samples
 
 
-def _samples(task: Task, train_samples: int, *, seed: int, on_error: OnError) -> list[Any]:
+def _samples(task: Task, train_samples: int, *, seed: int, skip: bool) -> list[Any]:
     """Up to eight prepared training samples."""
-    data = task.train_data()
-    count = min(8, train_samples, len(data))  # type: ignore[arg-type]
-    return readable_samples(MicroBatches(data, task, seed, training=True, on_error=on_error), range(count), 0)
+    samples_of: Any = task.train_data()
+    first = range(min(8, train_samples, len(samples_of)))
+    return data.read(task, samples_of, first, epoch=0, training=True, seed=seed, skip=skip)
 
 
 def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:
     """A batch of all samples, and its two halves. A single sample has one half."""
     half = len(samples) // 2
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
-    return [(map_tensors(batch, lambda tensor: tensor.to(device)), size) for batch, size in batches]
+    return [(data.to_device(batch, device), size) for batch, size in batches]
 
 
 def _changed_generators(before: Mapping[str, str]) -> list[str]:
@@ -193,22 +189,22 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
         batches: a batch and its halves.
     """
     (whole, _), *halves = batches
-    losses = by_head(split_output(task.loss(model, whole))[0])
+    losses = data.heads(task.loss(model, whole))
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
     probe.epsilon = torch.finfo(objective.dtype).eps
     if len(halves) < 2:
         return
     with torch.no_grad():
-        losses_of_halves = [by_head(split_output(task.loss(model, batch))[0]) for batch, _ in halves]
-    units = [count_units(task, [half]) for half in halves]
+        losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
+    units = [data.count_units(task, [half]) for half in halves]
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)
         coupling = abs(value - first - second) / scale
         probe.coupling = max(probe.coupling, coupling)
         # The mean over the units of the head, or over samples, whatever the task counts.
-        weights = [[count.get(head, count.get(SAMPLES, 0.0)) for count in units], [float(size) for _, size in halves]]
+        weights = [[data.units_of(count, head) for count in units], [float(size) for _, size in halves]]
         means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
             probe.mean_heads.append(head)

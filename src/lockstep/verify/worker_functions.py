@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.data.order import StepPlan
+from lockstep.distributed.world import join_world
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
-from lockstep.verify.compare import last_checkpoint
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
+from lockstep.verify.reference import checkpoint, evaluation
 
 _CHECKPOINT_TIMEOUT_S = 20.0
 
@@ -69,8 +71,9 @@ def train(run: TrainingRun) -> Recording:
 def _train(run: TrainingRun) -> Recording:
     trainer = Trainer(run.config, run_dir=run.folder, quiet=True)
     task = ComparableTask(trainer.task(), run.changes or TaskChanges())
+    config = trainer.config.model_dump(by_alias=True)
     recorder = TrainingRecorder(
-        task, run.record or RecorderOptions(), lambda step: _after_step(run, recorder.recording.losses, step)
+        task, config, run.record or RecorderOptions(), lambda step: _after_step(run, recorder.recording.losses, step)
     )
     with contextlib.suppress(Preempted):
         trainer.fit(task, recorder)
@@ -82,7 +85,7 @@ def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
     if run.kill is not None and step == run.kill[1] and os.environ["RANK"] == str(run.kill[0]):
         # Steps may be faster than the writing of a checkpoint, and resuming from nothing would show little.
         deadline = time.monotonic() + _CHECKPOINT_TIMEOUT_S
-        while not last_checkpoint(run.folder) and time.monotonic() < deadline:
+        while not checkpoint.newest(run.folder) and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if run.stop_at is not None and step >= run.stop_at:
@@ -122,6 +125,56 @@ def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> lis
     task = ComparableTask(trainer.task(), changes)
     presenter = task.presenter(task)
     return [presenter.describe(output) for output in trainer.predict(task) or []]
+
+
+def evaluate_by_loop(
+    config: Mapping[str, Any], folder: str, changes: TaskChanges, micro_batch: int
+) -> dict[str, float]:
+    """Evaluate the newest checkpoint in `folder` without the engine."""
+    trainer = Trainer(config, run_dir=folder, quiet=True)
+    task = ComparableTask(trainer.task(), changes)
+    with join_world(trainer.config.device) as world:
+        model = evaluation.trained_model(task, folder, config, world.device)
+        return evaluation.evaluate_model(task, model, config, world.device, micro_batch=micro_batch)
+
+
+def predict_by_loop(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> list[dict[str, Any]]:
+    """Predict all evaluation data with the newest checkpoint in `folder`, without the engine and one sample at a time.
+
+    Returns:
+        For each sample, the prediction as the task describes it, and the truth under `truth`.
+    """
+    trainer = Trainer(config, run_dir=folder, quiet=True)
+    task = ComparableTask(trainer.task(), changes)
+    presenter = task.presenter(task)
+    with join_world(trainer.config.device) as world:
+        model = evaluation.trained_model(task, folder, config, world.device)
+        pairs = evaluation.predict_model(task, model, config, world.device)
+        return [{"truth": presenter.truth(sample)} | presenter.describe(output) for sample, output in pairs]
+
+
+def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:
+    """The indices of all samples of the first epochs, step by step. Those of a step are sorted.
+
+    Args:
+        epochs: number of epochs.
+        plan: the fields of `StepPlan`.
+    """
+    steps = StepPlan(**plan)
+    return [
+        [
+            index
+            for step in range(epoch * steps.steps_per_epoch, (epoch + 1) * steps.steps_per_epoch)
+            for index in sorted(
+                index
+                for rank in steps.by_rank(step)
+                for micro_batch in rank
+                if not micro_batch.filler
+                for index in micro_batch.indices
+            )
+        ]
+        for epoch in range(epochs)
+    ]
 
 
 def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -31,6 +31,11 @@ def steps(count=4, lr=0.01, **more):
     return recording([1.0] * count, **found | more)
 
 
+def rates(found, made):
+    made.learning_steps = found.stop
+    return _wrong_learning_rates(found, made)
+
+
 def checked(learned=None, comparisons=None, probe=None, alone=None, **sections):
     accumulated = recording([1.0], gradients={0: update(), 6: update()} if comparisons is None else comparisons)
     answers = {
@@ -141,46 +146,42 @@ def test_a_skipped_step_has_no_norm_and_shifts_none():
 
 
 def test_rates_of_the_schedule_are_right():
-    assert _wrong_learning_rates(steps(), experiments()) == []
+    assert rates(steps(), experiments()) == []
     cosine = [(step, 0.01 * (1 + math.cos(math.pi * step / 4)) / 2, 0.01) for step in range(4)]
-    assert _wrong_learning_rates(steps(learning_rates=cosine), experiments(schedule={"name": "cosine"})) == []
-    assert (
-        _wrong_learning_rates(steps(lr=0.02), experiments(optim={"lr_scaling": "linear", "reference_batch": 12})) == []
-    )
+    assert rates(steps(learning_rates=cosine), experiments(schedule={"name": "cosine"})) == []
+    assert rates(steps(lr=0.02), experiments(optim={"lr_scaling": "linear", "reference_batch": 12})) == []
 
 
 def test_a_rate_that_is_not_the_schedules_is_wrong():
-    (text,) = _wrong_learning_rates(steps(), experiments(schedule={"name": "linear"}))
+    (text,) = rates(steps(), experiments(schedule={"name": "linear"}))
     assert "update 2 was made with a learning rate of 0.01; the schedule says 0.0075" in text
 
 
 def test_an_update_that_was_counted_twice_or_not_at_all_is_wrong():
-    assert _wrong_learning_rates(
+    assert rates(
         steps(learning_rates=[(0, 0.01, 0.01), (0, 0.01, 0.01), (1, 0.01, 0.01), (2, 0.01, 0.01)]), experiments()
     )
-    (text,) = _wrong_learning_rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(3)]), experiments())
+    (text,) = rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(3)]), experiments())
     assert "4 steps, of which 0 were skipped, made 3 updates" in text
-    (text,) = _wrong_learning_rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(5)]), experiments())
+    (text,) = rates(steps(learning_rates=[(step, 0.01, 0.01) for step in range(5)]), experiments())
     assert "made 5 updates" in text
 
 
 def test_skipped_steps_make_no_updates():
     found = steps(learning_rates=[(step, 0.01, 0.01) for step in range(3)])
     found.entries[-1]["train/skipped"] = 1
-    assert _wrong_learning_rates(found, experiments()) == []
+    assert rates(found, experiments()) == []
 
 
 def test_a_base_rate_that_was_not_scaled_is_wrong():
-    (text,) = _wrong_learning_rates(steps(), experiments(optim={"lr_scaling": "linear", "reference_batch": 12}))
+    (text,) = rates(steps(), experiments(optim={"lr_scaling": "linear", "reference_batch": 12}))
     assert "the base learning rate is 0.01; lr 0.01 scaled to a global batch of 24 is 0.02" in text
 
 
 def test_groups_with_rates_of_their_own_are_measured_by_those():
     groups = [{"name": "biases", "match": ["*bias"], "lr": 0.5}]
-    assert _wrong_learning_rates(steps(lr=0.5), experiments(optim={"groups": groups})) == []
-    assert _wrong_learning_rates(
-        steps(learning_rates=[(step, 0.4, 0.5) for step in range(4)]), experiments(optim={"groups": groups})
-    )
+    assert rates(steps(lr=0.5), experiments(optim={"groups": groups})) == []
+    assert rates(steps(learning_rates=[(step, 0.4, 0.5) for step in range(4)]), experiments(optim={"groups": groups}))
 
 
 def test_weights_that_torch_would_have_moved_elsewhere_are_a_fault():

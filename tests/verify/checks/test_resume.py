@@ -192,7 +192,7 @@ def test_a_run_that_fails_before_it_is_killed_is_a_fault(tmp_path):
 
 
 def test_a_run_that_cannot_be_resumed_is_a_failed_experiment(tmp_path, monkeypatch):
-    monkeypatch.setattr(resume.compare, "last_checkpoint", lambda _: SimpleNamespace(step=1))
+    monkeypatch.setattr(resume, "newest", lambda _: SimpleNamespace(step=1))
     made = experiments(
         {"undisturbed": [run(), run()], "resumed": Answer(error="no checkpoint")}, folder=tmp_path, workers=Killing()
     )

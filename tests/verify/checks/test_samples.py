@@ -42,7 +42,8 @@ def test_every_sample_once_per_epoch_passes():
     result = checked()
     assert result.status == "passed"
     assert result.reason == (
-        "2 whole epochs of 26 samples on 2 ranks use each sample once; so does the plan of an epoch of all 26"
+        "2 whole epochs of 26 samples on 2 ranks use each sample once; so do the plans of two epochs of all 26, "
+        "each in an order of its own"
     )
     assert (result.value, result.bound) == (0.0, 0.0)
 

@@ -10,7 +10,6 @@ from typing import Any
 from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
-from lockstep.verify.reference.evaluation import evaluate_checkpoint, predict_checkpoint
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _PREDICTED_SAMPLES = 64
@@ -37,7 +36,9 @@ def evaluation(experiments: Experiments) -> CheckResult:
     evaluate = worker_functions.evaluate
     on_all_ranks = experiments.run("evaluated-on-all-ranks", nproc, evaluate, config, folder, changes)[0]
     (on_one_process,) = experiments.run("evaluated-on-one-process", 1, evaluate, config, folder, disturbed)
-    (by_loop,) = experiments.run("evaluated-by-a-loop", 1, evaluate_checkpoint, config, folder, changes, micro)
+    (by_loop,) = experiments.run(
+        "evaluated-by-a-loop", 1, worker_functions.evaluate_by_loop, config, folder, changes, micro
+    )
     rows = [
         {
             "metric": key,
@@ -98,7 +99,7 @@ def predictions(experiments: Experiments) -> CheckResult:
         return not_shown(f"Task.predict draws random numbers ({names}), and other numbers for each micro-batch")
     config, folder = experiments.short_config(), str(experiments.learned_folder())
     changes = TaskChanges(eval_samples=_PREDICTED_SAMPLES)
-    (rows,) = experiments.run("predicted-by-a-loop", 1, predict_checkpoint, config, folder, changes)
+    (rows,) = experiments.run("predicted-by-a-loop", 1, worker_functions.predict_by_loop, config, folder, changes)
     engine = experiments.run("predicted", nproc, worker_functions.predict, config, folder, changes)[0]
     truths = {repr(row["truth"]) for row in rows}
     answers = [{key: value for key, value in row.items() if key not in ("truth", "probability")} for row in rows]

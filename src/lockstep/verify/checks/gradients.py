@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lockstep.engine.schedule import Schedule, scaled_lr
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.reference import order, schedule
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
@@ -79,27 +79,23 @@ def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:
 
 def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> list[str]:
     """Complaints about learning rates that are not the schedule's."""
-    config = experiments.short_config(train__steps=recording.stop)
-    schedule = Schedule(total=recording.stop, steps_per_epoch=recording.steps_per_epoch, **config["schedule"])
-    optim = config["optim"]
-    base = scaled_lr(
-        optim["lr"],
-        optim["lr_scaling"],
-        global_batch=experiments.global_batch,
-        reference_batch=optim["reference_batch"],
-    )
+    config, length = experiments.short_config(train__steps=experiments.learning_steps), experiments.data_sizes()[0]
+    optim, total, batch = config["optim"], experiments.learning_steps, experiments.global_batch
+    steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=config["data"]["drop_last"])
+    base = optim["lr"] * schedule.scaled_lr(optim, batch)
     # The last parameter group, of which the rates are recorded, may be a group with a rate of its own.
     has_own_rates = any(group.get("lr") for group in optim["groups"])
     if not has_own_rates and not math.isclose(recording.base_lr, base, rel_tol=1e-9):
         return [
             f"the base learning rate is {recording.base_lr:.6g}; lr {optim['lr']:g} scaled to a global batch "
-            f"of {experiments.global_batch} is {base:.6g}"
+            f"of {batch} is {base:.6g}"
         ]
     for place, (updates, rate, base_lr) in enumerate(recording.learning_rates):
-        if updates != place or not math.isclose(rate, base_lr * schedule(updates), rel_tol=1e-9, abs_tol=1e-15):
+        factor = schedule.factor(config["schedule"], place, total=total, steps_per_epoch=steps_per_epoch)
+        if updates != place or not math.isclose(rate, base_lr * factor, rel_tol=1e-9, abs_tol=1e-15):
             return [
                 f"update {place + 1} was made with a learning rate of {rate:.6g}; "
-                f"the schedule says {base_lr * schedule(place):.6g}"
+                f"the schedule says {base_lr * factor:.6g}"
             ]
     skipped = int(recording.entries[-1].get("train/skipped", 0)) if recording.entries else 0
     steps, updates = len(recording.losses), len(recording.learning_rates)

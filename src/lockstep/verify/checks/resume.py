@@ -11,6 +11,7 @@ from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
+from lockstep.verify.reference.checkpoint import newest
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 from lockstep.verify.worker_functions import TrainingRun
 from lockstep.verify.workers import WorkerEnded
@@ -98,7 +99,7 @@ def resume(experiments: Experiments) -> CheckResult:
     if killed.exit_code != -signal.SIGKILL or killed.reason:
         return fault(f"the run failed before it could be killed: {killed}")
     words = f"rank {rank} was killed after step {step}"
-    before = compare.last_checkpoint(folder / "killed")
+    before = newest(folder / "killed")
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
     workers = experiments.config["data"]["workers"]
@@ -113,8 +114,8 @@ def _compare_resumed(
 ) -> CheckResult:
     """Compare the last checkpoint of the resumed training with that of the undisturbed training."""
     undisturbed, steps = experiments.undisturbed(), experiments.steps
-    checkpoint = compare.last_checkpoint(experiments.folder / "killed")
-    reference = compare.last_checkpoint(experiments.folder / "undisturbed")
+    checkpoint = newest(experiments.folder / "killed")
+    reference = newest(experiments.folder / "undisturbed")
     if checkpoint is None or reference is None:
         return fault(f"{words}: the {'resumed' if reference else 'undisturbed'} run left no checkpoint")
     start = resumed[0].samples[0][0] if resumed[0].samples else steps
@@ -128,7 +129,7 @@ def _compare_resumed(
             **more,
         )
     not_saved = [
-        name for name in undisturbed[0].shapes if not name.startswith("buffer.") and name not in reference.index
+        name for name in undisturbed[0].shapes if not name.startswith("buffer.") and name not in reference.names
     ]
     if not_saved:
         return fault(

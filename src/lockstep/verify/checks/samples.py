@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lockstep.data.order import StepPlan
+from lockstep.verify import worker_functions
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import Recording
+from lockstep.verify.reference import order
 from lockstep.verify.result import CheckResult, fault, passed
 
 _MOST_PLANNED = 1_000_000  # samples of an epoch whose whole plan is checked
+_FEWEST_SHUFFLED = 8  # fewer samples may have the same order in two epochs by chance
 
 
 def samples(experiments: Experiments) -> CheckResult:
     """Ranks use each sample once per epoch, none twice, and those that seed, step and global batch determine."""
     recordings = experiments.undisturbed()
-    length, config = recordings[0].length, experiments.config
+    length, config, batch = experiments.train_samples, experiments.config, experiments.global_batch
+    length = min(length, experiments.data_sizes()[0])
     drop_last, skips = config["data"]["drop_last"], config["data"]["on_error"] != "raise"
-    plan = StepPlan(length, experiments.global_batch, experiments.global_batch, 1, config["seed"], drop_last)
+    steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=drop_last)
     epochs: dict[int, Counter[int]] = {}
     more = {"value": 0.0, "bound": 0.0, "what": "samples lost, repeated or shared"}
     for step in range(experiments.steps):
         by_rank = _samples_of_step(recordings, step)
         used = Counter(index for indices in by_rank for index in indices)
-        planned, epoch = plan.indices(step)
-        wanted = set(planned.tolist())
+        planned, epoch = order.samples_of_step(
+            step, length=length, global_batch=batch, seed=config["seed"], drop_last=drop_last
+        )
+        wanted = set(planned)
         repeated = [index for index, count in used.items() if count > 1]
         more["value"] = float(len(repeated) + len(wanted ^ used.keys()))
         if repeated:
@@ -40,10 +45,10 @@ def samples(experiments: Experiments) -> CheckResult:
                 **more,
             )
         epochs.setdefault(epoch, Counter()).update(used)
-    whole_epochs = experiments.steps // plan.steps_per_epoch
+    whole_epochs = experiments.steps // steps_per_epoch
     for epoch in range(whole_epochs):
         counts = epochs.get(epoch, Counter())
-        expected = plan.steps_per_epoch * experiments.global_batch if drop_last else length
+        expected = steps_per_epoch * batch if drop_last else length
         more["value"] = float(abs(expected - len(counts)) + sum(counts.values()) - len(counts))
         if (len(counts) != min(expected, length) and not skips) or max(counts.values()) > 1:
             return fault(
@@ -55,7 +60,7 @@ def samples(experiments: Experiments) -> CheckResult:
         complaint = _wrong_plan(experiments, total)
         if complaint:
             return fault(complaint, **more)
-        planned_text = f"; so does the plan of an epoch of all {total}"
+        planned_text = f"; so do the plans of two epochs of all {total}, each in an order of its own"
     return passed(
         f"{whole_epochs} whole epochs of {length} samples on {experiments.nproc} ranks use each sample once"
         f"{planned_text}",
@@ -69,26 +74,26 @@ def _samples_of_step(recordings: list[Recording], step: int) -> list[tuple[int, 
 
 
 def _wrong_plan(experiments: Experiments, total: int) -> str:
-    """A complaint if the plan of an epoch of all `total` samples does not have each sample once; else empty."""
-    config = experiments.config
-    plan = StepPlan(
-        total,
-        experiments.global_batch,
-        experiments.small_micro_batch,
-        experiments.nproc,
-        config["seed"],
-        config["data"]["drop_last"],
-    )
-    counts = Counter(
-        index
-        for step in range(plan.steps_per_epoch)
-        for rank in plan.by_rank(step)
-        for micro_batch in rank
-        if not micro_batch.filler
-        for index in micro_batch.indices
-    )
-    if max(counts.values()) > 1 or len(counts) != sum(map(plan.samples, range(plan.steps_per_epoch))):
-        return (
-            f"the plan of an epoch of all {total} samples has {len(counts)} of them, some {max(counts.values())} times"
-        )
+    """A complaint if the plans of two epochs of all `total` samples are wrong; else empty.
+
+    Each epoch must have each sample once, in an order of its own, which is not that of the data set.
+    """
+    batch, drop_last = experiments.global_batch, experiments.config["data"]["drop_last"]
+    plan = {"length": total, "global_batch": batch, "seed": experiments.config["seed"], "drop_last": drop_last}
+    world = {"micro_batch": experiments.small_micro_batch, "world": experiments.nproc}
+    (epochs,) = experiments.run("plan", 1, worker_functions.planned_epochs, 2, plan | world)
+    steps = order.steps_per_epoch(total, batch, drop_last=drop_last)
+    expected = min(total, steps * batch)
+    for epoch, indices in enumerate(epochs):
+        used = set(indices)
+        if len(indices) != expected or len(used) != expected or not used <= set(range(total)):
+            return (
+                f"the plan of epoch {epoch} of all {total} samples has {len(indices)} places for {len(used)} samples; "
+                f"it must have each of {expected} samples once"
+            )
+    first, second = epochs
+    if total >= _FEWEST_SHUFFLED and first == list(range(expected)):
+        return f"the samples of an epoch of all {total} are not shuffled"
+    if total >= _FEWEST_SHUFFLED and first == second:
+        return f"the first two epochs of all {total} samples have the same order"
     return ""

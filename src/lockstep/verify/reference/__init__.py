@@ -1,1 +1,6 @@
-"""What plain torch makes of the same training: gradients, updates, evaluations and predictions."""
+"""What plain torch makes of the same training: samples, learning rates, gradients, updates, evaluations, predictions.
+
+Nothing here imports the engine, the loader or the checkpoints of this package. So a fault in these does not move the
+judge along with the accused. What a task returns, what a config says and what a checkpoint holds is read here anew,
+from their documentation: `docs/tasks.md`, `docs/config.md`, `docs/step.md` and `docs/checkpoints.md`.
+"""

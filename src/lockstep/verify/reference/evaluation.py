@@ -1,106 +1,146 @@
-"""Evaluation and prediction by a plain loop, without the engine."""
+"""Evaluation and prediction by a plain loop over the samples, in their order."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lockstep.build import seed_everything
-from lockstep.data.loader import MicroBatches, OnError, map_tensors
-from lockstep.data.order import EvaluationPlan
-from lockstep.distributed.precision import Precision
-from lockstep.distributed.strategy import split_output
-from lockstep.distributed.world import join_world
-from lockstep.engine import task_checks
-from lockstep.engine.evaluate import split
-from lockstep.engine.metric_sync import flatten
-from lockstep.resume import load_trained_weights
-from lockstep.tasks.task import Task
-from lockstep.trainer import Trainer
-from lockstep.verify.comparable_task import ComparableTask, TaskChanges, readable_samples
-from lockstep.verify.compare import last_checkpoint
+from lockstep.tasks.task import Metrics, Task, update_from_pair
+from lockstep.verify.reference import data
+from lockstep.verify.reference.checkpoint import load_trained_weights, newest
 
 
 def evaluate_model(
-    task: Task, model: nn.Module, precision: Precision, *, micro_batch: int = 64, on_error: OnError = "raise"
+    task: Task, model: nn.Module, config: Mapping[str, Any], device: torch.device, *, micro_batch: int = 64
 ) -> dict[str, float]:
-    """Loss and metrics by a plain loop over the evaluation data on one process: every sample once, in order."""
-    device = precision.device
-    data = task.eval_data()
-    assert data is not None
-    length, bad = len(data), 0  # type: ignore[arg-type]
-    micro_batches = MicroBatches(data, task, 0, training=False, on_error=on_error)
-    metrics, update = task_checks.metrics(task)
+    """Loss and metrics over the evaluation data on one process: every sample once, in order.
+
+    Args:
+        config: of the training, as `RunConfig` writes it.
+        device: of the model.
+
+    Returns:
+        `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` and `bad` (those that
+        cannot be read and are left out).
+    """
+    samples_of: Any = task.eval_data()
+    length, bad = len(samples_of), 0
+    metrics, update = _metrics(task)
     sums: dict[str, float] = {}
     units: dict[str, float] = {}
     model.eval()
-    with torch.no_grad(), precision.autocast():
-        for plan in EvaluationPlan(length, micro_batch).by_rank(1)[0]:
-            samples = readable_samples(micro_batches, plan.indices, 0)
-            bad += len(plan.indices) - len(samples)
+    with torch.no_grad(), autocast(config, device):
+        for start in range(0, length, micro_batch):
+            indices = range(start, min(start + micro_batch, length))
+            samples = _read(task, samples_of, indices, config)
+            bad += len(indices) - len(samples)
             if not samples:
                 continue
             batch = task.collate(samples)
-            weight = task.weight(batch)
-            batch = map_tensors(batch, lambda tensor: tensor.to(device))
-            losses, _ = split_output(task.loss(model, batch))
-            heads = losses if isinstance(losses, dict) else {"loss": losses}
-            for head, loss in heads.items():
+            on_device = data.to_device(batch, device)
+            losses = data.heads(task.loss(model, on_device))
+            counted = data.count_units(task, [(batch, len(samples))])
+            for head, loss in losses.items():
                 sums[head] = sums.get(head, 0.0) + float(loss)
-                count = len(samples) if weight is None else weight[head] if isinstance(weight, Mapping) else weight
-                units[head] = units.get(head, 0.0) + float(count)
-            if metrics is not None:
-                update(metrics, task.predict(model, batch), batch)
+                units[head] = units.get(head, 0.0) + data.units_of(counted, head)
+            if metrics:
+                update(metrics, task.predict(model, on_device), on_device)
     means = {head: sums[head] / units[head] for head in sums if units[head]}
-    coefficients = task.coefficients
-    values = {"loss": sum(coefficients.get(head, 1.0) * mean for head, mean in means.items())} if means else {}
-    values |= {f"loss/{head}": mean for head, mean in means.items()} if len(sums) > 1 else {}
-    values |= flatten(metrics.compute()) if metrics is not None and length > bad else {}
+    values: dict[str, float] = {}
+    if means:
+        values["loss"] = sum(task.coefficients.get(head, 1.0) * mean for head, mean in means.items())
+    if len(sums) > 1:
+        values |= {f"loss/{head}": mean for head, mean in means.items()}
+    if metrics and length > bad:
+        values |= _numbers("", metrics.compute())
     return values | {"samples": length - bad, "bad": bad}
 
 
-def evaluate_checkpoint(
-    config: Mapping[str, Any], folder: str, changes: TaskChanges, micro_batch: int
-) -> dict[str, float]:
-    """Evaluate the newest checkpoint in `folder` without the engine."""
-    with _load(config, folder, changes) as (task, model, precision, on_error):
-        return evaluate_model(task, model, precision, micro_batch=micro_batch, on_error=on_error)
+def predict_model(
+    task: Task, model: nn.Module, config: Mapping[str, Any], device: torch.device
+) -> list[tuple[Any, Any]]:
+    """(raw sample, output) for each evaluation sample. Each sample is a batch of its own."""
+    samples_of: Any = task.eval_data()
+    pairs = []
+    model.eval()
+    with torch.no_grad(), autocast(config, device):
+        for index in range(len(samples_of)):
+            batch = data.to_device(task.collate(_read(task, samples_of, [index], config)), device)
+            pairs.append((samples_of[index], _of_the_only_sample(task.predict(model, batch))))
+    return pairs
 
 
-def predict_checkpoint(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> list[dict[str, Any]]:
-    """Predict all evaluation data with the newest checkpoint in `folder`, without the engine and one sample at a time.
-
-    Returns:
-        For each sample, the prediction as the task describes it, and the truth under `truth`.
-    """
-    with _load(config, folder, changes) as (task, model, precision, _), torch.no_grad(), precision.autocast():
-        data: Any = task.eval_data()
-        micro_batches = MicroBatches(data, task, 0, training=False)
-        presenter = task.presenter(task)
-        rows = []
-        for index in range(len(data)):
-            batch = task.collate([micro_batches.sample(index, 0)])
-            batch = map_tensors(batch, lambda tensor: tensor.to(precision.device))
-            (output,) = split(task.predict(model.eval(), batch), 1)
-            rows.append({"truth": presenter.truth(data[index])} | presenter.describe(output))
-        return rows
+def trained_model(task: Task, folder: str, config: Mapping[str, Any], device: torch.device) -> nn.Module:
+    """The task's model with the weights of the newest checkpoint in `folder`."""
+    torch.manual_seed(config["seed"])
+    model = task.model().to(device)
+    checkpoint = newest(folder)
+    if checkpoint is None:
+        raise FileNotFoundError(f"{folder} has no checkpoint")
+    load_trained_weights(checkpoint, model)
+    return model
 
 
-@contextlib.contextmanager
-def _load(
-    config: Mapping[str, Any], folder: str, changes: TaskChanges
-) -> Iterator[tuple[ComparableTask, nn.Module, Precision, OnError]]:
-    """The task, its model with the weights of the newest checkpoint, the precision, and `data.on_error`."""
-    trainer = Trainer(config, run_dir=folder, quiet=True)
-    task = ComparableTask(trainer.task(), changes)
-    with join_world(trainer.config.device) as world:
-        seed_everything(trainer.config)
-        model = task.model().to(world.device)
-        checkpoint = last_checkpoint(folder)
-        assert checkpoint is not None
-        load_trained_weights(checkpoint, model)
-        yield task, model, Precision(trainer.config.precision, world.device), trainer.config.data.on_error
+def autocast(config: Mapping[str, Any], device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a forward pass has the number formats of the config's `precision`."""
+    formats = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if config["precision"] not in formats:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, formats[config["precision"]])
+
+
+def _read(task: Task, samples_of: Any, indices: Any, config: Mapping[str, Any]) -> list[Any]:
+    skip = config["data"]["on_error"] != "raise"
+    return data.read(task, samples_of, indices, epoch=0, training=False, seed=config["seed"], skip=skip)
+
+
+def _metrics(task: Task) -> tuple[Any, Any]:
+    """A collection of the task's metrics, or None, and the function that updates it."""
+    from torchmetrics import Metric, MetricCollection
+
+    returned: Any = task.metrics()
+    update: Any = update_from_pair
+    if isinstance(returned, Metrics):
+        returned, update = returned.metrics, returned.update
+    if isinstance(returned, MetricCollection):  # groups would update one metric for several
+        named: dict[str, Any] = dict(returned.items(keep_base=True, copy_state=False))
+        returned = MetricCollection(named, prefix=returned.prefix, postfix=returned.postfix, compute_groups=False)
+    elif isinstance(returned, Metric):
+        returned = MetricCollection([returned], compute_groups=False)
+    elif isinstance(returned, Mapping):
+        returned = MetricCollection(dict(returned), compute_groups=False)
+    if returned is not None:
+        returned.reset()
+    return returned, update
+
+
+def _numbers(name: str, value: Any) -> dict[str, float]:
+    """The numbers in what metrics computed, by name: those of a vector or a dict under `name/0` or `name/key`."""
+    if isinstance(value, Mapping):
+        found: dict[str, float] = {}
+        for key, item in value.items():
+            found |= _numbers(f"{name}/{key}" if name else str(key), item)
+        return found
+    if isinstance(value, tuple | list) or (isinstance(value, Tensor) and value.ndim > 1):
+        return {}  # such as the points of a curve
+    if isinstance(value, Tensor) and value.numel() > 1:
+        return {f"{name}/{place}": float(item) for place, item in enumerate(value)}
+    return {name: float(value)}
+
+
+def _of_the_only_sample(output: Any) -> Any:
+    """The part of an output of a batch of one sample that belongs to the sample."""
+    if isinstance(output, Mapping):
+        return {key: _of_the_only_sample(value) for key, value in output.items()}
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {field.name: _of_the_only_sample(getattr(output, field.name)) for field in dataclasses.fields(output)}
+    if isinstance(output, tuple):
+        return tuple(_of_the_only_sample(value) for value in output)
+    if output is None:
+        return None
+    return output[0].detach().cpu() if isinstance(output, Tensor) else output[0]

@@ -1,25 +1,18 @@
-"""The gradient of one global batch by plain torch on one process, without the arithmetic of the engine."""
+"""The gradient of one global batch by plain torch on one process."""
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.build import PreparedRun
-from lockstep.data.loader import map_tensors
-from lockstep.data.order import StepPlan, derive_seed
-from lockstep.distributed.sharded_tensor import gather_on_rank0
-from lockstep.distributed.strategy import split_output
-from lockstep.engine.step import SAMPLES
 from lockstep.tasks.task import Task
-from lockstep.verify.comparable_task import count_units
+from lockstep.verify.reference import data
+from lockstep.verify.reference.order import samples_of_step
 
 _BATCH_SIZE = 64
 
@@ -64,75 +57,63 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
 
 
-def reference_gradient(prepared: PreparedRun, task: Task) -> GradientComparison:
-    """The gradient of (sum of losses) / (sum of weights) over the global batch of the step that is about to begin.
+def reference_gradient(
+    task: Task, model: nn.Module, config: Mapping[str, Any], step: int, device: torch.device
+) -> GradientComparison:
+    """The gradient of (sum of losses) / (sum of units) over the global batch of a step.
 
-    The samples of the plan's indices are read and prepared anew, and pass through a new model with the current weights.
-    Rank 0 needs memory for a second model and two gradients. Other ranks return an empty comparison. All ranks must
-    call this function.
+    The samples of the step are read and prepared anew, in their order. Memory is needed for two gradients.
+
+    Args:
+        model: in training mode, with the weights of the step.
+        config: of the training, as `RunConfig` writes it, with a number as its global batch.
+        step: counted from 0.
+        device: of the model.
     """
-    model = _copy_of_model(prepared, task)
-    if model is None:
-        return GradientComparison()
-    batches = _global_batch(prepared, task)
-    units = count_units(task, batches)
-    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradient = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    sum_of_norms = epsilon = 0.0
-    for batch, _ in batches:
-        losses, _ = split_output(task.loss(model, batch))
-        heads: dict[str, Tensor] = losses if isinstance(losses, dict) else {"loss": losses}
-        epsilon = max(torch.finfo(loss.dtype).eps for loss in heads.values())
-        objective: Any = 0.0
-        for head, loss in heads.items():
-            count = units.get(head, units.get(SAMPLES, 0.0))
-            objective = objective + (task.coefficients.get(head, 1.0) * loss / count if count else 0.0 * loss)
-        grads = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True)
-        part = {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
-        sum_of_norms += _norm(part)
-        for name, grad in part.items():
-            gradient[name] += grad
-    norm = _norm(gradient)
-    on_cpu = {name: grad.cpu() for name, grad in gradient.items()}
-    return GradientComparison(on_cpu, condition=sum_of_norms / norm if norm else 1.0, epsilon=epsilon)
-
-
-def _copy_of_model(prepared: PreparedRun, task: Task) -> nn.Module | None:
-    """A new model with the current weights, unsharded, on rank 0; None on other ranks."""
-    model, world = prepared.built.model, prepared.state.world
-    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    weights = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
-    if world.rank:
-        return None
-    copy = task.model().to(world.device)
-    copy.load_state_dict(weights, strict=False)
-    buffers = dict(model.named_buffers())
-    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for name, buffer in copy.named_buffers():
-            buffer.copy_(buffers[name])  # also buffers that no state dict holds
-    for name, parameter in copy.named_parameters():
-        parameter.requires_grad_(trainable[name])
-    return copy.train()
-
-
-def _global_batch(prepared: PreparedRun, task: Task) -> list[tuple[Any, int]]:
-    """The samples of the next step in batches, each with its number of samples."""
-    plan = prepared.plan
-    one_rank = StepPlan(plan.length, plan.global_batch, plan.global_batch, 1, plan.seed, plan.drop_last)
-    indices, epoch = one_rank.indices(prepared.state.step)
-    data: Any = task.train_data()
-    samples = []
-    for index in map(int, indices):
-        seed = derive_seed(plan.seed, epoch, index)
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        try:
-            samples.append(task.prepare(data[index], epoch, True))
-        except Exception:
-            if not prepared.state.must_agree_on_weights:  # True where the config skips samples that cannot be read
-                raise
-    device = prepared.state.world.device
+    samples_of: Any = task.train_data()
+    indices, epoch = samples_of_step(
+        step,
+        length=len(samples_of),
+        global_batch=int(config["batch"]["global"]),
+        seed=config["seed"],
+        drop_last=config["data"]["drop_last"],
+    )
+    skip = config["data"]["on_error"] != "raise"
+    samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)
     parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
-    return [(map_tensors(task.collate(part), lambda tensor: tensor.to(device)), len(part)) for part in parts]
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    by_head: dict[str, tuple[float, dict[str, Tensor], float]] = {}  # units, gradient, sum of the norms of its parts
+    epsilon = 0.0
+    for part in parts:
+        batch = task.collate(part)
+        losses = data.heads(task.loss(model, data.to_device(batch, device)))
+        counted = data.count_units(task, [(batch, len(part))])
+        for place, (head, loss) in enumerate(losses.items()):
+            epsilon = max(epsilon, torch.finfo(loss.dtype).eps)
+            gradient = _gradient_of(loss, parameters, keep=place + 1 < len(losses))
+            count, total, norms = by_head.get(head, (0.0, {}, 0.0))
+            total = {name: total[name] + grad if name in total else grad for name, grad in gradient.items()}
+            by_head[head] = (count + data.units_of(counted, head), total, norms + _norm(gradient))
+    whole = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    sum_of_norms = 0.0
+    for head, (count, total, norms) in by_head.items():
+        if count:
+            factor = task.coefficients.get(head, 1.0) / count
+            sum_of_norms += abs(factor) * norms
+            for name, grad in total.items():
+                whole[name] += factor * grad
+    norm = _norm(whole)
+    on_cpu = {name: grad.cpu() for name, grad in whole.items()}
+    return GradientComparison(on_cpu, condition=max(1.0, sum_of_norms / norm) if norm else 1.0, epsilon=epsilon)
+
+
+def _gradient_of(loss: Tensor, parameters: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    """The gradient of a sum of losses, by parameter.
+
+    Args:
+        keep: whether other losses come from the same forward pass.
+    """
+    if not loss.requires_grad:
+        return {}
+    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=keep)
+    return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lockstep.build import PreparedRun
-from lockstep.engine.schedule import scaled_lr
+from lockstep.verify.reference import schedule
 
 
 class ReferenceOptimizer:
     """Repeats each update of a training on one process with an optimizer of its own, and compares the results.
 
     Args:
-        prepared: the training.
-        config: of the training, as `RunConfig` writes it. It is interpreted here a second time, without the engine.
+        model: the model that trains.
+        config: of the training, as `RunConfig` writes it, with a number as its global batch and as its steps.
+        steps_per_epoch: steps of an epoch.
+        blocks: names of the model's repeated blocks, for `optim.layer_decay`.
     """
 
-    def __init__(self, prepared: PreparedRun, config: Mapping[str, Any]) -> None:
-        self.prepared, self.config = prepared, config
-        self.model = prepared.built.model
+    def __init__(
+        self, model: nn.Module, config: Mapping[str, Any], *, steps_per_epoch: int, blocks: Sequence[str] = ()
+    ) -> None:
+        self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
         }
-        self.optimizer = self._make_optimizer()
+        self.optimizer = self._make_optimizer(blocks)
         decay = config["train"]["ema_decay"]
         self.averages = {name: copy.detach().clone() for name, copy in self.copies.items()} if decay else {}
         self.decay = decay or 0.0
@@ -39,26 +42,22 @@ class ReferenceOptimizer:
         """Complaints about parameters that train and should be frozen, or are frozen and should train."""
         self._first_steps = self._first_trained_steps()
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizer(self, blocks: Sequence[str]) -> torch.optim.Optimizer:
         optim = self.config["optim"]
-        groups: dict[tuple[float, float | None], list[Tensor]] = {}
-        scale = scaled_lr(
-            1.0,
-            optim["lr_scaling"],
-            global_batch=int(self.config["batch"]["global"]),
-            reference_batch=optim["reference_batch"],
-        )
+        scale = schedule.scaled_lr(optim, int(self.config["batch"]["global"]))
+        levels = _levels(list(self.copies), blocks) if optim["layer_decay"] is not None else {}
+        groups = []
         for name, copy in self.copies.items():
-            matching = [group for group in optim["groups"] if any(fnmatchcase(name, glob) for glob in group["match"])]
-            group: Mapping[str, Any] = matching[0] if matching else {}
-            decay = group.get("weight_decay") if group.get("weight_decay") is not None else optim["weight_decay"]
-            groups.setdefault(((group.get("lr") or optim["lr"]) * scale, decay), []).append(copy)
-        self.learning_rates = [rate for rate, _ in groups]
-        param_groups = [
-            {"params": copies, "lr": rate} | ({} if decay is None else {"weight_decay": decay})
-            for (rate, decay), copies in groups.items()
-        ]
-        optimizer: torch.optim.Optimizer = getattr(torch.optim, optim["name"])(param_groups, **optim["args"])
+            own: Mapping[str, Any] = next((group for group in optim["groups"] if _matches(name, group["match"])), {})
+            rate = own.get("lr")
+            if not rate:
+                below_top = max(levels.values()) - levels[name] if levels else 0
+                rate = optim["lr"] * (optim["layer_decay"] or 1.0) ** below_top
+            decay = own.get("weight_decay")
+            decay = optim["weight_decay"] if decay is None else decay
+            groups.append({"params": [copy], "lr": rate * scale} | ({} if decay is None else {"weight_decay": decay}))
+        self.learning_rates = [group["lr"] for group in groups]
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, optim["name"])(groups, **optim["args"])
         return optimizer
 
     def before_update(self, step: int) -> None:
@@ -69,23 +68,31 @@ class ReferenceOptimizer:
                 state = "trains" if parameter.requires_grad else "is frozen"
                 self.wrongly_trainable.append(f"{name} {state} in step {step + 1}, against train.unfreeze")
             self.copies[name].grad = None if parameter.grad is None else parameter.grad.detach().clone()
+        factor = schedule.factor(
+            self.config["schedule"],
+            self.updates,
+            total=self.config["train"]["steps"],
+            steps_per_epoch=self.steps_per_epoch,
+        )
         for group, rate in zip(self.optimizer.param_groups, self.learning_rates, strict=True):
-            group["lr"] = rate * self.prepared.state.schedule(self.updates)
+            group["lr"] = rate * factor
         self.optimizer.step()
         self.updates += 1
         with torch.no_grad():
             for name, average in self.averages.items():
                 average.mul_(self.decay).add_(self.copies[name], alpha=1 - self.decay)
 
-    def after_step(self) -> None:
-        """Compare with the weights and averages of the training."""
+    def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
+        """Compare with the weights of the training, and with its averages, where it keeps averages."""
         self._compare("weights", self.copies, dict(self.model.named_parameters()))
-        if self.prepared.state.averages is not None and self.averages:
-            self._compare("averages", self.averages, self.prepared.state.averages.tensors)
+        if self.averages:
+            self._compare("averages", self.averages, averages or {})
 
     def _compare(self, kind: str, own: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
-        names = [name for name in trained if name in own]
-        differences = [own[name].detach().double() - trained[name].detach().double() for name in names]
+        if own.keys() != trained.keys():
+            self.differences[kind] = math.inf
+            return
+        differences = [own[name].detach().double() - trained[name].detach().double() for name in own]
         largest = max((float(difference.norm()) for difference in differences), default=0.0)
         self.differences[kind] = max(self.differences[kind], largest) if math.isfinite(largest) else math.inf
 
@@ -93,8 +100,19 @@ class ReferenceOptimizer:
         """For each parameter that the config freezes at first: the step (counted from 0) from which it trains."""
         steps: dict[str, int] = {}
         for stage in self.config["train"]["unfreeze"]:
-            start = stage["step"] or math.ceil(stage["epoch"] * self.prepared.plan.steps_per_epoch)
+            start = stage["step"] or math.ceil(Fraction(str(stage["epoch"] or 0)) * self.steps_per_epoch)
             for name in self.copies:
-                if any(fnmatchcase(name, pattern) for pattern in stage["match"]):
+                if _matches(name, stage["match"]):
                     steps[name] = min(start, steps.get(name, start))
         return steps
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _levels(names: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
+    """The level of each parameter: 0 before the first block, the number of its block from 1, one more after them."""
+    of_block = {name: place for name in names for place, block in enumerate(blocks, 1) if name.startswith(f"{block}.")}
+    first = min((place for place, name in enumerate(names) if name in of_block), default=len(names))
+    return {name: of_block.get(name, 0 if place < first else len(blocks) + 1) for place, name in enumerate(names)}
