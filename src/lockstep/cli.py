@@ -328,6 +328,8 @@ def verify(
         if not cold:
             from lockstep.distributed import warm_process
 
+            # Otherwise libraries start threads while they are imported, and ranks slow each other down.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
             warm_process.start(_modules_of(settings))
         from lockstep import run_directory
         from lockstep.verify import command, report

@@ -1,4 +1,4 @@
-"""The rules of the reference: the order of samples, learning rates, and how it reads what tasks and checkpoints hold."""
+"""The rules of the reference: the order of samples, learning rates, how it reads what tasks and checkpoints hold."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
