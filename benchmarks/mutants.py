@@ -2,13 +2,21 @@
 
     .venv/bin/python benchmarks/mutants.py [NAME ...] [--nproc 2] [--all-checks] [--write benchmarks/MUTANTS.md]
 
-The same trainings without a fault are verified first, with the same checks. So a fault that is found later is no
-false alarm.
+Each fault is written into a copy of the package's source, and `lockstep verify` runs in that copy, as it would with a
+fault of our own. The same trainings without a fault are verified first, with the same checks. So a fault that is found
+later is no false alarm.
+
+A fault counts as found by comparison if a check compared two things and found them different. It counts as found by a
+crash if the training of the check ended with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -17,8 +25,51 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from lockstep.verify.result import CheckResult
 from tests.verify import mutants
-from tests.verify.mutants import MUTANTS, SURVIVORS, Outcome
+from tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
+
+ROOT = Path(__file__).resolve().parents[1]
+LONGEST_S = 900
+CRASH = ("the experiment failed", "the run failed")
+
+
+def write_copy(mutant: Mutant, folder: Path) -> None:
+    """Write the package into `folder`, with the edits of `mutant` in its source."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "src/lockstep", folder / "lockstep", ignore=shutil.ignore_patterns("__pycache__"))
+    for path, source, edited in mutants.edited_sources(mutant):
+        file = folder / path.relative_to(ROOT / "src")
+        text = file.read_text()
+        assert text.count(source) == 1, f"{path} holds the function {text.count(source)} times"
+        file.write_text(text.replace(source, edited))
+
+
+def verify(mutant: Mutant, checks: Sequence[str], folder: Path, *, nproc: int, steps: int) -> Outcome:
+    """What the command `lockstep verify` says in a copy of the package with the edits of `mutant`."""
+    write_copy(mutant, folder / "source")
+    run_dir = folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    command = [sys.executable, "-m", "lockstep", "verify", *mutants.arguments(mutant), "--nproc", str(nproc), "--quick"]
+    command += ["--steps", str(steps), "--checks", ",".join(checks), "--run-dir", str(run_dir)]
+    paths = os.pathsep.join([str(folder / "source"), str(ROOT)])
+    begun = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, timeout=LONGEST_S
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome({}, LONGEST_S, f"it did not end within {LONGEST_S} s")
+    seconds = time.perf_counter() - begun
+    if not (run_dir / "verify.json").exists():
+        return Outcome({}, seconds, done.stderr.decode().strip().splitlines()[-1] if done.stderr else "no result")
+    found = json.loads((run_dir / "verify.json").read_text())["checks"]
+    return Outcome({check["name"]: CheckResult(**check) for check in found}, seconds)
+
+
+def is_crash(reason: str) -> bool:
+    """Whether a check found a fault because its training failed."""
+    return reason.startswith(CRASH)
 
 
 def verify_bases(
@@ -59,7 +110,9 @@ def row(name: str, outcome: Outcome) -> str:
     """A row of the table. The check that must find the fault is bold."""
     mutant = MUTANTS[name]
     by = ", ".join(f"**{check}**" if check == mutant.check else check for check in outcome.faults) or "no check"
-    cells = (name, shortened(mutant.words, 220), by, shortened(reason(name, outcome)), f"{outcome.seconds:.1f}")
+    why = reason(name, outcome)
+    kind = "" if not outcome.faults else "crash" if is_crash(why) else "comparison"
+    cells = (name, shortened(mutant.words, 220), by, kind, shortened(why), f"{outcome.seconds:.1f}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -78,6 +131,7 @@ def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], 
         for name in MUTANTS
         if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]
     ]
+    crashes = sum("| crash |" in rows[name] for name in caught)
     minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values() if text) / 60
     alarms = {base: outcome.faults for base, outcome in bases.items() if outcome.faults or outcome.error}
     count = len({mutant.base for mutant in MUTANTS.values()})
@@ -85,12 +139,14 @@ def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], 
         "# What `lockstep verify` notices",
         "",
         f"`benchmarks/mutants.py` breaks the engine, or a task, in {len(rows)} ways, one way at a time, and verifies",
-        f"the training on {nproc} ranks. Each fault was made for one check; {len(caught)} were found by that check.",
+        f"the training on {nproc} ranks. Faults of the engine are written into a copy of its source, in which the",
+        f"whole command runs. Each fault was made for one check. {len(caught)} were found by that check,",
+        f"{crashes} of them because the training of the check failed, and not by a comparison.",
         f"Together they took {minutes:.0f} minutes. The same {count} trainings without a fault gave "
         f"{'no fault' if not alarms else f'faults: {alarms}'}.",
         "",
-        "| mutant | what was broken | caught by | what verify said | seconds |",
-        "|---|---|---|---|---:|",
+        "| mutant | what was broken | caught by | found by | what verify said | seconds |",
+        "|---|---|---|---|---|---:|",
         *filter(None, rows.values()),
     ]
     missed = [name for name in rows if name not in caught]
@@ -116,31 +172,26 @@ def main() -> int:
     options = parser.parse_args()
     names = [name for name, mutant in MUTANTS.items() if not options.names or {name, mutant.check} & {*options.names}]
 
-    from lockstep.verify.workers import Workers
-
     outcomes: dict[str, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        workers = Workers(Path(folder) / "ranks.log")
-        run_dir, common = Path(folder) / "run", {"nproc": options.nproc, "steps": options.steps}
-        try:
-            bases = verify_bases(
-                names,
-                lambda base, checks: mutants.verify_base(base, workers, run_dir, checks, **common),
-                options.all_checks,
-            )
-            start = time.perf_counter()
-            for name in names:
-                check = MUTANTS[name].check
-                checks = ordered(check, options.all_checks)
-                outcomes[name] = outcome = mutants.verify_mutant(name, workers, run_dir, checks, **common)
-                word = "caught" if check in outcome.faults else "elsewhere" if outcome.faults else "SURVIVED"
-                unclear = [result.name for result in outcome.checks.values() if result.status == "not shown"]
-                by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
-                text = f"{by}: {shortened(reason(name, outcome), 110)}"
-                print(f"{word:9} {name:60} {check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
-            seconds = time.perf_counter() - start
-        finally:
-            workers.close()
+    common = {"nproc": options.nproc, "steps": options.steps}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name)
+        bases = verify_bases(
+            names,
+            lambda base, checks: verify(Mutant(base, checks[0], base), checks, folder, **common),
+            options.all_checks,
+        )
+        start = time.perf_counter()
+        for name in names:
+            mutant = MUTANTS[name]
+            checks = ordered(mutant.check, options.all_checks)
+            outcomes[name] = outcome = verify(mutant, checks, folder, **common)
+            word = "caught" if mutant.check in outcome.faults else "elsewhere" if outcome.faults else "SURVIVED"
+            unclear = [result.name for result in outcome.checks.values() if result.status == "not shown"]
+            by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
+            text = f"{by}: {shortened(reason(name, outcome), 110)}"
+            print(f"{word:9} {name:60} {mutant.check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
+        seconds = time.perf_counter() - start
     missed = [name for name, outcome in outcomes.items() if MUTANTS[name].check not in outcome.faults]
     alarms = sum(bool(outcome.faults) for outcome in bases.values())
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught in {seconds:.0f} s; {alarms} false alarms")

@@ -1382,6 +1382,16 @@ def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeTyp
 
     Texts are compared token by token, so that a formatter may break lines, add trailing commas and change quotes.
     """
+    text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(_edited_source(function, edits))
+    compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
+    return next(
+        constant
+        for constant in compiled.co_consts
+        if isinstance(constant, CodeType) and constant.co_name == function.__name__
+    )
+
+
+def _edited_source(function: FunctionType, edits: Sequence[tuple[str, str]]) -> str:
     source = _source(function)
     for old, new in edits:
         places = _places(source, old)
@@ -1390,13 +1400,18 @@ def _edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeTyp
         line = source[:start].rpartition("\n")[2]
         indent = " " * (len(line) - len(line.lstrip())) if line.strip() else line
         source = source[:start] + new.strip("\n").replace("\n", f"\n{indent}") + source[stop:]
-    text = "\n" * (function.__code__.co_firstlineno - 1) + textwrap.dedent(source)
-    compiled = compile(text, function.__code__.co_filename, "exec", flags=annotations.compiler_flag, dont_inherit=True)
-    return next(
-        constant
-        for constant in compiled.co_consts
-        if isinstance(constant, CodeType) and constant.co_name == function.__name__
-    )
+    return source
+
+
+def edited_sources(mutant: Mutant) -> list[tuple[Path, str, str]]:
+    """For each function that a mutant edits: its file, its source, and its source after the edits."""
+    by_function: dict[FunctionType, list[tuple[str, str]]] = {}
+    for target, old, new in mutant.edits:
+        by_function.setdefault(_function(target), []).append((old, new))
+    return [
+        (Path(inspect.getfile(function)), _source(function), _edited_source(function, edits))
+        for function, edits in by_function.items()
+    ]
 
 
 _TOKEN = re.compile(
@@ -1430,9 +1445,19 @@ def config_of(base: str, task: str | None = None, overrides: Sequence[str] = (),
     """The config of a base, as `command.verify` takes it."""
     from lockstep import config_file
 
-    kind, *own = BASES[base]
-    settings = config_file.load(f"{TASKS}:{task or kind}", [*_last_of([*COMMON, *own, *overrides]), f"name={base}"])
+    file, *keys = arguments(Mutant(base, "", base, task=task, overrides=tuple(overrides)))
+    settings = config_file.load(file, keys)
     return settings.model_copy(update={"batch": settings.batch.resolve(nproc)}).model_dump(by_alias=True)
+
+
+def arguments(mutant: Mutant) -> list[str]:
+    """The task and the keys of the config, as the command line takes them."""
+    kind, *own = BASES[mutant.base]
+    return [
+        f"{TASKS}:{mutant.task or kind}",
+        *_last_of([*COMMON, *own, *mutant.overrides]),
+        f"name={mutant.base}",
+    ]
 
 
 def _last_of(overrides: Sequence[str]) -> list[str]:

@@ -75,7 +75,8 @@ EXACT, TWO = TaskChanges(exact=True), RecorderOptions(gradient_steps=(0, 2))
 
 def train(tmp_path, name, file=OWN, adjustment=EXACT, watch=TWO, **sections):
     """What one process saw of three steps."""
-    settings = runs.config(task={"kind": f"{file}:{name}"}, train={"steps": 3}, log={"every_steps": 1}, **sections)
+    sections = {"train": {"steps": 3}, "log": {"every_steps": 1}} | sections
+    settings = runs.config(task={"kind": f"{file}:{name}"}, **sections)
     return worker_functions.train(TrainingRun("alone", 1, settings, str(tmp_path), adjustment, watch))
 
 
@@ -266,3 +267,29 @@ def test_answers_tell_a_wrong_config_from_a_failure(capfd):
     assert (crashed.known, crashed.refused) == (False, False)
     assert crashed.error.startswith("ValueError: the sheep are asleep (test_reference.py:")
     assert "in fail" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optim": {"layer_decay": 0.5, "groups": [{"name": "biases", "match": ["*bias"], "weight_decay": 0.0}]}},
+        {"schedule": {"name": "cosine", "warmup_steps": 2}, "train": {"steps": 5, "ema_decay": 0.9}},
+        {"optim": {"name": "SGD", "args": {"momentum": 0.9}, "lr_scaling": "sqrt", "reference_batch": 6}},
+    ],
+    ids=["layer decay", "schedule and averages", "scaled rate"],
+)
+def test_updates_are_those_of_a_new_optimizer(tmp_path, sections):
+    changes = TaskChanges(exact=True, float64=True)
+    found = train(tmp_path, "Blocks", HERE / "clean_tasks.py", changes, RecorderOptions(repeat_updates=True), **sections)
+    assert found.moved > 0
+    assert set(found.reference_differences) == {"weights", *(["averages"] if "train" in sections else [])}
+    assert all(difference < ROUNDING for difference in found.reference_differences.values())
+
+
+def test_a_wrong_rate_of_a_level_is_seen(monkeypatch, tmp_path):
+    from lockstep.engine import optim
+
+    monkeypatch.setattr(optim, "_depths", lambda model, blocks: {name: 0 for name, _ in model.named_parameters()})
+    changes, watch = TaskChanges(exact=True, float64=True), RecorderOptions(repeat_updates=True)
+    found = train(tmp_path, "Blocks", HERE / "clean_tasks.py", changes, watch, optim={"layer_decay": 0.5})
+    assert found.reference_differences["weights"] > 1e-6
