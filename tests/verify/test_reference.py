@@ -280,7 +280,8 @@ def test_answers_tell_a_wrong_config_from_a_failure(capfd):
 )
 def test_updates_are_those_of_a_new_optimizer(tmp_path, sections):
     changes = TaskChanges(exact=True, float64=True)
-    found = train(tmp_path, "Blocks", HERE / "clean_tasks.py", changes, RecorderOptions(repeat_updates=True), **sections)
+    watch = RecorderOptions(repeat_updates=True)
+    found = train(tmp_path, "Blocks", HERE / "clean_tasks.py", changes, watch, **sections)
     assert found.moved > 0
     assert set(found.reference_differences) == {"weights", *(["averages"] if "train" in sections else [])}
     assert all(difference < ROUNDING for difference in found.reference_differences.values())
