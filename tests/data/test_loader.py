@@ -9,6 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lockstep import LockstepError, Trainer
 from lockstep.data import worker_deaths
@@ -182,6 +183,13 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.data[index]
 
 
+@pytest.fixture
+def _soon(monkeypatch):
+    """torch's DataLoader looks for dead workers every 5 seconds while it waits for a batch."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+
+
+@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, training):
     settings = runs.config(data={"workers": 2}, train={"steps": 12, "eval_every_steps": 6})
@@ -196,6 +204,7 @@ def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, 
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
+@pytest.mark.usefixtures("_soon")
 def test_worker_that_is_killed_again_and_again_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(worker_deaths, "MOST_DEATHS", 2)
     task = Killed(5)
