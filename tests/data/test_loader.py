@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import random
 import re
 import signal
@@ -52,6 +53,17 @@ def test_randomness_of_a_sample_depends_on_nothing_but_seed_epoch_and_index():
     assert prepared(workers=2, micro=3, start=0, world=2) == reference
     resumed = prepared(workers=0, micro=5, start=4)
     assert resumed == {key: value for key, value in reference.items() if key[0] >= 4}
+
+
+def test_loader_workers_that_are_not_forked_read_the_same():
+    """They get their data by pickle: on macOS, from Python 3.14 on, and where a task sets another start method."""
+    task, plan = Noisy(24), MicroBatchPlan((5, 2, 7), 1, False)
+    batches = Loader(MicroBatches(task.train_data(), task, 3, training=True), 1, CPU).batches
+    expected = batches.dataset[plan]
+    parts = (batches.dataset, batches.collate_fn, batches.worker_init_fn)
+    dataset, _, _ = pickle.loads(pickle.dumps(parts))
+    found = dataset[plan]
+    assert all(torch.equal(one, other) for one, other in zip(found.batch, expected.batch, strict=True))
 
 
 def test_preparing_leaves_the_training_rng_to_the_step():
