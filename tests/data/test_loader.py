@@ -6,13 +6,14 @@ import pickle
 import random
 import re
 import signal
+import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, plugins
 from lockstep.data import worker_deaths
 from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
@@ -55,13 +56,19 @@ def test_randomness_of_a_sample_depends_on_nothing_but_seed_epoch_and_index():
     assert resumed == {key: value for key, value in reference.items() if key[0] >= 4}
 
 
-def test_loader_workers_that_are_not_forked_read_the_same():
+def test_loader_workers_that_are_not_forked_read_the_same(tmp_path, monkeypatch):
     """They get their data by pickle: on macOS, from Python 3.14 on, and where a task sets another start method."""
-    task, plan = Noisy(24), MicroBatchPlan((5, 2, 7), 1, False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "unforked.py"
+    file.write_text("from tests.data.test_loader import Noisy\n\nclass Mine(Noisy):\n    pass\n")
+    module = plugins.import_file(file, prefix="lockstep_user_", where="", is_main=True)
+    task, plan = module.Mine(24), MicroBatchPlan((5, 2, 7), 1, False)
     batches = Loader(MicroBatches(task.train_data(), task, 3, training=True), 1, CPU).batches
     expected = batches.dataset[plan]
     parts = (batches.dataset, batches.collate_fn, batches.worker_init_fn)
-    dataset, _, _ = pickle.loads(pickle.dumps(parts))
+    sent = pickle.dumps(parts)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    dataset, _, _ = pickle.loads(sent)
     found = dataset[plan]
     assert all(torch.equal(one, other) for one, other in zip(found.batch, expected.batch, strict=True))
 
