@@ -9,6 +9,7 @@ The processes are started once and stay. A call costs about 20 ms, so a test may
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 import traceback
 import warnings
@@ -20,7 +21,8 @@ from typing import Any
 from lockstep.distributed import warm_process
 from lockstep.verify.workers import WorkerEnded, Workers
 
-warm_process.start(["torchmetrics", "lockstep.verify.worker_functions"])
+if multiprocessing.parent_process() is None:  # ranks import this module too, and need no warm process of their own
+    warm_process.start(["torchmetrics", "lockstep.verify.worker_functions"])
 _folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 _ranks = Workers(Path(_folder.name, "ranks.log"))
 

@@ -23,12 +23,15 @@ from lockstep.trainer import Recorder
 
 
 def config(**sections):
-    """A config for tests: 20 steps of 24 samples, without TensorBoard. `sections` are merged into it."""
+    """A config for tests: 20 steps of 24 samples, without TensorBoard and pictures. `sections` are merged into it.
+
+    Drawing takes longer than the few steps of a test. Tests of pictures set `log.pictures`.
+    """
     base = {
         "batch": {"global": 24},
         "train": {"steps": 20},
         "optim": {"name": "AdamW", "lr": 0.01, "weight_decay": 0.1},
-        "log": {"writers": ["text_log", "json_lines"], "every_steps": 5},
+        "log": {"writers": ["text_log", "json_lines"], "every_steps": 5, "pictures": 0},
         "device": "cpu",
     }
     for name, section in sections.items():

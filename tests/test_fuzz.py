@@ -34,35 +34,50 @@ def examples(count, at_length):
     )
 
 
+def parts(count):
+    """`make test-all` tries `count` times as many cases as `make test`."""
+    marks = [(), *(count - 1) * [pytest.mark.exhaustive]]
+    return pytest.mark.parametrize("part", [pytest.param(number, marks=mark) for number, mark in enumerate(marks)])
+
+
+def maker_of(seed, part):
+    return Maker(seed + (part << 64))
+
+
+@parts(3)
 @seeds
-@examples(30, LONG)
-def test_a_case_on_one_rank_is_plain_torch(seed):
-    fuzz_runs.check("plain", [Maker(seed).case()])
+@examples(10, LONG)
+def test_a_case_on_one_rank_is_plain_torch(part, seed):
+    fuzz_runs.check("plain", [maker_of(seed, part).case()])
 
 
+@parts(2)
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @seeds
-@examples(2, LONG // 5 // ON_RANKS)
-def test_cases_on_ranks_are_plain_torch(world, seed):
-    maker = Maker(seed)
+@examples(1, LONG // 5 // ON_RANKS)
+def test_cases_on_ranks_are_plain_torch(world, part, seed):
+    maker = maker_of(seed, part)
     fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS)])
 
 
+@parts(3)
 @seeds
-@examples(12, LONG // 5)
-def test_random_numbers_in_batches_survive_a_stop(seed):
-    fuzz_runs.check("resumed", [Maker(seed).noisy()])
+@examples(4, LONG // 5)
+def test_random_numbers_in_batches_survive_a_stop(part, seed):
+    fuzz_runs.check("resumed", [maker_of(seed, part).noisy()])
 
 
+@parts(2)
 @pytest.mark.parametrize("world", [2])
 @seeds
 @examples(1, LONG // 5 // ON_RANKS)
-def test_random_numbers_in_batches_survive_a_stop_of_ranks(world, seed):
-    maker = Maker(seed)
-    fuzz_runs.check("resumed", [maker.noisy(world) for _ in range(ON_RANKS)])
+def test_random_numbers_in_batches_survive_a_stop_of_ranks(world, part, seed):
+    maker = maker_of(seed, part)
+    fuzz_runs.check("resumed", [maker.noisy(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 2)])
 
 
+@parts(3)
 @seeds
-@examples(5, LONG // 5)
-def test_random_numbers_in_batches_are_the_same_in_workers(seed):
-    fuzz_runs.check("workers", [Maker(seed).noisy()])
+@examples(2, LONG // 5)
+def test_random_numbers_in_batches_are_the_same_in_workers(part, seed):
+    fuzz_runs.check("workers", [maker_of(seed, part).noisy()])

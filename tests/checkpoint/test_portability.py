@@ -51,7 +51,9 @@ def pairs(always):
     ]
 
 
-@pytest.mark.parametrize(("saved", "name"), pairs(lambda one, other: (other - one) % 5 == 2), indirect=["saved"])
+@pytest.mark.parametrize(
+    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 4), (4, 1))), indirect=["saved"]
+)
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
     for weights, results in run_ranks(STRATEGIES[name][0], runs.fit_kind, "Deep", OPTIONS, settings(name, 12), folder):

@@ -2,15 +2,18 @@
 
 import gc
 import os
+import pickle
 import random
 import re
 import signal
+import sys
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, plugins
 from lockstep.data import worker_deaths
 from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
@@ -51,6 +54,23 @@ def test_randomness_of_a_sample_depends_on_nothing_but_seed_epoch_and_index():
     assert prepared(workers=2, micro=3, start=0, world=2) == reference
     resumed = prepared(workers=0, micro=5, start=4)
     assert resumed == {key: value for key, value in reference.items() if key[0] >= 4}
+
+
+def test_loader_workers_that_are_not_forked_read_the_same(tmp_path, monkeypatch):
+    """They get their data by pickle: on macOS, from Python 3.14 on, and where a task sets another start method."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "unforked.py"
+    file.write_text("from tests.data.test_loader import Noisy\n\nclass Mine(Noisy):\n    pass\n")
+    module = plugins.import_file(file, prefix="lockstep_user_", where="", is_main=True)
+    task, plan = module.Mine(24), MicroBatchPlan((5, 2, 7), 1, False)
+    batches = Loader(MicroBatches(task.train_data(), task, 3, training=True), 1, CPU).batches
+    expected = batches.dataset[plan]
+    parts = (batches.dataset, batches.collate_fn, batches.worker_init_fn)
+    sent = pickle.dumps(parts)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    dataset, _, _ = pickle.loads(sent)
+    found = dataset[plan]
+    assert all(torch.equal(one, other) for one, other in zip(found.batch, expected.batch, strict=True))
 
 
 def test_preparing_leaves_the_training_rng_to_the_step():
@@ -182,6 +202,13 @@ class Numbered(torch.utils.data.Dataset):
         return index, self.data[index]
 
 
+@pytest.fixture
+def _soon(monkeypatch):
+    """torch's DataLoader looks for dead workers every 5 seconds while it waits for a batch."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+
+
+@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, training):
     settings = runs.config(data={"workers": 2}, train={"steps": 12, "eval_every_steps": 6})
@@ -196,6 +223,7 @@ def test_killed_worker_is_named_and_started_again_and_changes_nothing(tmp_path, 
     assert signal.getsignal(signal.SIGCHLD) is handler
 
 
+@pytest.mark.usefixtures("_soon")
 def test_worker_that_is_killed_again_and_again_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(worker_deaths, "MOST_DEATHS", 2)
     task = Killed(5)

@@ -499,10 +499,11 @@ def test_evaluation_by_length_takes_every_sample_once_in_the_forward_passes_of_o
     assert len({len(rank) for rank in plan.by_rank(world)}) == 1
 
 
+@pytest.mark.parametrize("shift", [0, *(pytest.param(shift, marks=pytest.mark.exhaustive) for shift in (3, 6))])
 @pytest.mark.parametrize("has_lengths", [False, True])
-def test_ranks_that_take_turns_complete_the_first_samples_first(monkeypatch, has_lengths):
+def test_ranks_that_take_turns_complete_the_first_samples_first(monkeypatch, has_lengths, shift):
     monkeypatch.setattr("lockstep.data.order._WINDOW", 3)
-    for length, micro, world in itertools.product(range(0, 51, 3), range(1, 8), range(1, 6)):
+    for length, micro, world in itertools.product(range(shift, 51, 9), range(1, 8), range(1, 6)):
         lengths = np.arange(length) * 7 % 5 if has_lengths else None
         plan = EvaluationPlan(length, micro, lengths)
         alone = [micro_batch.indices for micro_batch in plan.in_turns(0, 1)]

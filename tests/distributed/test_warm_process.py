@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.distributed import heartbeat, preload, warm_process
-from tests.processes import lockstep
+from tests.processes import launched
 
 pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this system starts ranks cold")
 ROOT = Path(__file__).parents[2]
@@ -110,33 +110,38 @@ def test_warm_process_ends_when_its_launcher_is_killed(tmp_path):
     launcher.communicate()
 
 
-def test_imports_of_a_rank_until_its_first_step_are_preloaded(tmp_path):
-    (tmp_path / "task.py").write_text(
-        "import atexit, json, os, sys\n"
-        "from tests.own_tasks import Plain\n"
-        "class Names(Plain):\n"
-        "    def loss(self, model, batch):\n"
-        "        if model.training and os.environ['RANK'] == '0':\n"
-        "            open(os.environ['NAMES'], 'w').write(json.dumps(list(sys.modules)))\n"
-        "        return super().loss(model, batch)\n"
-    )
-    names = tmp_path / "names"
-    done = lockstep(
-        "train",
-        f"{tmp_path}/task.py:Names",
-        "train.steps=3",
-        "--nproc",
-        2,
-        "--run-dir",
-        tmp_path / "run",
-        NAMES=str(names),
-    )
-    assert done.returncode == 0, done.stderr
+TASKS = """
+import json
+import os
+import sys
+from tests.own_tasks import Plain
+
+class Names(Plain):
+    def loss(self, model, batch):
+        if model.training and os.environ["RANK"] == "0":
+            with open(os.environ["NAMES"], "w") as file:
+                json.dump(list(sys.modules), file)
+        return super().loss(model, batch)
+"""
+
+
+def _preloaded(folder):
+    """Names of all modules that are loaded where those of the warm process are."""
     modules = ",".join((*warm_process.MODULES, "torch.utils.tensorboard"))
     command = f"import importlib, sys, json; [importlib.import_module(m) for m in {modules!r}.split(',')]; "
     command += "print(json.dumps(list(sys.modules)))"
-    loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout
-    late = set(json.loads(names.read_text())) - set(json.loads(loaded))
+    return json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout)
+
+
+@launched(
+    ("train", "{folder}/tasks.py:Names", "train.steps=3", "--nproc", 2, "--run-dir", "{folder}/run"),
+    _preloaded,
+    NAMES="{folder}/names",
+)
+def test_imports_of_a_rank_until_its_first_step_are_preloaded(launch):
+    done, loaded = launch.done
+    assert done.returncode == 0, done.stderr
+    late = set(json.loads((launch.folder / "names").read_text())) - set(loaded)
     heavy = ("torch", "numpy", "pydantic", "rich", "tensorboard")
     heavy = [name for name in late if name.split(".")[0] in heavy and "._" not in name]  # private parts are small
     assert sorted(heavy) == []

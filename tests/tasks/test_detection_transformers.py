@@ -175,7 +175,7 @@ def test_weights_are_the_same_on_every_number_of_ranks(architecture, steps):
             assert apart(weights, one) < 1e-10
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_ranks_without_boxes_train_with_denoising(strategy):
     settings = runs.config(
         batch={"global": 4, "micro": 1}, train={"steps": 4}, optim=OPTIM, parallel={"strategy": strategy}

@@ -310,7 +310,10 @@ def test_a_large_picture_is_stitched_from_the_cores_that_an_evaluation_counts(fo
 # ---- ranks, metrics, recovery
 
 
-@pytest.mark.parametrize("options", [AUGMENT, ALL_LOSSES | AUGMENT | {"label_smoothing": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(AUGMENT, marks=pytest.mark.exhaustive), ALL_LOSSES | AUGMENT | {"label_smoothing": 0.1}],
+)
 def test_ranks_and_accumulation_change_nothing(folder, options):
     settings = runs.config(batch={"global": 6}, train={"steps": 6}, optim={"lr": 0.003})
     (reference, _), *_ = run_ranks(1, fit, options, folder, settings)
@@ -382,7 +385,7 @@ def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
 
 def test_the_task_learns_and_shows_what_it_learned(folder, tmp_path):
     task = make_task({}, folder, double=False)
-    settings = runs.config(batch={"global": 6}, train={"steps": 40, "eval_every_steps": 40})
+    settings = runs.config(batch={"global": 6}, train={"steps": 40, "eval_every_steps": 40}, log={"pictures": 8})
     results = Trainer(settings, run_dir=tmp_path, quiet=True).fit(task)
     assert results["eval/miou"] > 0.6
     assert (tmp_path / "samples" / "augmented.png").exists()

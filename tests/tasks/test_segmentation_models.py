@@ -65,7 +65,7 @@ def trained(folder, run_dir, architecture, **options):
     return trainer, trainer.fit()
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ["segformer", "upernet", pytest.param("dpt", marks=pytest.mark.exhaustive)])
 def test_new_models_of_transformers_train_and_give_every_parameter_a_gradient(folder, tmp_path, architecture):
     options = {"segformer": {}, "upernet": {"eval_size": 64}, "dpt": {"eval_shape": "square"}}[architecture]
     trainer, results = trained(folder, tmp_path, architecture, **options)
@@ -79,7 +79,9 @@ def test_new_models_of_transformers_train_and_give_every_parameter_a_gradient(fo
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("options", [{}, {"eval_shape": "square", "eval_size": 64}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"eval_shape": "square", "eval_size": 64}, marks=pytest.mark.exhaustive)]
+)
 def test_an_exported_model_gives_the_same_classes_in_the_pipeline_of_transformers(folder, tmp_path, options):
     from transformers import pipeline
 

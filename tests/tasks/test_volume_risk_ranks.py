@@ -23,7 +23,7 @@ def settings(strategy="single", optimizer="AdamW"):
     )
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("chunk", [pytest.param(None, marks=pytest.mark.exhaustive), 3])
 def test_the_phases_are_the_same_on_any_ranks(chunk):
     # The gradient of a key's bias is zero but for rounding, which AdamW would make as large as any other gradient.
     options = {"chunk": chunk}
@@ -36,7 +36,7 @@ def test_the_phases_are_the_same_on_any_ranks(chunk):
                 assert torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12), (world, strategy, name)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_kept_features_change_no_bit_on_ranks(strategy, tmp_path):
     options = {"dtype": torch.float32, "dropout": 0.2, "chunk": 3}
     plain = run_ranks(2, volume_cases.train, options, settings(strategy))

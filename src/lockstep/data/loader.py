@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.data import worker_deaths
+from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
@@ -394,6 +395,7 @@ class _CatchErrors(Dataset[Any]):
     """Returns errors of Lockstep instead of raising them."""
 
     def __init__(self, micro_batches: MicroBatches) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.micro_batches = micro_batches
 
     def __getitem__(self, plan: MicroBatchPlan) -> MicroBatch | Failure:
@@ -409,6 +411,7 @@ class _Pairs(Dataset[Any]):
     """Raw and prepared sample by index and epoch; None for a sample that cannot be read."""
 
     def __init__(self, micro_batches: MicroBatches) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
         self.micro_batches = micro_batches
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, Any] | None:

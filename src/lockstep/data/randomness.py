@@ -30,10 +30,27 @@ def _seed_numpy(seed: int) -> None:
     np.random.seed(seed & 0xFFFFFFFF)
 
 
+def _seed_python(seed: int) -> None:
+    random.seed(seed)
+
+
+def _draw_torch() -> int:
+    return int(_ANY.random_())
+
+
+def _draw_numpy() -> float:
+    return float(np.random.random_sample())
+
+
+def _draw_python() -> int:
+    return random.getrandbits(64)
+
+
+# Named functions of modules: loader workers that are not forked get them by pickle.
 GENERATORS = (
-    _Generator(_seed_torch, lambda: int(_ANY.random_())),
-    _Generator(_seed_numpy, lambda: float(np.random.random_sample())),
-    _Generator(random.seed, lambda: random.getrandbits(64)),
+    _Generator(_seed_torch, _draw_torch),
+    _Generator(_seed_numpy, _draw_numpy),
+    _Generator(_seed_python, _draw_python),
 )
 
 

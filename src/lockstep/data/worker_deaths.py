@@ -81,6 +81,9 @@ def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:
 
 def describe(processes: Sequence[BaseProcess], error: Exception) -> str:
     """Which of the workers among `processes` ended, and how: `loader worker 4711 was killed by SIGKILL`."""
+    for process in processes:
+        if connection.wait([process.sentinel], timeout=0):  # it closes its files a moment before its exit code is known
+            process.join(timeout=1)
     ended = [process for process in processes if process.exitcode and str(process.pid) in str(error)]
     ended = ended or [process for process in processes if process.exitcode]
     if not ended:

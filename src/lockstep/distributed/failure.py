@@ -33,6 +33,7 @@ class FailureBoard:
         self.store, self.rank, self.size = store, rank, size
         self.first: dict[str, str | int | bool] | None = None
         self.closed = threading.Event()
+        self.counting, self.counted = threading.Lock(), False
         self.thread = threading.Thread(target=self._watch, name="lockstep-failures", daemon=True)
         self.thread.start()
 
@@ -65,7 +66,10 @@ class FailureBoard:
                     "text": text,
                     "retryable": error.retryable if isinstance(error, LockstepError) else True,
                 }
-                self.first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own_failure)))
+                first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own_failure)))
+                self.first = first
+                if first["rank"] != self.rank:  # this rank failed too, but later
+                    self._count_as_informed()
                 self._linger()
         if self.first is not None and self.first["rank"] == self.rank:
             return None
@@ -88,6 +92,13 @@ class FailureBoard:
         other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["retryable"])
         return other
 
+    def _count_as_informed(self) -> None:
+        """Let rank 0 know that this rank has read the failure."""
+        with self.counting:
+            if not self.counted:
+                self.counted = True
+                self.store.add(_SEEN, 1)
+
     def _linger(self) -> None:
         """Rank 0 often holds the store, so it waits until the other ranks have read the failure."""
         deadline = time.monotonic() + 3 * _POLL_S
@@ -102,7 +113,7 @@ class FailureBoard:
                 first = json.loads(self.store.get(_FAILURE))
                 if first["rank"] != self.rank:
                     self.first = first
-                    self.store.add(_SEEN, 1)
+                    self._count_as_informed()
             except dist.DistError:
                 return  # the store went with rank 0's process
             break

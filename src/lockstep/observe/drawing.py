@@ -38,7 +38,8 @@ def png(picture: Picture) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, "PNG")
+    # Four times as fast as the default level of 6, for files that are an eighth larger.
+    Image.fromarray(picture).save(file, "PNG", compress_level=3)
     return file.getvalue()
 
 

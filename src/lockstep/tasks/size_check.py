@@ -49,7 +49,7 @@ def check_image_sizes(model: nn.Module, sizes: Sequence[int], *, channels: int, 
                 if nearest is None
                 else f"the nearest that it can is {nearest}",
             ) from error
-    for order in (list(sizes), list(reversed(sizes))):
+    for order in (list(sizes), list(reversed(sizes))) if len(states) > 1 else ():
         _, after = trial.run(order)
         alone = states[order[-1]]
         changed = next((name for name in alone if after.get(name) != alone[name]), None)
