@@ -10,14 +10,13 @@ evaluation (20 pictures, 243 boxes) and the seconds of the whole command. The pl
 pictures in the same way, and has no checkpoints, logs and moving average.
 
 `--compare` trains in one process with one torch thread and no loader workers, without moving average, by the recipe and
-in the plain loop, and evaluates once. Quoted are the CPU seconds of the process, after the imports.
+in the plain loop, and evaluates once. Quoted are the CPU seconds of the process, without imports.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import math
@@ -128,33 +127,23 @@ def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
 
 
 def compare(data: Path, epochs: int, rounds: int) -> None:
-    """Both ways in turn, each in a new process on one thread."""
+    """Both ways in turn, in this process on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
     ratios = []
-    for number in range(rounds):
-        results = {}
-        for way in ("fit", "plain"):
-            command = [sys.executable, __file__, "--one", way, "--data", str(data), "--epochs", str(epochs)]
-            command += ["--seed", str(number)]
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(done.stderr)
-            results[way] = json.loads(done.stdout.strip().splitlines()[-1])
-        ratios.append(results["fit"]["cpu_s"] / results["plain"]["cpu_s"])
+    for number in range(-1, rounds):
+        if number < 0:  # what is imported or compiled at the first use
+            fit(data, 1, 0)
+            continue
+        lockstep, loop = fit(data, epochs, number), plain(data, epochs, number)
+        ratios.append(lockstep["cpu_s"] / loop["cpu_s"])
         listed = "; ".join(
-            f"{way}: mAP {found['mAP']:.3f}, mAP50 {found['mAP50']:.3f}, {found['cpu_s']:.1f} s of CPU"
-            for way, found in results.items()
+            f"{name}: mAP {found['mAP']:.3f}, mAP50 {found['mAP50']:.3f}, {found['cpu_s']:.1f} s of CPU"
+            for name, found in (("lockstep", lockstep), ("plain", loop))
         )
         print(f"round {number + 1}: {listed}; ratio {ratios[-1]:.2f}", flush=True)
     print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-
-
-def one(data: Path, way: str, epochs: int, seed: int) -> None:
-    """Train in one way in this process, and print the result as JSON."""
-    for name in ("torch", "torchmetrics.detection", "pycocotools.cocoeval", "matplotlib.pyplot", "lockstep.trainer"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    print(json.dumps((fit if way == "fit" else plain)(data, epochs, seed)))
 
 
 def gather_on_rank() -> None:
@@ -206,7 +195,6 @@ def main() -> None:
     parser.add_argument("--gather", action="store_true")
     parser.add_argument("--compare", action="store_true", help="the recipe and the plain loop, in turn")
     parser.add_argument("--rounds", type=int, default=3, help="of --compare")
-    parser.add_argument("--one", choices=("fit", "plain"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.gather:
         if "RANK" in os.environ:
@@ -214,9 +202,6 @@ def main() -> None:
         else:
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", __file__, "--gather"]
             subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        return
-    if arguments.one:
-        one(arguments.data, arguments.one, arguments.epochs, arguments.seed)
         return
     data = arguments.data / "detection" / "bccd"
     if not data.is_dir():

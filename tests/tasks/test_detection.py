@@ -634,6 +634,18 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     assert set(described[0]["boxes"][0]) == {"class", "score", "box"}
 
 
+def test_pictures_without_a_shown_box_are_described_by_their_best_scores(folder):
+    task = make_task({}, folder)
+    first, second = (
+        task.presenter(task).describe(
+            {"boxes": torch.zeros(1, 4), "scores": torch.tensor([score]), "labels": torch.zeros(1, dtype=torch.int64)}
+        )
+        for score in (0.010001, 0.010003)
+    )
+    assert first == {"boxes": [], "best_score": 0.010001}
+    assert second == {"boxes": [], "best_score": 0.010003}
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [({"widht": 32}, "unknown key"), ({"width": 20}, "multiple of 16"), ({"levels": 0}, "positive integer")],
