@@ -2,11 +2,15 @@
 
     python benchmarks/detection.py [--epochs 180] [--seed 0] [--data ../shared/data] [--keep RUN_DIR]
     python benchmarks/detection.py --plain [--epochs 180]     the same model and number of samples in a plain loop
+    python benchmarks/detection.py --compare [--epochs 5] [--rounds 3]     both in turn, each on one thread
     python benchmarks/detection.py --gather                   5,000 pictures with 300 boxes each, on two ranks
 
 The training is `lockstep train detection` on two ranks with one torch thread each, in bf16. What is quoted is the last
-evaluation (20 pictures, 243 boxes) and the seconds of the whole command. The plain loop is one process with two torch
-threads; it prepares pictures in the same way, and has no checkpoints, logs and moving average.
+evaluation (20 pictures, 243 boxes) and the seconds of the whole command. The plain loop is one process; it prepares
+pictures in the same way, and has no checkpoints, logs and moving average.
+
+`--compare` trains in one process with one torch thread and no loader workers, without moving average, by the recipe and
+in the plain loop, and evaluates once. Quoted are the CPU seconds of the process, without imports.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,7 +56,20 @@ def train(data: Path, epochs: int, seed: int, keep: Path | None) -> None:
     print(f"lockstep: {listed}; wanted {WANTED}; {epochs} epochs in {seconds:.0f} s")
 
 
-def plain(data: Path, epochs: int, seed: int) -> None:
+def fit(data: Path, epochs: int, seed: int) -> dict[str, float]:
+    """Train by the recipe in this process, without moving average."""
+    from lockstep.config_file import load
+    from lockstep.trainer import Trainer
+
+    own = [f"train.epochs={epochs}", f"train.eval_every_epochs={epochs}", "train.ema_decay=null", "data.workers=0"]
+    config = load("detection", [f"data.train={data}", *OPTIONS, *own, f"seed={seed}", "device=cpu"])
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.process_time()
+        found = Trainer(config, run_dir=Path(folder, "run"), quiet=True).fit()
+    return {"mAP": found["eval/mAP"], "mAP50": found["eval/mAP50"], "cpu_s": time.process_time() - began}
+
+
+def plain(data: Path, epochs: int, seed: int) -> dict[str, float]:
     """The same model and the same number of samples in a loop of plain PyTorch."""
     import torch
 
@@ -60,10 +78,9 @@ def plain(data: Path, epochs: int, seed: int) -> None:
     from lockstep.tasks.registry import build_task
 
     torch.manual_seed(seed)
-    torch.set_num_threads(2)
     config = load("detection", [f"data.train={data}", *OPTIONS])
     task: Any = build_task(config.task, str(data), None)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     model = task.model().to(memory_format=torch.channels_last)
     samples, batch_size = task.train_data(), config.batch.global_
     steps = epochs * math.ceil(len(samples) / batch_size)
@@ -104,7 +121,29 @@ def plain(data: Path, epochs: int, seed: int) -> None:
         evaluation.evaluate()
         evaluation.accumulate()
         evaluation.summarize()
+    cpu = time.process_time() - cpu
     print(f"plain: mAP {evaluation.stats[0]:.3f}, mAP50 {evaluation.stats[1]:.3f}; {epochs} epochs in {seconds:.0f} s")
+    return {"mAP": float(evaluation.stats[0]), "mAP50": float(evaluation.stats[1]), "cpu_s": cpu}
+
+
+def compare(data: Path, epochs: int, rounds: int) -> None:
+    """Both ways in turn, in this process on one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    ratios = []
+    for number in range(-1, rounds):
+        if number < 0:  # what is imported or compiled at the first use
+            fit(data, 1, 0)
+            continue
+        lockstep, loop = fit(data, epochs, number), plain(data, epochs, number)
+        ratios.append(lockstep["cpu_s"] / loop["cpu_s"])
+        listed = "; ".join(
+            f"{name}: mAP {found['mAP']:.3f}, mAP50 {found['mAP50']:.3f}, {found['cpu_s']:.1f} s of CPU"
+            for name, found in (("lockstep", lockstep), ("plain", loop))
+        )
+        print(f"round {number + 1}: {listed}; ratio {ratios[-1]:.2f}", flush=True)
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def gather_on_rank() -> None:
@@ -154,6 +193,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="the run directory, which is kept")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--gather", action="store_true")
+    parser.add_argument("--compare", action="store_true", help="the recipe and the plain loop, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="of --compare")
     arguments = parser.parse_args()
     if arguments.gather:
         if "RANK" in os.environ:
@@ -165,7 +206,9 @@ def main() -> None:
     data = arguments.data / "detection" / "bccd"
     if not data.is_dir():
         sys.exit(f"no {data}")
-    if arguments.plain:
+    if arguments.compare:
+        compare(data, arguments.epochs, arguments.rounds)
+    elif arguments.plain:
         plain(data, arguments.epochs, arguments.seed)
     else:
         train(data, arguments.epochs, arguments.seed, arguments.keep)

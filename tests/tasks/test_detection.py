@@ -294,6 +294,20 @@ def test_the_loss_and_the_boxes_of_a_batch_wait_for_no_device(folder, monkeypatc
         task._together([found._replace(scores=found.boxes[..., 0], labels=places)], evaluation)
 
 
+def test_the_loss_and_its_gradient_read_no_value_inside_of_torch():
+    """Some derivatives of torch (of `prod`, for example) read a value, but not under a mode as above."""
+    targets, draw = random_targets(), torch.Generator().manual_seed(7)
+    output = CenterOutput(
+        torch.randn(5, 3, 16, 16, generator=draw).requires_grad_(),
+        (20 * torch.rand(5, 4, 16, 16, generator=draw)).requires_grad_(),
+    )
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        sum(center_losses(output, targets).values()).backward()
+    names = {event.key for event in profiled.key_averages()}
+    assert "aten::sigmoid_backward" in names
+    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
+
+
 def test_the_right_output_has_no_box_loss_and_crowds_are_no_background():
     targets = targets_of([[8, 8, 40, 32]], [0], [1], ignored=[[40, 40, 64, 64]])
     wanted = center_targets(targets, classes=1, rows=16, columns=16, like=torch.zeros(1))
@@ -620,6 +634,18 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     described = trainer.describe([f"{folder}/images/train/001.png"])
     assert described[0]["boxes"]
     assert set(described[0]["boxes"][0]) == {"class", "score", "box"}
+
+
+def test_pictures_without_a_shown_box_are_described_by_their_best_scores(folder):
+    task = make_task({}, folder)
+    first, second = (
+        task.presenter(task).describe(
+            {"boxes": torch.zeros(1, 4), "scores": torch.tensor([score]), "labels": torch.zeros(1, dtype=torch.int64)}
+        )
+        for score in (0.010001, 0.010003)
+    )
+    assert first == {"boxes": [], "best_score": 0.010001}
+    assert second == {"boxes": [], "best_score": 0.010003}
 
 
 @pytest.mark.parametrize(

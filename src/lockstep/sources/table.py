@@ -3,13 +3,12 @@ hub."""
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 
 from lockstep.errors import DataError, did_you_mean
 from lockstep.sources.encodings import read_text
+from lockstep.sources.hub import offline_without_network
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
-_HUB_TIMEOUT_S = 5.0  # to reach the hub at all
 _LETTERS = "if quotes are letters of the texts, set task.quoting=none"
 
 
@@ -352,7 +351,7 @@ def _data_set(source: Source) -> Any:
             )
         return loaded[source.split]
     try:
-        with _offline_without_network():
+        with offline_without_network():
             return datasets.load_dataset(source.name, source.subset, split=source.split)
     except Exception as error:
         here = Path(source.name).absolute()
@@ -364,24 +363,6 @@ def _data_set(source: Source) -> Any:
             where=f"{source.name}:{source.split}",
             remedy=f"{remedy} (the hub's cache is {datasets.config.HF_DATASETS_CACHE})",
         ) from error
-
-
-@contextlib.contextmanager
-def _offline_without_network() -> Iterator[None]:
-    """Where the hub cannot be reached, look into its cache alone: `datasets` would try again for half a minute."""
-    import datasets
-    from huggingface_hub import constants, get_session
-
-    before = (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
-    if not any(before):
-        try:
-            get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
-        except Exception:
-            constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
 
 
 def _from_data_set(data: Any, name: str) -> Table:

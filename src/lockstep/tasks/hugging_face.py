@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.sources.hub import offline_without_network
 
 PROCESSOR = "preprocessor_config.json"
 OTHER_LAYERS = "config_of_other_layers.json"
@@ -55,13 +57,15 @@ def load(loading: Callable[..., Any], what: str, name: str | Path, **options: An
     transformers: Any = importlib.import_module("transformers")
 
     transformers.logging.disable_progress_bar()
+    folder = Path(name).is_dir()
+    offline = ""
     try:
-        return loading(str(name), **options)
+        with contextlib.nullcontext("") if folder else offline_without_network() as offline:
+            return loading(str(name), **options)
     except Exception as error:
         from huggingface_hub import constants
 
-        offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
-        if Path(name).is_dir():
+        if folder:
             place = f"in the folder {name}, which has: {listed(sorted(file.name for file in Path(name).iterdir()))}"
         else:
             hub = f"in the cache {constants.HF_HUB_CACHE}, and at {constants.ENDPOINT}{offline}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import UsageError
+from lockstep.sources.hub import offline_without_network
 
 
 class Pixels(NamedTuple):
@@ -26,7 +29,8 @@ def processor_of(model: str | None) -> dict[str, Any]:
         return {}
     mixin = importlib.import_module("transformers.image_processing_base").ImageProcessingMixin
     try:
-        said: dict[str, Any] = mixin.get_image_processor_dict(model)[0]
+        with contextlib.nullcontext() if Path(model).is_dir() else offline_without_network():
+            said: dict[str, Any] = mixin.get_image_processor_dict(model)[0]
     except OSError:
         return {}
     return said

@@ -52,27 +52,29 @@ def center_targets(targets: Targets, *, classes: int, rows: int, columns: int, l
     horizontal, column = _gaussian(x, boxes[:, 0], boxes[:, 2], reach[1])
     picture = targets.pictures
 
-    # The smallest box of each place: boxes have numbers by size, and the least number wins.
+    # The smallest box of each place: boxes have numbers by size, and the least number wins. Places that a box does not
+    # reach have the greatest number. These numbers are floating-point, which is several times faster on a CPU.
     none = len(boxes)
     order = area(boxes).argsort(stable=True)
-    number = torch.empty_like(order)
-    number[order] = torch.arange(none, device=order.device)
+    number = like.new_empty(none, 1)
+    number[order, 0] = torch.arange(none, dtype=like.dtype, device=order.device)
+    down, across = (torch.where(values > 0, number, none) for values in (vertical, horizontal))
     heat = like.new_zeros(pictures * classes, rows, columns)
-    numbers = order.new_full((pictures, rows, columns), none)
+    numbers = like.new_full((pictures, rows, columns), none)
     for part in _parts(none, rows * columns):
         values = vertical[part, :, None] * horizontal[part, None, :]  # (boxes of the part, rows, columns)
         into = (picture[part] * classes + targets.labels[part])[:, None, None].expand_as(values)
         heat.scatter_reduce_(0, into, values, "amax")
-        own = torch.where(values > 0, number[part, None, None], none)
+        own = torch.maximum(down[part, :, None], across[part, None, :])
         numbers.scatter_reduce_(0, picture[part, None, None].expand_as(own), own, "amin")
     heat = heat.view(pictures, classes, rows, columns)
     heat[picture, targets.labels, row, column] = 1.0
 
     # Row `none` of these stands for places without a box.
-    owner = torch.cat([order, order.new_full((1,), none)])[numbers]
+    owner = torch.cat([order, order.new_full((1,), none)])[numbers.long()]
     vertical, horizontal = (functional.pad(part, (0, 0, 0, 1)) for part in (vertical, horizontal))
-    down = torch.arange(rows, device=like.device)[:, None]
-    share = vertical[owner, down] * horizontal[owner, torch.arange(columns, device=like.device)]
+    row, column = (torch.arange(count, device=like.device) for count in (rows, columns))
+    share = vertical[owner, row[:, None]] * horizontal[owner, column]
     total = share.new_zeros(none + 1).index_add_(0, owner.flatten(), share.flatten())
     total[none] = 1.0
     return CenterTargets(heat=heat, counts=~_covered(targets, y, x), owner=owner, share=share / total[owner])
@@ -134,5 +136,6 @@ def _overlap(distances: Tensor, wanted: CenterTargets, targets: Targets) -> Tens
     if not len(targets.boxes):
         return 0.0 * distances.sum()
     found = boxes_of(distances).permute(0, 2, 3, 1)
-    true = functional.pad(targets.boxes.to(found), (0, 0, 0, 1))[wanted.owner]
+    edges = functional.pad(targets.boxes.to(found).T, (0, 1))  # (4, boxes + 1)
+    true = edges.index_select(1, wanted.owner.flatten()).view(4, *wanted.owner.shape).movedim(0, -1)
     return ((1 - generalised_overlap(found, true)) * wanted.share).sum()

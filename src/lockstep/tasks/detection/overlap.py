@@ -25,15 +25,17 @@ def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
 def generalised_overlap(first: Tensor, second: Tensor) -> Tensor:
     """Generalised intersection over union of pairs of boxes (..., 4): (...), from -1 to 1.
 
-    Source: Rezatofighi et al. 2019, arXiv:1902.09630.
+    No edges of a box may be exchanged. Source: Rezatofighi et al. 2019, arXiv:1902.09630.
     """
-    inner = (torch.minimum(first[..., 2:], second[..., 2:]) - torch.maximum(first[..., :2], second[..., :2])).clamp(
-        min=0
-    )
-    outer = torch.maximum(first[..., 2:], second[..., 2:]) - torch.minimum(first[..., :2], second[..., :2])
-    both, around = inner.prod(-1), outer.prod(-1).clamp(min=_SMALL)
-    union = (area(first) + area(second) - both).clamp(min=_SMALL)
-    return both / union - (around - union) / around
+    # Edge by edge: the gradient of `prod` would wait for the device, and rows of two numbers would be slow.
+    (left, top, right, bottom), (left_2, top_2, right_2, bottom_2) = first.unbind(-1), second.unbind(-1)
+    width, height, width_2, height_2 = right - left, bottom - top, right_2 - left_2, bottom_2 - top_2
+    across = torch.minimum(right, right_2) - torch.maximum(left, left_2)  # below 0: the boxes are apart
+    down = torch.minimum(bottom, bottom_2) - torch.maximum(top, top_2)
+    both = across.clamp(min=0) * down.clamp(min=0)
+    union = (width * height + width_2 * height_2 - both).clamp(min=_SMALL)
+    around = ((width + width_2 - across) * (height + height_2 - down)).clamp(min=_SMALL)  # the box around both
+    return both / union + union / around - 1
 
 
 def suppressed(boxes: Tensor, labels: Tensor, most: float) -> Tensor:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 8
 _SIDE = 960  # pixels of image, truth and prediction side by side
-_DIGITS = 4
+_DIGITS, _MORE_DIGITS = 4, 6
 _RECALLS = np.linspace(0, 1, 101)  # pycocotools' `recThrs`
 
 Array = npt.NDArray[Any]
@@ -83,7 +83,8 @@ class DetectionPresenter(Presenter):
                 {"class": self.task.classes[label], "score": round(score, _DIGITS), "box": _rounded(box)}
                 for box, score, label in zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
             ],
-            "best_score": round(float(output["scores"].max()), _DIGITS) if len(output["scores"]) else 0.0,
+            # After a short training, the best scores of pictures differ in later digits than those that people read.
+            "best_score": round(float(output["scores"].max()), _MORE_DIGITS) if len(output["scores"]) else 0.0,
         }
 
     def truth(self, sample: BoxedImage) -> list[dict[str, Any]]:

@@ -1,0 +1,43 @@
+"""Whether the Hugging Face hub can be reached."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+_TIMEOUT_S = 5.0  # to reach the hub at all
+
+
+@contextlib.contextmanager
+def offline_without_network() -> Iterator[str]:
+    """Where the hub cannot be reached, the libraries of the hub look into its cache alone.
+
+    Otherwise they would try again for half a minute, also for a name that is misspelt.
+
+    Yields:
+        Why only the cache is looked into, for an error: " (...)". Empty if the hub can be reached.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        yield " (HF_HUB_OFFLINE is set)"
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_TIMEOUT_S)
+    except Exception as error:
+        reason = f" (which cannot be reached: {type(error).__name__})"
+    else:
+        yield ""
+        return
+    datasets = sys.modules.get("datasets")  # it keeps a setting of its own
+    before = datasets and datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    if datasets:
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield reason
+    finally:
+        constants.HF_HUB_OFFLINE = False
+        if datasets:
+            datasets.config.HF_HUB_OFFLINE = before
