@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lockstep import cli
 from lockstep.cli import app
+from lockstep.errors import Preempted
 from tests.users_file import OWN
 
 
@@ -74,6 +76,16 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
         if warned
         else ""
     )
+
+
+@pytest.mark.parametrize(("command", "rest"), [("train", "goes on from there"), ("predict", "begins anew")])
+def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, command, rest):
+    monkeypatch.setattr("sys.argv", ["lockstep", command, "run"])
+    with pytest.raises(typer.Exit), cli._reporting(debug=False):
+        raise Preempted("stopped before training began; nothing was lost")
+    said = capsys.readouterr().err
+    assert said.endswith(f"the same command {rest}\n")
+    assert ("before training" in said) == (command == "train")
 
 
 def test_all_errors_are_told_at_once(call):

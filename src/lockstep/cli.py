@@ -446,7 +446,9 @@ def _reporting(debug: bool) -> Iterator[None]:
         from lockstep.distributed import launch
 
         launch.report_failure(stopped, str(stopped))
-        if "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
+        if "RANK" not in os.environ and sys.argv[1:2] != ["train"]:
+            _tell("stopped; the same command begins anew")
+        elif "RANK" not in os.environ:  # if a checkpoint was saved, the run has said so
             _tell(f"{'' if 'saved' in str(stopped) else f'{stopped}; '}the same command goes on from there")
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:

@@ -321,6 +321,20 @@ def test_a_source_without_an_evaluation_part(tmp_path):
     fault(tmp_path / "coco", "data.eval: there are no evaluation pictures", split="eval")
 
 
+def test_a_file_of_yolo_is_never_passed_over(tmp_path):
+    """Without it, the list of training pictures would give way to all pictures of the folder."""
+    yolo(tmp_path)
+    file = tmp_path / "data.yaml"
+    (tmp_path / "list.txt").write_text("images/train/b.png\n")
+    file.write_text("train: list.txt\nval: images/lost\nnc: 2\n")
+    assert list(plain(read(tmp_path))) == ["b"]
+    for source in (str(tmp_path), str(file)):
+        assert evaluation_part(source) == source
+    fault(tmp_path, "data.yaml: there is no", "images/lost", split="eval")
+    file.write_text("names: [car, tree\ntrain: list.txt\n")
+    fault(tmp_path, "data.yaml: this is no YAML that can be read")
+
+
 def test_pictures_elsewhere(tmp_path):
     file = coco(tmp_path / "coco")
     elsewhere = tmp_path / "elsewhere"
@@ -464,6 +478,18 @@ def test_faults_of_yolo_files(tmp_path, name):
     with (tmp_path / "labels/train/b.txt").open("a") as file:
         file.write(line)
     fault(tmp_path, text)
+
+
+def test_a_picture_that_is_named_twice_is_an_error(tmp_path):
+    voc(tmp_path / "voc")
+    (tmp_path / "voc/ImageSets/Main").mkdir(parents=True)
+    (tmp_path / "voc/ImageSets/Main/train.txt").write_text("a\nb\na\n")
+    fault(tmp_path / "voc", "names the picture a more than once")
+    yolo(tmp_path / "yolo")
+    file = tmp_path / "yolo/data.yaml"
+    file.write_text(yaml.safe_dump({"train": ["images/train", "list.txt"], "names": NAMES}))
+    (tmp_path / "yolo/list.txt").write_text("./images/train/b.png\n")
+    fault(file, "more than once", "images/train/b.png")
 
 
 def test_yolo_labels_that_are_elsewhere_are_an_error(tmp_path):

@@ -367,6 +367,11 @@ def test_classes_may_be_a_file(folder, tmp_path, name, text):
         _ = make_task({"classes": str(tmp_path / f"x{name}")}, folder).classes
 
 
+def test_a_class_that_is_named_twice_is_an_error(folder):
+    with pytest.raises(LockstepError, match="the name 'red' is given to several classes"):
+        _ = make_task({"classes": ["red", "green", "blue", "red"]}, folder).classes
+
+
 def test_labels_of_a_mosaic_are_those_of_its_boxes(folder):
     """The colour of a box tells its class: pictures have no other saturated pixels."""
     augment = {"crop": "scale_jitter", "jitter": [1.0, 1.5], "min_visible": 0.99}

@@ -311,6 +311,9 @@ def test_errors_name_the_key_and_what_there_is():
         made("yolos", auxiliary_loss=True)
     with pytest.raises(LockstepError, match=r"task\.scratch\.sizes\.queries"):
         made("detr", queries=3)
+    grey = detector_cases.options_of("rt_detr").model_copy(update={"channels": 1})  # its config counts no channels
+    with pytest.raises(LockstepError, match=r"task\.channels.*takes pictures of 3 channels"):
+        detector_cases.models_for(grey, None).make(CLASSES, size=SIZE, trained=False)
 
 
 def test_backbone_of_timm_is_refused_where_timm_is_missing():

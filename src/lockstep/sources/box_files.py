@@ -7,6 +7,7 @@ sorted pictures, of the objects in each file, and of the class names.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,13 +84,14 @@ def read_voc(
 
     Raises:
         DataError: a file is no such XML, lacks its picture, or has an object without a name or a box, or of a class
-            that is not in `classes`.
+            that is not in `classes`; a picture occurs twice in `stems`.
     """
     there = sorted(name[:-4] for name in os.listdir(folder) if name.lower().endswith(".xml") and name[0] != ".")
     wanted = there if stems is None else list(stems)
     pictures = _by_stem(images)
     if not wanted:
         raise DataError("there are no annotations (.xml)", where=str(folder), remedy="give a folder with VOC's files")
+    _refuse_twice(wanted, where=folder, remedy="name each picture once in the file of ImageSets/Main")
     absent = sorted(set(wanted) - set(there))
     if absent:
         what = f"there is no {absent[0]}.xml, which the list of the split names{_more(len(absent))}"
@@ -123,8 +125,10 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
 
     Raises:
         DataError: a line is something else, or names a class that is not in `names`; no picture has a text file; a text
-            file has no picture.
+            file has no picture; a picture occurs twice.
     """
+    remedy = "name each picture once, and no folder beside a folder or a list that holds its pictures"
+    _refuse_twice([str(path) for path in images], where=None, remedy=remedy)
     out = _Collected()
     without = 0
     for path in images:
@@ -319,6 +323,14 @@ def _no_picture(path: Path, images: Path, stem: str, pictures: Iterable[str]) ->
     return DataError(
         f"there is no picture for it in {images}", where=str(path), remedy=f"{hint}Add the picture, or remove this file"
     )
+
+
+def _refuse_twice(names: Sequence[str], *, where: Path | None, remedy: str) -> None:
+    """Raise DataError if a picture occurs twice: trainings and evaluations would count it twice."""
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        what = f"the data set names the picture {twice[0]} more than once{_more(len(twice))}"
+        raise DataError(what, where=None if where is None else str(where), remedy=remedy)
 
 
 def _more(count: int) -> str:

@@ -78,18 +78,19 @@ def evaluation_part(train: str) -> str | None:
     """The source of evaluation data that belongs to a source of training data, for a config without `data.eval`.
 
     Returns:
-        the same source, if it has a part for training and another one for evaluation. Otherwise None.
+        the same source, if it has a part for training and another one for evaluation, or names a part that cannot be
+        read: who reads the source then gets the error. Otherwise None.
     """
     path = Path(train)
-    try:
-        if path.is_dir():
-            layouts = [_of_folder(path, split, None) for split in ("train", "eval")]
-        elif path.is_file() and path.suffix.lower() in _YAML:
-            layouts = [_yolo(path, path.parent, split) for split in ("train", "eval")]
-        else:
-            return None
-    except DataError:
+    if not path.is_dir() and not (path.is_file() and path.suffix.lower() in _YAML):
         return None
+    try:
+        layouts = [
+            _of_folder(path, split, None) if path.is_dir() else _yolo(path, path.parent, split)
+            for split in ("train", "eval")
+        ]
+    except DataError:
+        return train
     return train if all(layouts) and layouts[0] != layouts[1] else None
 
 
@@ -105,7 +106,7 @@ def _of_folder(folder: Path, split: Split, images: str | None) -> Layout | None:
     if ".xml" in suffixes:
         place = Path(images) if images else names.get("jpegimages") or names.get("images") or folder
         return _voc(folder, inner, place, split)
-    described = [path for name, path in sorted(names.items()) if path.suffix.lower() in _YAML and _has_names(path)]
+    described = [path for name, path in sorted(names.items()) if path.suffix.lower() in _YAML and _is_yolo(path)]
     if described:
         return _yolo(described[0], folder, split)
     if ".json" in suffixes:
@@ -171,12 +172,14 @@ def _voc(folder: Path, annotations: Path, images: Path, split: Split) -> Layout 
 # ---- YOLO
 
 
-def _has_names(path: Path) -> bool:
+def _is_yolo(path: Path) -> bool:
+    """Whether a YAML file describes a data set. A file with the usual name that cannot be read does: reading it says
+    what is wrong."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError):
-        return False
-    return isinstance(content, dict) and "names" in content
+        return path.stem.lower() == "data"
+    return isinstance(content, dict) and ("names" in content or isinstance(content.get("train"), str | list))
 
 
 def _yolo(file: Path | None, folder: Path, split: Split) -> Layout | None:

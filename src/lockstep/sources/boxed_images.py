@@ -352,7 +352,7 @@ def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotati
     """The annotations without bad boxes, and notes."""
     boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
     (left, top), (width, height) = boxes[:, :2].T, boxes[:, 2:].T
-    with np.errstate(invalid="ignore"):  # boxes may have NaN and infinity
+    with np.errstate(invalid="ignore", over="ignore"):  # boxes may have NaN, infinity and huge numbers
         right, bottom = left + width, top + height
         faults = {
             "has a number that is not finite": ~np.isfinite(boxes).all(axis=1) | ~(abs(annotations.area) <= _MOST_AREA),

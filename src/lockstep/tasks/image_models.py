@@ -54,7 +54,8 @@ def check_channels(config: Any, channels: int) -> None:
     Raises:
         UsageError: they differ.
     """
-    wanted = getattr(config, "num_channels", channels)
+    places = (config, getattr(config, "backbone_config", None))
+    wanted = next((place.num_channels for place in places if hasattr(place, "num_channels")), channels)
     if wanted != channels:
         what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")

@@ -152,13 +152,13 @@ class Detection(Task):
 
     def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
         options = self.options
-        if classes is None and isinstance(options.classes, str):
+        if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
         return read_boxed_images(
             source,
             key=f"data.{split}",
             split=split,
-            classes=options.classes if classes is None else classes,
+            classes=classes,
             images=options.images if split == "train" else options.eval_images or options.images,
             on_bad_boxes=options.on_bad_boxes,
             difficult=options.difficult,
