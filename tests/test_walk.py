@@ -29,8 +29,8 @@ TASK = {
     "sources/digits.py",
     "tasks/class_weights.py",
     "tasks/classification/convnet.py",
-    "tasks/classification/models.py",
     "tasks/classification/task.py",
+    "tasks/image_models.py",
     "tasks/image_options.py",
 }
 

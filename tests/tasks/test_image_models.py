@@ -12,8 +12,9 @@ from torch import nn
 
 from lockstep import LockstepError, Trainer
 from lockstep.tasks.batch_norm import batch_norm_names, exchange_batch_norm
-from lockstep.tasks.classification.models import TransformersModels, logits_of, models_for
+from lockstep.tasks.classification.models import TransformersModels, models_for
 from lockstep.tasks.classification.options import ClassificationOptions
+from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.size_check import check_image_sizes
 from tests import runs
 from tests.image_cases import RESNET, make_task, picture_folder

@@ -1,15 +1,25 @@
-"""What tasks on images ask of pretrained models of transformers before they make a model."""
+"""What tasks on images share about their models: their pictures, their logits, and how transformers makes them."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
+from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD
 from lockstep.sources.hub import offline_without_network
+from lockstep.tasks import hugging_face
+from lockstep.tasks.image_options import ImageOptions
+
+_GREY = 0.5
 
 
 class Pixels(NamedTuple):
@@ -21,6 +31,13 @@ class Pixels(NamedTuple):
     """Mean of each channel, from 0 to 1. None: the model does not say."""
     std: list[float] | None
     """Standard deviation of each channel. None: the model does not say."""
+
+    def mean_and_std(self, options: ImageOptions) -> tuple[list[float], list[float]]:
+        """Mean and standard deviation of each channel: those of the options, of the model, of ImageNet, or 0.5 for grey
+        pictures."""
+        grey = [_GREY] * options.channels
+        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        return options.mean or self.mean or usual[0], options.std or self.std or usual[1]
 
 
 def processor_of(model: str | None) -> dict[str, Any]:
@@ -59,3 +76,150 @@ def check_channels(config: Any, channels: int) -> None:
     if wanted != channels:
         what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
+    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
+
+    Position embeddings of transformers' models are interpolated to the size of the images.
+    """
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
+    output = model(images, **options)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@functools.cache
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters
+
+
+class Models(Protocol):
+    """Makes models of one library by name."""
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        """The classes in the order of the logits; `names` are those of the data.
+
+        Raises:
+            UsageError: the pretrained model has another number of classes.
+        """
+        ...
+
+    def pixels(self) -> Pixels:
+        """What the model expects of pictures."""
+        ...
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        """The model, and names of the weights that the pretrained model lacks.
+
+        Args:
+            size: height and width in pixels of the largest training pictures.
+            trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
+        """
+        ...
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
+        ...
+
+    def export(self, model: nn.Module, preparation: Any, folder: Path) -> list[str]:
+        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings.
+
+        Args:
+            preparation: how pictures are prepared for the model: the task's own `Preparation`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class AutoModels:
+    """The models of one class `AutoModelFor...` of transformers. Of `Models`, tasks add `pixels` and `export`.
+
+    Args:
+        options: those of the task, with `model`, `new_head`, `scratch` and `channels`.
+        folder: where an earlier start of the run has kept the model's config. None: there is none.
+    """
+
+    options: Any
+    folder: Path | None
+
+    kind: ClassVar[str]
+    """`task.kind`."""
+    what: ClassVar[str]
+    """What the models do, for errors."""
+    head: ClassVar[str]
+    """`For...`, as transformers names classes of models that do it."""
+    known_names: ClassVar[str]
+    """The dict of transformers whose keys are the types of models."""
+    own: ClassVar[str]
+    """The architecture of `task.scratch` that is not of transformers."""
+    not_new: ClassVar[frozenset[str]] = frozenset()
+    """Types of models that cannot be made without pretrained weights."""
+    usual_size: ClassVar[int]
+    """Height and width in pixels, where nothing says another size."""
+    unused: ClassVar[tuple[str, ...]]
+    """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
+
+    @functools.cached_property
+    def _transformers(self) -> Any:
+        return hugging_face.import_transformers(self.kind, "images")
+
+    def config(self, size: int) -> Any:
+        """The config of the model.
+
+        Args:
+            size: height and width in pixels of the largest training pictures, for a new model.
+        """
+        source = self.folder if self.folder and (self.folder / "config.json").is_file() else self.options.model
+        if source:
+            return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
+        return self._new_config(size)
+
+    def _new_config(self, size: int) -> Any:
+        # A dict of names: a loop over the mapping of classes would import every architecture.
+        known = set(getattr(importlib.import_module("transformers.models.auto.modeling_auto"), self.known_names))
+
+        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
+            values = {"image_size": size, "num_channels": self.options.channels}
+            return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
+
+        scratch = self.options.scratch
+        return hugging_face.new_config(
+            scratch.architecture,
+            known=[self.own, *sorted(known - self.not_new)],
+            what=self.what,
+            sizes=scratch.sizes,
+            defaults=defaults,
+        )
+
+    def _config_of(self, classes: Sequence[str], size: int) -> Any:
+        """The config of a model of these classes."""
+        config = self.config(size)
+        hugging_face.set_labels(config, classes)
+        return config
+
+    def classes(self, names: Sequence[str]) -> list[str]:
+        name, new_head = self.options.model, self.options.new_head
+        if not name:
+            return list(names)
+        config = self.config(self.usual_size)
+        return hugging_face.check_labels(config, names, head=self.head, name=name, new_head=new_head)
+
+    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
+        config = self._config_of(classes, size)
+        check_channels(config, self.options.channels)
+        model, new = hugging_face.make_model(
+            getattr(self._transformers, f"AutoModel{self.head}"),
+            config,
+            None if trained else self.options.model,
+            what=self.what,
+            new_head=self.options.new_head,
+        )
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in self.unused):
+                parameter.requires_grad_(False)
+        return model, new
+
+    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
+        self._config_of(classes, size).save_pretrained(folder)

@@ -5,23 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.tasks import hugging_face
 from lockstep.tasks.classification.convnet import ConvNet
 from lockstep.tasks.classification.options import CONVNET, TIMM, ClassificationOptions
-from lockstep.tasks.image_models import Pixels, check_channels, processor_of, side_of
+from lockstep.tasks.image_models import AutoModels, Models, Pixels, processor_of, side_of
 
-_WHAT = "image classification"
-_KIND = "classification"
 _SIZE = 224  # pixels, where nothing says another size
 _CONVNET_SIZE = 32
 
@@ -41,39 +38,6 @@ class Preparation(NamedTuple):
     """bilinear or bicubic."""
 
 
-class Models(Protocol):
-    """Makes models of one library by name."""
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        """The classes in the order of the logits; `names` are those of the data.
-
-        Raises:
-            UsageError: the pretrained model has another number of classes.
-        """
-        ...
-
-    def pixels(self) -> Pixels:
-        """What the model expects of pictures."""
-        ...
-
-    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
-        """The model, and names of the weights that the pretrained model lacks.
-
-        Args:
-            size: height and width in pixels of the largest pictures.
-            trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
-        """
-        ...
-
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
-        ...
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings."""
-        ...
-
-
 def models_for(options: ClassificationOptions, folder: Path | None) -> Models:
     """What makes the models that `options` ask for.
 
@@ -86,22 +50,6 @@ def models_for(options: ClassificationOptions, folder: Path | None) -> Models:
     if options.model is None and name == CONVNET:
         return ConvNetModels(options)
     return TransformersModels(options, folder)
-
-
-def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """The class scores (batch, classes) of normalised images (batch, channels, height, width).
-
-    Position embeddings of transformers' models are interpolated to the size of the images.
-    """
-    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
-    output = model(images, **options)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    return logits
-
-
-@functools.cache
-def _interpolates(forward: Callable[..., Any]) -> bool:
-    return "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
 @dataclass(frozen=True)
@@ -135,77 +83,23 @@ class ConvNetModels:
         return []
 
 
-@dataclass(frozen=True)
-class TransformersModels:
+class TransformersModels(AutoModels):
     """Every `AutoModelForImageClassification`."""
 
     options: ClassificationOptions
-    folder: Path | None
-
-    @functools.cached_property
-    def _transformers(self) -> Any:
-        return hugging_face.import_transformers(_KIND, "images")
-
-    def config(self, size: int) -> Any:
-        """The config of the model.
-
-        Args:
-            size: height and width in pixels of the largest pictures, for a new model.
-        """
-        options = self.options
-        source = self.folder if self.folder and (self.folder / "config.json").is_file() else options.model
-        if source:
-            return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
-        return self._new_config(size)
-
-    def _new_config(self, size: int) -> Any:
-        # A dict of names: a loop over the mapping of classes would import every architecture.
-        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as KNOWN
-
-        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-            values = {"image_size": size, "num_channels": self.options.channels}
-            return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
-
-        return hugging_face.new_config(
-            self.options.scratch.architecture,
-            known=[CONVNET, *sorted(set(KNOWN) - {"timm_wrapper"})],
-            what=_WHAT,
-            sizes=self.options.scratch.sizes,
-            defaults=defaults,
-        )
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        if not self.options.model:
-            return list(names)
-        head, new_head = "ForImageClassification", self.options.new_head
-        config = self.config(_SIZE)
-        return hugging_face.check_labels(config, names, head=head, name=self.options.model, new_head=new_head)
+    kind = "classification"
+    what = "image classification"
+    head = "ForImageClassification"
+    known_names = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    own = CONVNET
+    not_new = frozenset({"timm_wrapper"})
+    usual_size = _SIZE
+    unused = ("mask_token",)  # it is for pretraining
 
     def pixels(self) -> Pixels:
         said = processor_of(self.options.model)
         size = said.get("crop_size") or said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
         return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
-
-    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
-        config = self.config(size)
-        hugging_face.set_labels(config, classes)
-        check_channels(config, self.options.channels)
-        model, new = hugging_face.make_model(
-            self._transformers.AutoModelForImageClassification,
-            config,
-            None if trained else self.options.model,
-            what=_WHAT,
-            new_head=self.options.new_head,
-        )
-        for name, parameter in model.named_parameters():
-            if name.endswith("mask_token"):  # it is for pretraining: it would get no gradient, which DDP refuses
-                parameter.requires_grad_(False)
-        return model, new
-
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        config = self.config(size)
-        hugging_face.set_labels(config, classes)
-        config.save_pretrained(folder)
 
     def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
         size = preparation.size

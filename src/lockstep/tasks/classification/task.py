@@ -19,7 +19,7 @@ from lockstep.images.augment import eval_picture, train_picture
 from lockstep.images.cache import CacheOptions, reduced
 from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
-from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.decoded_images import DecodedImage, DecodedImages
 from lockstep.sources.digits import Digits
@@ -27,9 +27,10 @@ from lockstep.sources.image_records import ImageRecord, evaluation_source, read_
 from lockstep.sources.labels import count_labels
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.classification.models import logits_of, models_for
+from lockstep.tasks.classification.models import models_for
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.presenter import ClassificationPresenter
+from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.kept import keep
 from lockstep.tasks.size_check import check_image_sizes
 from lockstep.tasks.task import Metrics, Task
@@ -44,7 +45,6 @@ _KEPT = "classification.json"
 _DIGITS = "digits"
 _DIGITS_SIZE = 8
 _MOST_CLASSES = 4096  # with a confusion matrix: it has 16 million counts then
-_GREY = 0.5
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,12 @@ class Classification(Task):
         models = models_for(options, None)
         classes, pixels = models.classes(records.classes), models.pixels()
         counts = count_labels(records.classes, records.labels)
-        grey = [_GREY] * options.channels
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        mean, std = pixels.mean_and_std(options)
         return About(
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
-            mean=options.mean or pixels.mean or usual[0],
-            std=options.std or pixels.std or usual[1],
+            mean=mean,
+            std=std,
             size=_DIGITS_SIZE if self.train_source == _DIGITS else pixels.size,
         )
 

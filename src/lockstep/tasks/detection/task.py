@@ -20,7 +20,7 @@ from lockstep.errors import DataError
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.mosaic import draw_others, mosaic
-from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
 from lockstep.sources.class_table import read_class_table
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 _KEPT = "detection.json"
-_GREY = 0.5
 _VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles than that and more than pictures
 
 
@@ -128,14 +127,13 @@ class Detection(Task):
         classes, pixels = models.classes(data.classes), models.pixels()
         number = {name: place for place, name in enumerate(data.classes)}
         counts = data.class_counts()
-        grey = [_GREY] * options.channels
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        mean, std = pixels.mean_and_std(options)
         return About(
             classes=classes,
             category_ids=[int(data.category_ids[number[name]]) for name in classes],
             counts=[counts[name] for name in classes],
-            mean=options.mean or pixels.mean or usual[0],
-            std=options.std or pixels.std or usual[1],
+            mean=mean,
+            std=std,
             size=pixels.size,
         )
 

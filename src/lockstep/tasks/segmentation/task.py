@@ -19,7 +19,7 @@ from lockstep.errors import DataError
 from lockstep.images import geometry
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
-from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD, normalise
+from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
 from lockstep.sources.mask_files import size_of
 from lockstep.sources.mask_layouts import evaluation_source_with_masks
@@ -33,10 +33,11 @@ from lockstep.sources.masked_images import (
 )
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
+from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.kept import keep
 from lockstep.tasks.segmentation import losses
 from lockstep.tasks.segmentation.losses import IGNORED
-from lockstep.tasks.segmentation.models import dtype_of, logits_of, models_for
+from lockstep.tasks.segmentation.models import dtype_of, models_for
 from lockstep.tasks.segmentation.options import SegmentationOptions
 from lockstep.tasks.segmentation.presenter import SegmentationPresenter
 from lockstep.tasks.segmentation.windows import Tile, Window, Windows, tiles
@@ -50,7 +51,6 @@ Batch = dict[str, Any]
 Size = tuple[int, int]
 
 _KEPT = "segmentation.json"
-_GREY = 0.5
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,14 @@ class Segmentation(Task):
         models = models_for(options, None)
         classes, pixels = models.classes(names), models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
-        grey = [_GREY] * options.channels
-        usual = (list(IMAGENET_MEAN), list(IMAGENET_STD)) if options.channels == 3 else (grey, grey)
+        mean, std = pixels.mean_and_std(options)
         return About(
             classes=classes,
             colors=[list(data.colors[place]) for place in places],
             counts=[counted.counts[place] for place in places],
             masks=counted.masks,
-            mean=options.mean or pixels.mean or usual[0],
-            std=options.std or pixels.std or usual[1],
+            mean=mean,
+            std=std,
             size=pixels.size,
         )
 
