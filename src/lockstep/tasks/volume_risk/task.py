@@ -132,6 +132,7 @@ class VolumeRisk(Task):
             )
         self.options, self.train_source, self.fold = options, train, fold
         self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
+        self.frozen_epochs = {"backbone.*": options.frozen_epochs} if options.frozen_epochs else {}
         self.windows = windows_of(options.windows)
         """The Hounsfield window of each channel."""
         self.folder: Path | None = None
