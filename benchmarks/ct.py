@@ -110,7 +110,7 @@ class Sides:
         slices = batch["slices"].new_zeros(len(counts), length, *batch["slices"].shape[1:])
         slices[is_slice] = batch["slices"]
         features = self.model.slice_features({"slices": slices.flatten(0, 1)})[is_slice.flatten()]
-        logits = self.model.risks(batch, features).logits
+        logits = self.model(batch, features).logits
         return answer_loss(logits, batch["labels"], reduction="question")
 
     def _backward(self, loss: Any, batch: dict[str, Any]) -> None:

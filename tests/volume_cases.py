@@ -119,7 +119,7 @@ class Volumes(Task):
         features = model.slice_features(batch)
         if self.kept is not None:
             self.kept.update(model, batch, features)
-        return answer_loss(model.risks(batch, features).logits, batch["labels"], reduction="question")
+        return answer_loss(model(batch, features).logits, batch["labels"], reduction="question")
 
 
 def train(options, settings):

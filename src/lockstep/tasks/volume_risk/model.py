@@ -73,13 +73,18 @@ class VolumeRiskModel(nn.Module):
         """The largest of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
         fewer chunks then run chunks of zeros."""
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits (B, Q)."""
-        return self.risks(batch, self.slice_features(batch)).logits
+    def forward(self, batch: Batch, features: Tensor | None = None) -> Risks:
+        """The prediction for each volume.
 
-    def attention(self, batch: Batch) -> Tensor:
-        """The weight of each slice in its volume: (N,)."""
-        return self.risks(batch, self.slice_features(batch)).attention
+        Args:
+            features: of all slices, (N, width), as `slice_features` returns. None: they are computed.
+        """
+        if features is None:
+            features = self.slice_features(batch)
+        counts = batch["counts"]
+        longest = batch["longest"] if "longest" in batch else int(counts.max())
+        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
+        return Risks(self.head(pooled.vectors), pooled.attention)
 
     def slice_features(self, batch: Batch) -> Tensor:
         """The feature vectors of all slices, kept or computed: (N, width), in the number format of the parameters.
@@ -107,13 +112,6 @@ class VolumeRiskModel(nn.Module):
             return computed
         features = kept.to(computed.dtype)
         return features.masked_scatter(~batch["is_kept"][:, None], computed)
-
-    def risks(self, batch: Batch, features: Tensor) -> Risks:
-        """The prediction from the features of all slices, (N, width)."""
-        counts = batch["counts"]
-        longest = batch["longest"] if "longest" in batch else int(counts.max())
-        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
-        return Risks(self.head(pooled.vectors), pooled.attention)
 
     def _fixed_chunks(self, slices: Tensor) -> Tensor:
         """Features (M, width) of slices (M, channels, S, S), computed in chunks of `FROZEN_CHUNK` slices."""

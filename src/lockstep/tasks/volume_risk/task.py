@@ -374,7 +374,7 @@ class VolumeRisk(Task):
         features = model.slice_features(batch)
         if self._features is not None and model.training:
             self._features.update(model, batch, features)
-        logits, attention = model.risks(batch, features)
+        logits, attention = model(batch, features)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counts = batch["counts"]
         if "groups" in batch:
