@@ -136,13 +136,16 @@ def undisturbed(table, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "step"),  # in each phase
+    ("strategy", "step"),  # in each phase, and the first steps of phases
     [
         ("ddp", 5),
         ("fsdp", 2),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("ddp", 2), ("ddp", 8), ("fsdp", 5), ("fsdp", 8))
+            for case in (
+                *(("ddp", step) for step in (2, 4, 7, 8)),
+                *(("fsdp", step) for step in (4, 5, 7, 8)),
+            )
         ),
     ],
 )

@@ -101,8 +101,8 @@ def metric(experiments: Experiments) -> CheckResult:
             **more,
         )
     if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
-        count = f"{trained['samples']:g} evaluation samples are too few to tell"
-        return not_shown(f"no better than a constant output, but {count}: {losses}", **more)
+        text = f"{trained['samples']:g} evaluation samples are too few to tell whether it beats a constant output"
+        return not_shown(f"{text}: {losses}", **more)
     if not trained["loss"] < constant["loss"]:
         return fault(f"no better than a constant output: {losses}", **more)
     if names and not better:
