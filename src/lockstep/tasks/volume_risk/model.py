@@ -120,7 +120,7 @@ class VolumeRiskModel(nn.Module):
         missing = chunks * size - count
         if missing:
             slices = torch.cat([slices, slices.new_zeros(missing, *slices.shape[1:])])
-        parts = [self._wide(self._features(chunk)) for chunk in slices.split(size) if len(chunk)]
+        parts = [self._wide(self._features(chunk)) for chunk in torch.split(slices, size) if len(chunk)]
         if not parts:
             return torch.empty(0, self.backbone.width, dtype=self._wide_dtype, device=slices.device)
         return torch.cat(parts)[:count]
