@@ -5,23 +5,28 @@
 The sides have the same weights and the same slices, and compute the same gradient:
 
 - `concatenated`: Lockstep's batch. The slices of all volumes pass through the backbone one after another.
-- `chunks`: the same, with `slices_per_chunk`, so that activations are computed again in the backward pass.
+- `chunks`: the same, with `slices_per_chunk`, so that most activations are computed again in the backward pass.
+- `micro=1`: Lockstep with micro-batches of one volume, without padding.
 - `padded`: every volume is filled up with slices of zeros to the longest volume of the batch, and the backbone sees
   all of them.
 - `one by one`: a volume at a time, filled up to `--slices`, with accumulated gradients.
 
 A step is the forward and the backward pass of a batch that is in memory, in this process, on one torch thread. The
 sides take turns, and every round has another batch. Quoted are the median CPU times, which other processes change less
-than the times of the clock, the median of the ratios to `concatenated`, the activations that the backward pass keeps
-(the largest sum of the bytes of different tensors that autograd has saved), and the largest relative difference of the
-gradients.
+than the times of the clock, and the median of the ratios to `concatenated`. Two columns are about memory: the
+activations that the backward pass keeps (the largest sum of the bytes of different tensors that autograd has saved),
+and by how much the first step raises the peak of the resident memory of a process of its own. The last column is the
+largest relative difference of the gradients.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import resource
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +82,25 @@ class Sides:
         self._backward(self._padded_loss(batch, batch["longest"]), batch)
 
     def one_by_one(self, batch: dict[str, Any]) -> None:
+        for single in self._singles(batch):
+            self._backward(self._padded_loss(single, self.longest), batch)
+
+    def micro_batches_of_one(self, batch: dict[str, Any]) -> None:
+        for single in self._singles(batch):
+            self._backward(self.task.loss(self.model, single), batch)
+
+    def _singles(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The volumes of a batch, each as a batch of its own."""
         counts = batch["counts"].tolist()
         slices, positions = batch["slices"].split(counts), batch["positions"].split(counts)
         for place, count in enumerate(counts):
-            single = {
+            yield {
                 "slices": slices[place],
                 "positions": positions[place],
                 "counts": torch.tensor([count]),
                 "longest": count,
                 "labels": batch["labels"][place : place + 1],
             }
-            self._backward(self._padded_loss(single, self.longest), batch)
 
     def _padded_loss(self, batch: dict[str, Any], length: int) -> Tensor:
         from lockstep.tasks.volume_risk.losses import answer_loss
@@ -97,7 +110,7 @@ class Sides:
         slices = batch["slices"].new_zeros(len(counts), length, *batch["slices"].shape[1:])
         slices[is_slice] = batch["slices"]
         features = self.model.slice_features({"slices": slices.flatten(0, 1)})[is_slice.flatten()]
-        logits = self.model.risks(batch, features).logits
+        logits = self.model(batch, features).logits
         return answer_loss(logits, batch["labels"], reduction="question")
 
     def _backward(self, loss: Any, batch: dict[str, Any]) -> None:
@@ -149,6 +162,22 @@ def kept_mib(side: Any, batch: dict[str, Any], model: torch.nn.Module) -> float:
     return saved.most / 2**20
 
 
+def resident_mib(side: Any, batch: dict[str, Any]) -> float:
+    """By how much a step raises the peak of the resident memory of a new process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        side(batch)
+        more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(writing, str(more / 2**10).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        return float(answer.read())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared/data/ct/sts/labels.csv")
@@ -165,21 +194,25 @@ def main() -> None:
     ways = {
         "concatenated": sides.concatenated,
         "chunks": sides.chunks,
+        "micro=1": sides.micro_batches_of_one,
         "padded": sides.padded,
         "one by one": sides.one_by_one,
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
-    memory: dict[str, float] = {}
+    kept: dict[str, float] = {}
+    resident: dict[str, float] = {}
     differences = dict.fromkeys(ways, 0.0)
     length = len(sides.task.train_data())  # type: ignore[arg-type]
     for step in range(arguments.steps + 1):
         order = torch.randperm(length, generator=torch.Generator().manual_seed(step))
         batch = sides.batch(order[: arguments.batch].tolist())
         expected = None
+        if step == 0:  # before anything else has used memory
+            resident = {name: resident_mib(side, batch) for name, side in ways.items()}
         for name, side in ways.items():
             sides.model.zero_grad(set_to_none=True)
             if step == 0:  # warms up, too
-                memory[name] = kept_mib(side, batch, sides.model)
+                kept[name] = kept_mib(side, batch, sides.model)
                 continue
             begun = time.process_time()
             side(batch)
@@ -190,11 +223,12 @@ def main() -> None:
         if step:
             counts = batch["counts"].tolist()
             print(f"step {step}: volumes of {counts} slices", flush=True)
-    print(f"{'':14}{'CPU s':>10}{'ratio':>8}{'kept MiB':>10}{'difference':>12}")
+    print(f"{'':14}{'CPU s':>10}{'ratio':>8}{'kept MiB':>10}{'resident':>10}{'difference':>12}")
     for name in ways:
         ratio = statistics.median(a / b for a, b in zip(times[name], times["concatenated"], strict=True))
         middle = statistics.median(times[name])
-        print(f"{name:14}{middle:10.2f}{ratio:8.2f}{memory[name]:10.0f}{differences[name]:12.1e}")
+        memory = f"{kept[name]:10.0f}{resident[name]:10.0f}"
+        print(f"{name:14}{middle:10.2f}{ratio:8.2f}{memory}{differences[name]:12.1e}")
 
 
 if __name__ == "__main__":

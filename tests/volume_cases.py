@@ -119,7 +119,7 @@ class Volumes(Task):
         features = model.slice_features(batch)
         if self.kept is not None:
             self.kept.update(model, batch, features)
-        return answer_loss(model.risks(batch, features).logits, batch["labels"], reduction="question")
+        return answer_loss(model(batch, features).logits, batch["labels"], reduction="question")
 
 
 def train(options, settings):
@@ -131,8 +131,9 @@ def train(options, settings):
     return weights, task.read
 
 
-def reduced_elements(options, settings):
-    """Elements of the gradients that DDP reduces in each step, and the elements of trainable parameters."""
+def reduced_buckets(options, settings):
+    """The buckets that DDP reduces, in their order: place in the step, whether the bucket is the last of the step, its
+    elements, the elements of trainable parameters, and the number of trainable parameters."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     from lockstep.distributed.ddp import DDP
@@ -141,10 +142,10 @@ def reduced_elements(options, settings):
 
     def counting_wrap(strategy, *arguments):
         wrap(strategy, *arguments)
-        trainable = sum(p.numel() for p in strategy.model.parameters() if p.requires_grad)
+        sizes = [p.numel() for p in strategy.model.parameters() if p.requires_grad]
 
         def hook(state, bucket):
-            reduced.append((bucket.index(), bucket.buffer().numel(), trainable))
+            reduced.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), sum(sizes), len(sizes)))
             return allreduce_hook(state, bucket)
 
         strategy.forward.register_comm_hook(None, hook)

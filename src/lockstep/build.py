@@ -197,7 +197,7 @@ def build_model(
     blocks = find_blocks(model, parallel.shard_modules)
     unfreezing = None
     if steps_per_epoch is not None:
-        unfreezing = _unfreezing(config, model, steps_per_epoch, step)
+        unfreezing = _unfreezing(config, task, model, steps_per_epoch=steps_per_epoch, step=step)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             remedy = "set requires_grad_(True) on some parameters, or unfreeze fewer of them later"
             raise TrainingError("the model has no trainable parameter", where="Task.model", remedy=remedy)
@@ -240,14 +240,22 @@ def _check_parameters(model: nn.Module) -> nn.Module:
     return model
 
 
-def _unfreezing(config: RunConfig, model: nn.Module, steps_per_epoch: int, step: int) -> Unfreezing | None:
+def _unfreezing(
+    config: RunConfig, task: Task, model: nn.Module, *, steps_per_epoch: int, step: int
+) -> Unfreezing | None:
+    """The phases of `train.unfreeze`, applied to the model. None: all parameters stay as the model made them.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or a parameter trains that the task needs frozen.
+    """
     stages = [
         Stage(stage.step or math.ceil((stage.epoch or 0) * steps_per_epoch), stage.match)
         for stage in config.train.unfreeze
     ]
+    unfreezing = Unfreezing(model, stages)
+    unfreezing.check_frozen({pattern: epochs * steps_per_epoch for pattern, epochs in task.frozen_epochs.items()})
     if not stages:
         return None
-    unfreezing = Unfreezing(model, stages)
     unfreezing.apply(step)
     return unfreezing
 

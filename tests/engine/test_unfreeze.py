@@ -128,3 +128,32 @@ def test_a_stage_that_names_no_parameter_is_an_error_that_names_some(match):
         Unfreezing(own_tasks.DeepModel(2, 0.0), [Stage(1, ["blocks.*"]), Stage(3, match)])
     assert caught.value.where == "train.unfreeze"
     assert str(match) in str(caught.value)
+
+
+def test_each_pattern_of_a_stage_must_match():
+    with pytest.raises(UsageError, match=r"no parameter matches \['bodies\.\*', 'haed'\]") as caught:
+        Unfreezing(make(), [Stage(1, ["body.*", "bodies.*", "head.*", "haed"])])
+    assert caught.value.where == "train.unfreeze"
+
+
+@pytest.mark.parametrize(
+    ("stages", "frozen", "until", "wrong"),
+    [
+        ([Stage(4, ["body.*"])], (), {"body.*": 4}, None),
+        ([Stage(4, ["body.1.*"]), Stage(6, ["*"])], (), {"body.*": 4}, None),
+        ([Stage(4, ["body.*"])], (), {"body.*": 5}, r"body\.0\.weight trains from step 4 on.*body\.\*.*until step 5"),
+        ([Stage(3, ["*.1.bias"]), Stage(6, ["body.*"])], (), {"body.*": 4}, r"body\.1\.bias trains from step 3 on"),
+        ([Stage(4, ["body.0.*"])], (), {"body.*": 4}, r"body\.1\.weight trains from step 0 on"),
+        ([], (), {"body.*": 1}, r"body\.0\.weight trains from step 0 on"),
+        ([], NAMES[:4], {"body.*": 9}, None),  # the model itself froze them
+        ([], (), {}, None),
+    ],
+)
+def test_what_a_task_needs_frozen_must_stay_frozen(stages, frozen, until, wrong):
+    unfreezing = Unfreezing(make(frozen), stages)
+    if wrong is None:
+        unfreezing.check_frozen(until)
+        return
+    with pytest.raises(UsageError, match=wrong) as caught:
+        unfreezing.check_frozen(until)
+    assert caught.value.where == "train.unfreeze"

@@ -25,10 +25,10 @@ METHODS = {
 }
 
 
-def test_a_task_has_ten_methods_and_three_attributes():
+def test_a_task_has_ten_methods_and_four_attributes():
     names = {name for name in vars(Task) if not name.startswith("_")}
     assert {name for name in names if callable(vars(Task)[name]) and name != "presenter"} == METHODS
-    assert names - METHODS == {"calls_vary", "coefficients", "presenter"}
+    assert names - METHODS == {"calls_vary", "coefficients", "frozen_epochs", "presenter"}
 
 
 @pytest.mark.parametrize("name", contract._REPLACED)

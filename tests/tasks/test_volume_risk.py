@@ -48,7 +48,7 @@ def test_the_loss_is_that_of_plain_torch_over_known_labels(table, reduction):
     torch.manual_seed(0)
     model, data = task.model(), task.train_data()
     batch = batch_of(task, data, range(len(data)), training=True)
-    logits, labels = model(batch), batch["labels"]
+    logits, labels = model(batch).logits, batch["labels"]
     expected, units = 0.0, 0
     for row in range(len(data)):
         terms = [
@@ -90,7 +90,7 @@ def test_all_slices_in_groups_give_the_mean_of_the_logits(table):
                 "counts": torch.tensor([len(places)]),
                 "positions": torch.from_numpy(sample.positions[places]),
             }
-            logits = logits + model(part)[0] / 3
+            logits = logits + model(part).logits[0] / 3
     assert sorted(seen) == list(range(14))
     assert torch.allclose(output["risks"][1], logits.sigmoid(), rtol=1e-10)
 

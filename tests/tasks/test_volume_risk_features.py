@@ -57,7 +57,7 @@ def train(model, kept, steps=6, seed=0):
         features = model.slice_features(batch)
         if kept is not None:
             kept.update(model, batch, features)
-        answer_loss(model.risks(batch, features).logits, batch["labels"], reduction="question").backward()
+        answer_loss(model(batch, features).logits, batch["labels"], reduction="question").backward()
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.clone() for name, value in model.state_dict().items()}, needed

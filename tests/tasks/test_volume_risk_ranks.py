@@ -1,6 +1,7 @@
 """Volumes on ranks: phases of unfreezing, kept features and chunks, with DDP and FSDP."""
 
 import itertools
+import operator
 
 import pytest
 import torch
@@ -48,11 +49,24 @@ def test_kept_features_change_no_bit_on_ranks(strategy, tmp_path):
 
 
 def test_only_gradients_of_trainable_parameters_are_reduced():
-    for reduced in run_ranks(2, volume_cases.reduced_elements, {"dtype": torch.float32}, settings("ddp")):
+    for reduced in run_ranks(2, volume_cases.reduced_buckets, {"dtype": torch.float32}, settings("ddp")):
         by_phase = {}
-        for _, elements, trainable in reduced:
+        for _, _, elements, trainable, _ in reduced:
             by_phase.setdefault(trainable, []).append(elements)
         assert len(by_phase) == 3
         steps = (6, 3, 2)
         for (trainable, elements), count in zip(sorted(by_phase.items()), steps, strict=True):
             assert sum(elements) == count * trainable
+
+
+def test_frozen_parameters_have_no_buckets():
+    """Buckets are so small that each parameter has a bucket of its own. The first step of a phase has a single bucket,
+    because DDP arranges the buckets after it."""
+    wanted = settings("ddp")
+    wanted["parallel"] = {"strategy": "ddp", "bucket_mb": 1e-6}
+    for reduced in run_ranks(2, volume_cases.reduced_buckets, {"dtype": torch.float32}, wanted):
+        steps = [(place + 1, parameters) for place, is_last, _, _, parameters in reduced if is_last]
+        assert len(steps) == 11
+        phases = [[b for b, _ in phase] for _, phase in itertools.groupby(steps, key=operator.itemgetter(1))]
+        trainable = sorted({parameters for _, parameters in steps})
+        assert phases == [[1, *[number] * more] for number, more in zip(trainable, (5, 2, 1), strict=True)]

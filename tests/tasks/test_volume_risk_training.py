@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.errors import UsageError
 from tests import rank_cases, risk_cases, runs
 from tests.ranks import RankFailed, run_ranks
 from tests.risk_cases import OPTIONS, PHASES, make_task, volume_table
@@ -138,12 +139,15 @@ def undisturbed(table, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "step"),  # in each phase
+    ("strategy", "step"),  # in each phase, and the first steps of phases
     [
         ("ddp", 5),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("ddp", 2), ("ddp", 8), ("fsdp", 2), ("fsdp", 5), ("fsdp", 8))
+            for case in (
+                *(("ddp", step) for step in (2, 4, 7, 8)),
+                *(("fsdp", step) for step in (2, 4, 5, 7, 8)),
+            )
         ),
     ],
 )
@@ -154,6 +158,23 @@ def test_a_run_killed_in_any_phase_ends_with_the_same_bits(table, undisturbed, t
     for weights, _ in run_ranks(2, risk_cases.fit_to_the_end, KEEPS, table, settings, run):
         assert weights.keys() == undisturbed(strategy).keys()
         assert all(torch.equal(weights[name], undisturbed(strategy)[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "unfreeze"),
+    [
+        (2, PHASES),  # a part of the backbone trains from epoch 1 on
+        (1, [{"match": ["backbone.*"], "step": 2}]),  # 3 steps are an epoch
+        (1, PHASES[:1]),  # the first layers train from the beginning
+        (1, []),
+    ],
+)
+def test_a_backbone_that_trains_in_frozen_epochs_is_an_error_before_the_first_step(table, tmp_path, epochs, unfreeze):
+    task = make_task({"frozen_epochs": epochs, "keep_features": False}, table)
+    task.loss = None  # no step may begin
+    settings = runs.config(batch={"global": 4}, train={"steps": 8, "unfreeze": unfreeze})
+    with pytest.raises(UsageError, match=r"backbone\.network\S+ trains from step \d on.*backbone\.\* to stay frozen"):
+        runs.fit(task, settings, tmp_path / "run")
 
 
 # ---- files of every kind

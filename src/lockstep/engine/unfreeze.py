@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -27,7 +27,7 @@ class Unfreezing:
     A parameter of several stages follows the earliest stage. A parameter of no stage stays as the model made it.
 
     Raises:
-        UsageError: a stage matches no parameter.
+        UsageError: a stage has no patterns, or a pattern matches no parameter.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
@@ -35,11 +35,11 @@ class Unfreezing:
         names = [name for name, _ in model.named_parameters()]
         self._since: dict[str, int] = {}
         for stage in stages:
-            matching = [name for name in names if any(fnmatchcase(name, pattern) for pattern in stage.match)]
-            if not matching:
+            unused = [pattern for pattern in stage.match if not any(fnmatchcase(name, pattern) for name in names)]
+            if unused or not stage.match:
                 remedy = f"use patterns over the model's parameter names, such as: {', '.join(names[:8])}"
-                raise UsageError(f"no parameter matches {list(stage.match)}", where="train.unfreeze", remedy=remedy)
-            for name in matching:
+                raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
+            for name in _matching(names, stage.match):
                 self._since[name] = min(stage.step, self._since.get(name, stage.step))
         self.steps = frozenset(self._since.values())
         """Steps at which some parameter becomes trainable."""
@@ -49,3 +49,30 @@ class Unfreezing:
         for name, parameter in self.model.named_parameters():
             if name in self._since:
                 parameter.requires_grad_(step >= self._since[name])
+
+    def check_frozen(self, until: Mapping[str, int]) -> None:
+        """Check that parameters stay frozen as long as a task needs it.
+
+        Args:
+            until: steps by pattern over names of parameters: no parameter that matches may train before this step.
+
+        Raises:
+            UsageError: a parameter trains earlier. The error names the first parameter and the steps.
+        """
+        for pattern, step in until.items():
+            for name, parameter in self.model.named_parameters():
+                if not fnmatchcase(name, pattern):
+                    continue
+                first = self._since.get(name, 0 if parameter.requires_grad else step)
+                if first < step:
+                    raise UsageError(
+                        f"{name} trains from step {first} on, and the task needs {pattern} to stay frozen until step "
+                        f"{step}",
+                        where="train.unfreeze",
+                        remedy="unfreeze later, name all these parameters in train.unfreeze, or lower the number of "
+                        "frozen epochs in the task's options",
+                    )
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

@@ -68,6 +68,10 @@ class Task(abc.ABC):
     """Evaluations and predictions call the model more often for some batches than for others, such as once for each
     size of pictures. With FSDP, the blocks of the model then stay gathered on each rank until the evaluation ends."""
 
+    frozen_epochs: Mapping[str, int] = MappingProxyType({})
+    """Epochs by pattern over names of parameters, with `*` and `?`: the task relies on these parameters being frozen in
+    the first epochs. A config that trains them earlier is an error."""
+
     presenter: type[Presenter] = Presenter
     """The class that shows samples, outputs and results to people."""
 

@@ -164,6 +164,26 @@ def test_a_model_no_better_than_a_constant_output_is_a_fault():
     assert measured(math.nan, 0.9).status == "fault"
 
 
+def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
+    def after(samples, loss, losses=FALLING, accuracy=0.9):
+        results = {"loss": loss, "accuracy": accuracy, "samples": samples}
+        made = {
+            f"{name}-{factor}": value
+            for name, value in (("learned", recording(losses)), ("evaluated", results))
+            for factor in (1, 4)
+        }
+        return learning.metric(experiments({"baseline": baseline(), **made}))
+
+    result = after(6, 1.5)
+    assert result.status == "not shown"
+    assert "6 evaluation samples are too few to tell whether it beats a constant output: loss 1.5" in result.reason
+    assert after(6, 0.5).status == "passed"
+    assert after(6, 0.5, accuracy=0.1).status == "fault"
+    assert after(6, 1.5, FLAT).status == "fault"
+    assert after(6, math.nan).status == "fault"
+    assert after(20, 1.5).status == "fault"
+
+
 def test_a_metric_that_contradicts_the_loss_is_a_fault_and_one_that_says_nothing_is_not():
     assert measured(0.5, 0.1).status == "fault"
     assert measured(0.5, 0.5).status == "not shown"

@@ -95,6 +95,7 @@ def make_backbone(
         raise UsageError(what, where="task.windows", remedy=f"give {known} windows")
     name = None if trained else model
     network, missing = hugging_face.make_model(transformers.AutoModel, config, name, what="model", new_head=False)
+    network.train()  # pretrained models come in evaluation mode
     if _has_parameters(getattr(network, "pooler", None)):
         network.pooler = None  # type: ignore[assignment]  # features do not pass through it: it would get no gradient
     for module in network.modules():

@@ -50,9 +50,9 @@ class VolumeRiskModel(nn.Module):
         aggregator: see `aggregators`.
         head: see `heads`.
         mean, std: of each channel, as shares of 255, for `images.normalise.normalise`.
-        slices_per_chunk: the most slices that pass through a trainable backbone together. The activations of a chunk
-            are computed again in the backward pass, with the same dropout. None: all slices pass at once, and their
-            activations are kept.
+        slices_per_chunk: the most slices that pass through a trainable backbone together. The activations of all
+            chunks but the last are computed again in the backward pass, with the same dropout. None: all slices pass at
+            once, and their activations are kept.
     """
 
     def __init__(
@@ -73,13 +73,18 @@ class VolumeRiskModel(nn.Module):
         """The largest of a number over all ranks. A strategy whose forward passes are collectives sets this: ranks with
         fewer chunks then run chunks of zeros."""
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits (B, Q)."""
-        return self.risks(batch, self.slice_features(batch)).logits
+    def forward(self, batch: Batch, features: Tensor | None = None) -> Risks:
+        """The prediction for each volume.
 
-    def attention(self, batch: Batch) -> Tensor:
-        """The weight of each slice in its volume: (N,)."""
-        return self.risks(batch, self.slice_features(batch)).attention
+        Args:
+            features: of all slices, (N, width), as `slice_features` returns. None: they are computed.
+        """
+        if features is None:
+            features = self.slice_features(batch)
+        counts = batch["counts"]
+        longest = batch["longest"] if "longest" in batch else int(counts.max())
+        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
+        return Risks(self.head(pooled.vectors), pooled.attention)
 
     def slice_features(self, batch: Batch) -> Tensor:
         """The feature vectors of all slices, kept or computed: (N, width), in the number format of the parameters.
@@ -98,46 +103,54 @@ class VolumeRiskModel(nn.Module):
             )
         if frozen:
             with torch.no_grad():
-                computed = self._chunks(batch["slices"], FROZEN_CHUNK, fixed=True)
+                computed = self._fixed_chunks(batch["slices"])
+        elif self.slices_per_chunk is None:
+            computed = self._wide(self._features(batch["slices"]))
         else:
-            computed = self._chunks(batch["slices"], self.slices_per_chunk, fixed=False)
+            computed = self._trained_chunks(batch["slices"], self.slices_per_chunk)
         if kept is None:
             return computed
         features = kept.to(computed.dtype)
         return features.masked_scatter(~batch["is_kept"][:, None], computed)
 
-    def risks(self, batch: Batch, features: Tensor) -> Risks:
-        """The prediction from the features of all slices, (N, width)."""
-        counts = batch["counts"]
-        longest = batch["longest"] if "longest" in batch else int(counts.max())
-        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
-        return Risks(self.head(pooled.vectors), pooled.attention)
-
-    def _chunks(self, slices: Tensor, size: int | None, *, fixed: bool) -> Tensor:
-        """Features (M, width) of slices (M, channels, S, S).
-
-        Args:
-            size: slices of a chunk. None: all slices at once.
-            fixed: fill the last chunk up with slices of zeros.
-        """
-        wide = torch.float64 if dtype_of(self.backbone) == torch.float64 else torch.float32
-        if size is None:
-            return self._features(slices).to(wide)
-        count = len(slices)
+    def _fixed_chunks(self, slices: Tensor) -> Tensor:
+        """Features (M, width) of slices (M, channels, S, S), computed in chunks of `FROZEN_CHUNK` slices."""
+        count, size = len(slices), FROZEN_CHUNK
         chunks = self.largest_over_ranks(-(-count // size))
+        missing = chunks * size - count
+        if missing:
+            slices = torch.cat([slices, slices.new_zeros(missing, *slices.shape[1:])])
+        parts = [self._wide(self._features(chunk)) for chunk in torch.split(slices, size) if len(chunk)]
+        if not parts:
+            return torch.empty(0, self.backbone.width, dtype=self._wide_dtype, device=slices.device)
+        return torch.cat(parts)[:count]
+
+    def _trained_chunks(self, slices: Tensor, size: int) -> Tensor:
+        """Features (M, width) of slices (M, channels, S, S), computed in chunks of at most `size` slices.
+
+        Chunks are nearly equal. The backward pass begins with the last chunk: its activations are kept, and those of
+        the other chunks are computed again. That needs no more memory than one chunk does.
+        """
+        own = -(-len(slices) // size)
+        chunks = self.largest_over_ranks(own)
         if not chunks:
-            return torch.empty(0, self.backbone.width, dtype=wide, device=slices.device)
-        parts = []
-        for number in range(chunks):
-            chunk = slices[number * size : (number + 1) * size]
-            missing = size - len(chunk) if fixed else int(len(chunk) == 0)
-            if missing:
-                chunk = torch.cat([chunk, slices.new_zeros(missing, *slices.shape[1:])])
-            features = self._recomputed(chunk) if torch.is_grad_enabled() and not fixed else self._features(chunk)
-            parts.append(features.to(wide))
-        whole = torch.cat(parts)
-        # Features of zeros take part with a factor of 0, so that their chunk has a backward pass, too.
-        return whole[:count] + 0 * whole[count:].sum() if len(whole) > count and not fixed else whole[:count]
+            return torch.empty(0, self.backbone.width, dtype=self._wide_dtype, device=slices.device)
+        # A rank with fewer chunks runs chunks with a slice of zeros, before its own.
+        parts = [slices.new_zeros(1, *slices.shape[1:])] * (chunks - own)
+        parts += slices.tensor_split(own) if own else []
+        first = self._recomputed if torch.is_grad_enabled() else self._features
+        recomputed = [self._wide(first(chunk)) for chunk in parts[:-1]]
+        whole = torch.cat([*recomputed, self._wide(self._features(parts[-1]))])
+        # Features of zeros take part with a factor of 0, so that their chunks have a backward pass, too.
+        return whole[chunks - own :] + 0 * whole[: chunks - own].sum() if chunks > own else whole
+
+    def _wide(self, features: Tensor) -> Tensor:
+        return features.to(self._wide_dtype)
+
+    @property
+    def _wide_dtype(self) -> torch.dtype:
+        """The number format of features: at least 32 bits."""
+        return torch.float64 if dtype_of(self.backbone) == torch.float64 else torch.float32
 
     def _features(self, slices: Tensor) -> Tensor:
         features: Tensor = self.backbone(normalise(slices, self.mean, self.std, dtype=dtype_of(self.backbone)))

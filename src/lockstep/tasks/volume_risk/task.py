@@ -132,6 +132,7 @@ class VolumeRisk(Task):
             )
         self.options, self.train_source, self.fold = options, train, fold
         self.eval_source = eval or (train if fold is not None or has_parts(train) else None)
+        self.frozen_epochs = {"backbone.*": options.frozen_epochs} if options.frozen_epochs else {}
         self.windows = windows_of(options.windows)
         """The Hounsfield window of each channel."""
         self.folder: Path | None = None
@@ -373,7 +374,7 @@ class VolumeRisk(Task):
         features = model.slice_features(batch)
         if self._features is not None and model.training:
             self._features.update(model, batch, features)
-        logits, attention = model.risks(batch, features)
+        logits, attention = model(batch, features)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counts = batch["counts"]
         if "groups" in batch:

@@ -15,6 +15,7 @@ _SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t 
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
 _FEW_SAMPLES = 8
 _EVAL_SAMPLES = 2000
+_TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a constant output on so few samples, by chance
 
 
 def loss(experiments: Experiments) -> CheckResult:
@@ -76,7 +77,8 @@ def metric(experiments: Experiments) -> CheckResult:
             f"evaluated-{factor}", experiments.nproc, worker_functions.evaluate, config, folder, changes
         )[0]
         better = [name for name in names if baseline.is_better(name, trained[name], constant[name])]
-        if trained["loss"] < constant["loss"] and (better or not names):
+        too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
+        if too_few or (trained["loss"] < constant["loss"] and (better or not names)):
             break
     what = names[0] if names else "loss"
     rows = [
@@ -98,6 +100,9 @@ def metric(experiments: Experiments) -> CheckResult:
             f"{what} {trained[what]:.4g}",
             **more,
         )
+    if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
+        text = f"{trained['samples']:g} evaluation samples are too few to tell whether it beats a constant output"
+        return not_shown(f"{text}: {losses}", **more)
     if not trained["loss"] < constant["loss"]:
         return fault(f"no better than a constant output: {losses}", **more)
     if names and not better:
