@@ -221,6 +221,12 @@ def test_each_folder_with_a_series_is_a_volume(tmp_path):
         (tmp_path / name / "1.dcm").write_bytes(b"x")
     assert inputs(tmp_path).names == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert inputs(tmp_path / "b").patients == ["b"]
+    (tmp_path / "README.md").write_text("two series")
+    (tmp_path / "b" / "more").mkdir()
+    (tmp_path / "b" / "more" / "2").write_bytes(bytes(128) + b"DICM")
+    (tmp_path / "c" / "more").mkdir(parents=True)
+    (tmp_path / "c" / "more" / "2").write_bytes(bytes(128) + b"DICM")
+    assert inputs(tmp_path).names == [str(tmp_path / name) for name in ("a", "b", "c/more")]
 
 
 # ---- text and pictures

@@ -108,6 +108,16 @@ def test_another_content_or_reading_is_another_volume(scan):
     np.testing.assert_array_equal(cached_volume(scan).slices, scans.voxels(12, seed=1))
 
 
+def test_another_file_with_the_same_size_and_date_is_read(tmp_path, root):
+    path = tmp_path / "a.npy"
+    np.save(path, scans.voxels())
+    os.utime(path, ns=(1, 1))
+    cached_volume(path)
+    np.save(path, scans.voxels(seed=1))
+    os.utime(path, ns=(1, 1))
+    np.testing.assert_array_equal(cached_volume(path).slices, scans.voxels(seed=1))
+
+
 def test_without_a_cache_nothing_is_written(scan, root):
     volume = cached_volume(scan, keep=False)
     assert not list(root.glob("volume-*/slices.npy"))

@@ -87,7 +87,9 @@ def cached_volume(
 def content_address(path: Path) -> str:
     """Hexadecimal SHA-256 of the contents of a file, or of all files in a folder, whatever their names are.
 
-    It is kept beside the cache under path, sizes and times of the files, so that unchanged files are read once.
+    It is kept beside the cache under path, sizes and times of the files, so that unchanged files are read once. One of
+    the times is that of the last change of content or name, which programs cannot set: a file in whose place another
+    file with the same size and date was copied is read again.
 
     Raises:
         DataError: a file cannot be read.
@@ -97,7 +99,9 @@ def content_address(path: Path) -> str:
         stats = [file.stat() for file in files]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path") from error
-    about = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    about = [
+        (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(files, stats, strict=True)
+    ]
     known = cache_root() / "volume-addresses" / digest_of(str(path.resolve()), about)
     try:
         return known.read_text(encoding="ascii")

@@ -117,6 +117,16 @@ def dicom_files(folder: Path) -> list[Path]:
     return sorted(path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
+def is_dicom(path: Path) -> bool:
+    """Whether a path is a DICOM file by its name or by its first bytes."""
+    if not path.is_file() or path.name.startswith(".") or path.name == "DICOMDIR":
+        return False
+    if path.suffix.lower() in _SUFFIXES:
+        return True
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM"
+
+
 def _about(uid: str, datasets: Sequence[Any]) -> str:
     description = str(datasets[0].get("SeriesDescription", "")).strip()
     return f"{uid}{f' ({description!r})' if description else ''} with {len(datasets)} slices"

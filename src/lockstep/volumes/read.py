@@ -84,7 +84,7 @@ def _checked_voxels(path: Path, image: Any) -> Array:
     nibabel alone stops after the last voxel, and does not notice changed bytes.
     """
     with gzip.open(path) as stream:
-        voxels = np.asanyarray(type(image).from_stream(stream).dataobj)
+        voxels: Array = np.asanyarray(type(image).from_stream(stream).dataobj)
         while stream.read(_REST):
             pass
     return voxels
