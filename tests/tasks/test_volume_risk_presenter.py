@@ -2,6 +2,7 @@
 
 import csv
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.tasks.volume_risk import drawings
 from lockstep.tasks.volume_risk.metrics import RiskMetrics
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
 from lockstep.tasks.volume_risk.report import risk_report
+from lockstep.volumes.windows import NAMED, Window, windowed
 from tests.tasks.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +171,20 @@ def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, head)
         assert list(risks) == NAMES
         for question, risk in risks.items():
             assert risk == pytest.approx(row[f"risk/{question}"], abs=2e-6)
+
+
+def test_the_example_has_the_levels_of_lockstep_for_every_value():
+    example = runpy.run_path(str(EXAMPLE))
+    values = np.arange(-32768, 32768).astype(np.int16).reshape(1, 256, 256)
+    windows = [*NAMED.values(), Window(37.5, 333.3)]
+    about = {
+        "windows": [window._asdict() for window in windows],
+        "image_size": 256,
+        "mean": [0.0] * len(windows),
+        "std": [1.0] * len(windows),
+    }
+    levels = (example["pictures"](about, values.astype(np.float64)) * 255).round().byte().numpy()
+    np.testing.assert_array_equal(levels[0], windowed(values[0], tuple(windows)).transpose(2, 0, 1))
 
 
 def test_the_example_needs_no_lockstep_and_is_short():

@@ -22,7 +22,7 @@ from lockstep.volumes.resample import resampled
 from lockstep.volumes.slices import Slices
 from lockstep.volumes.volume import Volume
 
-_FORMAT = 1  # of the files, and of what reading and resampling compute; it is a part of the folder's name
+_FORMAT = 2  # of the files, and of what reading and resampling compute; it is a part of the folder's name
 _KEPT_FREE = 10 << 30  # bytes of the disk that stay free for checkpoints, or a twentieth of a smaller disk
 
 
