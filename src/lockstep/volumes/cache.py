@@ -130,7 +130,10 @@ def _write(volume: Volume, folder: Path) -> None:
     disk = shutil.disk_usage(folder)
     if disk.free - volume.slices.nbytes < min(_KEPT_FREE, disk.total // 20):
         raise _NoSpace(volume)
-    np.save(folder / "slices.npy", volume.slices)
-    np.save(folder / "positions.npy", volume.positions)
     about = {"spacing": volume.spacing, "notes": volume.notes}
-    (folder / "volume.json").write_text(json.dumps(about), encoding="utf-8")
+    try:
+        np.save(folder / "slices.npy", volume.slices)
+        np.save(folder / "positions.npy", volume.positions)
+        (folder / "volume.json").write_text(json.dumps(about), encoding="utf-8")
+    except OSError as error:  # a quota, or other processes that write at the same time
+        raise _NoSpace(volume) from error
