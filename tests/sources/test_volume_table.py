@@ -198,15 +198,16 @@ def test_a_volume_that_cannot_be_used_is_named_with_its_row(table, tmp_path):
         data[0]
     assert caught.value.where.startswith(f"{source}:2: ")
     (tmp_path / "b.npz").write_text("nothing")
-    with pytest.raises(DataError, match="2 volumes cannot be used"):
-        data.check()
+    for index in range(2):
+        with pytest.raises(DataError, match=f"labels.csv:{index + 2}: .*not readable as NumPy"):
+            data.check(index)
 
 
 def test_check_fills_the_cache_and_gives_remarks(table, tmp_path):
     data = read(table(*ROWS))
     np.savez(tmp_path / "a.npz", slices=scans.voxels() + 1000, spacing=(1.0, 1, 1))
-    remarks = data.check()
-    assert list(remarks) == ["a.npz"]
+    assert data.check(0).startswith("a.npz: no value is below 0")
+    assert data.check(1) is None
     assert len(list((tmp_path / "cache").glob("volume-*/slices.npy"))) == 2
 
 
@@ -227,7 +228,7 @@ def test_real_patients(shared_data, table):
     check_patients_apart(train, evaluation)
     known = np.isnan(np.concatenate([train.labels, evaluation.labels])).mean()
     assert round(float(known), 2) == 0.36
-    assert train.check() == {}
+    assert [train.check(index) for index in range(18)] == 18 * [None]
     sizes = [len(sample.slices) for sample in train]
     assert (min(sizes) >= 47, max(sizes) <= 114) == (True, True)
     series = read(str(shared_data / "ct/sts_dicom/labels.csv"), labels=train.questions)

@@ -154,7 +154,7 @@ def test_unusable_volumes_are_named_together_before_the_training(tmp_path):
     train = volume_table(tmp_path / "train")
     np.savez(tmp_path / "train/001.npz", slices=np.zeros((4, 5, 5), np.int16))
     (tmp_path / "train/003.npz").write_bytes(b"no volume")
-    with pytest.raises(LockstepError, match=r"2 volumes cannot be used(?s:.*)labels.csv(?s:.*)001.npz(?s:.*)003.npz"):
+    with pytest.raises(LockstepError, match=r"2 samples cannot be used(?s:.*)labels.csv(?s:.*)001.npz(?s:.*)003.npz"):
         runs.fit(make_task({}, train), runs.config(), tmp_path / "run")
 
 

@@ -6,7 +6,7 @@ import fnmatch
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class VolumeTable(Dataset[VolumeSample]):
         patients_are_known: False: each volume stands for a patient, and `patients` tell volumes apart and no more.
         questions: the names of the label columns.
         labels: float32 (volumes, questions): 1, 0 or NaN.
+        check_first: whether all volumes are read before a new run trains; see `Task.train_data`.
     """
 
     def __init__(
@@ -96,11 +97,13 @@ class VolumeTable(Dataset[VolumeSample]):
         options: VolumeOptions = VolumeOptions(),
         notes: Sequence[str] = (),
         patients_are_known: bool = True,
+        check_first: bool = False,
     ) -> None:
         self.paths, self.names, self.places = list(paths), list(names), list(places)
         self.patients = list(patients)
         """The patient of each volume."""
         self.patients_are_known = patients_are_known
+        self.check_first = check_first
         self.questions = list(questions)
         """The names of the questions."""
         self.labels: npt.NDArray[np.float32] = labels.astype(np.float32, copy=False)
@@ -148,29 +151,14 @@ class VolumeTable(Dataset[VolumeSample]):
         """Hexadecimal SHA-256 of the volume's files. It is known without decoding."""
         return content_address(self.paths[index])
 
-    def check(self, indices: Iterable[int] | None = None) -> dict[str, tuple[str, ...]]:
-        """Read volumes, so that all are in the cache, and return the remarks about them by name.
+    def check(self, index: int) -> str | None:
+        """Read a volume, so that it is in the cache, and return the remarks about it.
 
         Raises:
-            DataError: volumes cannot be used. The error names all of them.
+            DataError: the volume cannot be used; see `__getitem__`.
         """
-        notes, faults = {}, []
-        for index in range(len(self)) if indices is None else indices:
-            try:
-                sample = self[index]
-            except DataError as error:
-                faults.append(error)
-                continue
-            if sample.notes:
-                notes[sample.name] = sample.notes
-        if len(faults) > 1:
-            listed = "\n  ".join(f"{fault.where}: {fault.what}" for fault in faults)
-            raise DataError(
-                f"{len(faults)} volumes cannot be used:\n  {listed}", remedy="repair them, or remove their rows"
-            )
-        if faults:
-            raise faults[0]
-        return notes
+        sample = self[index]
+        return f"{sample.name}: {'; '.join(sample.notes)}" if sample.notes else None
 
     def digest(self) -> str:
         """Hexadecimal digits that change where a volume or a label changes: by size and time of the files, which are
@@ -195,6 +183,7 @@ def read_volume_table(
     seed: int = 0,
     leaks: Sequence[str] = (),
     options: VolumeOptions = VolumeOptions(),
+    check_first: bool = False,
     **csv: Any,
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
@@ -214,6 +203,7 @@ def read_volume_table(
             name is the path in the table.
         fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `seed` and the table.
         leaks: columns, or patterns, that hold the outcome. They are refused as inputs.
+        check_first: see `VolumeTable`.
         csv: `header`, `delimiter` and `quoting` of `lockstep.sources.table.Source`.
 
     Raises:
@@ -252,6 +242,7 @@ def read_volume_table(
         questions=questions,
         labels=values[rows],
         options=options,
+        check_first=check_first,
         notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
 

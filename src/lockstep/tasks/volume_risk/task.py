@@ -138,8 +138,6 @@ class VolumeRisk(Task):
         """The folder that is kept with the run. None without a run."""
         self.new_weights: list[str] = []
         """Names of the weights that the pretrained backbone lacks. Known after `model`."""
-        self.volume_notes: dict[str, tuple[str, ...]] = {}
-        """Remarks about volumes by name, as far as volumes were checked."""
         self._trained = False
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
@@ -147,12 +145,13 @@ class VolumeRisk(Task):
         """Keep the questions, the weights of positive labels and the backbone's config in `folder`.
 
         Raises:
-            DataError: volumes cannot be used, or a patient is in both parts of the data.
+            DataError: a table cannot be used, or a patient is in both parts of the data.
         """
         self._trained = trained
 
         def about() -> About:
-            self._check_data()
+            if self._eval is not None:
+                check_patients_apart(self._train, self._eval)
             return self.about
 
         keep(folder, _KEPT, about, lambda staging: self._backbone_config().save_pretrained(staging))
@@ -211,6 +210,7 @@ class VolumeRisk(Task):
             seed=options.fold_seed,
             leaks=options.leaks,
             options=self.volume_options,
+            check_first=options.check_volumes,
         )
 
     @cached_property
@@ -220,14 +220,6 @@ class VolumeRisk(Task):
     @cached_property
     def _eval(self) -> VolumeTable | None:
         return None if self.eval_source is None else self._read(self.eval_source, "eval", self.questions)
-
-    def _check_data(self) -> None:
-        train, evaluation = self._train, self._eval
-        if evaluation is not None:
-            check_patients_apart(train, evaluation)
-        if self.options.check_volumes:
-            for part in (train, evaluation):
-                self.volume_notes |= {} if part is None else part.check()
 
     def train_data(self) -> Dataset[Any]:
         return self._train
