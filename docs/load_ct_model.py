@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModel
 
 def pictures(about, slices):
     """Slices in HU as normalised pictures (n, windows, size, size)."""
-    levels = [(slices - (w["center"] - w["width"] / 2)) * (255 / w["width"]) for w in about["windows"]]
+    levels = [(2 * (slices - w["center"]) + w["width"]) * 255 / (2 * w["width"]) for w in about["windows"]]
     levels = torch.from_numpy(np.rint(np.clip(np.stack(levels, 1), 0, 255)).astype(np.uint8))
     levels = f.interpolate(levels, (about["image_size"],) * 2, mode="bilinear", antialias=True, align_corners=False)
     mean, std = (torch.tensor(about[name]).view(-1, 1, 1) for name in ("mean", "std"))

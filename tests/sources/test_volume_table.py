@@ -1,5 +1,7 @@
 """Tables of volumes: labels that are known in part, patients, parts, and every wrong row named."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,9 @@ def test_an_event_that_is_taken_back(table):
         read(source)
     assert caught.value.where == f"{source}:6"
     read(table("p5,e.npz,train,A,0,1,"))
+    for early, late in (("1", "0"), ("0", "1")):  # the same time in two units
+        with pytest.raises(DataError, match="but an event stays an event"):
+            read(table(f"p5,e.npz,{early},{late}", header="patient,image,death_1y,death_12m"))
 
 
 def test_horizons():
@@ -105,6 +110,18 @@ def test_a_patient_in_both_parts(table):
         check_patients_apart(read(source), read(source, "eval"))
 
 
+def test_a_volume_in_both_parts(table, tmp_path):
+    train = read(table("p1,a.npz,1", "p2,b.npz,0", header="patient,image,death_1y"))
+    other = read(table("p9,./b.npz,1", header="patient,image,death_1y", name="other.csv"), "eval")
+    with pytest.raises(DataError, match=r"1 volumes are in .*b.npz \(.*labels.csv:3 and .*other.csv:2\)"):
+        check_patients_apart(train, other)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    np.savez(elsewhere / "a.npz", slices=scans.voxels(), spacing=(2.0, 1.0, 1.0))
+    train = read(table("a.npz,1", header="image,death_1y"))
+    check_patients_apart(train, read(table("a.npz,1", header="image,death_1y", name="elsewhere/t.csv"), "eval"))
+
+
 def test_a_part_that_is_none(table):
     with pytest.raises(DataError, match="'later' in column 'split' is no part"):
         read(table(*ROWS, "p5,e.npz,later,A,0,0,"))
@@ -126,6 +143,25 @@ def test_folds_leave_no_patient_in_both_parts(table):
         read(source, fold="5/4")
 
 
+@pytest.mark.parametrize("header", ["patient,image,death_1y", "image,death_1y"])
+def test_folds_do_not_depend_on_the_order_of_rows_and_the_name_of_the_table(table, header):
+    first = 3 - len(header.split(","))
+    rows = [
+        ",".join((f"p{number}", f"{name}.npz", "1" if number < 3 else "0")[first:])
+        for number, name in enumerate("abcdefgh")
+    ]
+    one, other = table(*rows, header=header), table(*rows[::-1], header=header, name="other.csv")
+    for number in (1, 2, 3):
+        assert set(read(one, "eval", fold=f"{number}/3").names) == set(read(other, "eval", fold=f"{number}/3").names)
+
+
+def test_rows_that_are_not_used_are_noted(table):
+    header = "patient,image,split,death_1y"
+    source = table("p1,a.npz,train,1", "p2,b.npz,val,0", "p3,c.npz,test,1", "p4,d.npz,test,0", header=header)
+    assert "2 rows of other parts for evaluation are not used: test" in read(source, "eval").notes
+    assert "folds have all rows: column 'split' is not used" in read(source, fold="1/2").notes
+
+
 def test_columns_that_hold_the_outcome(table):
     source = table(*ROWS)
     read(source, leaks=["status", "death_*"])
@@ -138,9 +174,20 @@ def test_columns_that_hold_the_outcome(table):
 def test_without_a_column_of_patients_each_row_is_a_patient(table):
     data = read(table("a.npz,1", "b.npz,0", header="image,death_1y"))
     assert len(set(data.patients)) == 2
-    assert any("each row is taken as a patient" in note for note in data.notes)
+    assert any("each volume is taken as a patient" in note for note in data.notes)
     with pytest.raises(DataError, match="no patient in column 'patient'"):
         read(table("a.npz,1,x", "b.npz,0,", header="image,death_1y,patient"))
+
+
+def test_patients_are_the_same_text_in_every_format(table, tmp_path):
+    rows = [{"patient": 3, "image": "a.npz", "death_1y": 1}, {"patient": 4.0, "image": "b.npz", "death_1y": None}]
+    source = tmp_path / "a.jsonl"
+    source.write_text("\n".join(map(json.dumps, [*rows, {**rows[0], "patient": "5", "image": "c.npz"}])))
+    assert read(str(source)).patients == ["3", "5"]
+    assert read(str(source), "eval").patients == ["3", "4", "5"]
+    source.write_text("\n".join(map(json.dumps, [*rows, {**rows[0], "patient": None, "image": "c.npz"}])))
+    with pytest.raises(DataError, match="no patient in column 'patient'"):
+        read(str(source))
 
 
 def test_a_volume_that_cannot_be_used_is_named_with_its_row(table, tmp_path):
@@ -151,15 +198,16 @@ def test_a_volume_that_cannot_be_used_is_named_with_its_row(table, tmp_path):
         data[0]
     assert caught.value.where.startswith(f"{source}:2: ")
     (tmp_path / "b.npz").write_text("nothing")
-    with pytest.raises(DataError, match="2 volumes cannot be used"):
-        data.check()
+    for index in range(2):
+        with pytest.raises(DataError, match=f"labels.csv:{index + 2}: .*not readable as NumPy"):
+            data.check(index)
 
 
 def test_check_fills_the_cache_and_gives_remarks(table, tmp_path):
     data = read(table(*ROWS))
     np.savez(tmp_path / "a.npz", slices=scans.voxels() + 1000, spacing=(1.0, 1, 1))
-    remarks = data.check()
-    assert list(remarks) == ["a.npz"]
+    assert data.check(0).startswith("a.npz: no value is below 0")
+    assert data.check(1) is None
     assert len(list((tmp_path / "cache").glob("volume-*/slices.npy"))) == 2
 
 
@@ -180,7 +228,7 @@ def test_real_patients(shared_data, table):
     check_patients_apart(train, evaluation)
     known = np.isnan(np.concatenate([train.labels, evaluation.labels])).mean()
     assert round(float(known), 2) == 0.36
-    assert train.check() == {}
+    assert [train.check(index) for index in range(18)] == 18 * [None]
     sizes = [len(sample.slices) for sample in train]
     assert (min(sizes) >= 47, max(sizes) <= 114) == (True, True)
     series = read(str(shared_data / "ct/sts_dicom/labels.csv"), labels=train.questions)

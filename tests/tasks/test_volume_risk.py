@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from lockstep import LockstepError
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
+from lockstep.tasks.volume_risk.outputs import largest_weights
 from tests import risk_cases, runs
 from tests.risk_cases import OPTIONS, make_task, volume_table
 
@@ -95,13 +96,12 @@ def test_all_slices_in_groups_give_the_mean_of_the_logits(table):
     assert torch.allclose(output["risks"][1], logits.sigmoid(), rtol=1e-10)
 
 
-def test_the_output_has_the_slices_with_the_largest_weights_from_feet_to_head(table):
-    task = make_task({}, table)
+def test_the_output_has_the_slices_with_the_largest_weights_from_feet_to_head():
     attention = torch.tensor([0.1, 0.6, 0.3, 0.5, 0.5, *torch.arange(8) / 28])
     counts = torch.tensor([3, 2, 8])
     places = torch.tensor([0, 4, 9, 2, 1, *range(8)])
     batch = {"places": places, "positions": places * 2.5}
-    output = task._largest_weights(batch, attention, counts)
+    output = largest_weights(batch, attention, counts, 6)
     assert output["slices"].tolist() == [[0, 4, 9, -1, -1, -1], [1, 2, -1, -1, -1, -1], [2, 3, 4, 5, 6, 7]]
     assert output["attention"][0].tolist() == pytest.approx([0.1, 0.6, 0.3, 0, 0, 0])
     assert output["attention"][2].tolist() == pytest.approx([n / 28 for n in range(2, 8)])
@@ -154,7 +154,7 @@ def test_unusable_volumes_are_named_together_before_the_training(tmp_path):
     train = volume_table(tmp_path / "train")
     np.savez(tmp_path / "train/001.npz", slices=np.zeros((4, 5, 5), np.int16))
     (tmp_path / "train/003.npz").write_bytes(b"no volume")
-    with pytest.raises(LockstepError, match=r"2 volumes cannot be used(?s:.*)labels.csv(?s:.*)001.npz(?s:.*)003.npz"):
+    with pytest.raises(LockstepError, match=r"2 samples cannot be used(?s:.*)labels.csv(?s:.*)001.npz(?s:.*)003.npz"):
         runs.fit(make_task({}, train), runs.config(), tmp_path / "run")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.tasks.volume_risk import drawings
 from lockstep.tasks.volume_risk.metrics import RiskMetrics
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
 from lockstep.tasks.volume_risk.report import risk_report
+from lockstep.volumes.windows import NAMED, Window, windowed
 from tests.tasks.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +173,20 @@ def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, head)
             assert risk == pytest.approx(row[f"risk/{question}"], abs=2e-6)
 
 
+def test_the_example_has_the_levels_of_lockstep_for_every_value():
+    example = runpy.run_path(str(EXAMPLE))
+    values = np.arange(-32768, 32768).astype(np.int16).reshape(1, 256, 256)
+    windows = [*NAMED.values(), Window(37.5, 333.3)]
+    about = {
+        "windows": [window._asdict() for window in windows],
+        "image_size": 256,
+        "mean": [0.0] * len(windows),
+        "std": [1.0] * len(windows),
+    }
+    levels = (example["pictures"](about, values.astype(np.float64)) * 255).round().byte().numpy()
+    np.testing.assert_array_equal(levels[0], windowed(values[0], tuple(windows)).transpose(2, 0, 1))
+
+
 def test_the_example_needs_no_lockstep_and_is_short():
     text = EXAMPLE.read_text()
     assert len(text.splitlines()) <= 80
@@ -221,6 +237,12 @@ def test_each_folder_with_a_series_is_a_volume(tmp_path):
         (tmp_path / name / "1.dcm").write_bytes(b"x")
     assert inputs(tmp_path).names == [str(tmp_path / "a"), str(tmp_path / "b")]
     assert inputs(tmp_path / "b").patients == ["b"]
+    (tmp_path / "README.md").write_text("two series")
+    (tmp_path / "b" / "more").mkdir()
+    (tmp_path / "b" / "more" / "2").write_bytes(bytes(128) + b"DICM")
+    (tmp_path / "c" / "more").mkdir(parents=True)
+    (tmp_path / "c" / "more" / "2").write_bytes(bytes(128) + b"DICM")
+    assert inputs(tmp_path).names == [str(tmp_path / name) for name in ("a", "b", "c/more")]
 
 
 # ---- text and pictures

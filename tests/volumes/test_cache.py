@@ -1,11 +1,13 @@
 """The cache of volumes: the same values by slice, whole or absent after a kill, one decoding for many processes."""
 
+import errno
 import os
 import pickle
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +110,16 @@ def test_another_content_or_reading_is_another_volume(scan):
     np.testing.assert_array_equal(cached_volume(scan).slices, scans.voxels(12, seed=1))
 
 
+def test_another_file_with_the_same_size_and_date_is_read(tmp_path, root):
+    path = tmp_path / "a.npy"
+    np.save(path, scans.voxels())
+    os.utime(path, ns=(1, 1))
+    cached_volume(path)
+    np.save(path, scans.voxels(seed=1))
+    os.utime(path, ns=(1, 1))
+    np.testing.assert_array_equal(cached_volume(path).slices, scans.voxels(seed=1))
+
+
 def test_without_a_cache_nothing_is_written(scan, root):
     volume = cached_volume(scan, keep=False)
     assert not list(root.glob("volume-*/slices.npy"))
@@ -124,6 +136,20 @@ def test_a_full_disk_is_a_warning(scan, monkeypatch):
     assert_same(volume, read_volume(scan))
 
 
+def test_a_disk_that_becomes_full_during_the_write_is_a_warning(scan, root, monkeypatch):
+    def full(path, array):
+        Path(path).write_bytes(b"x")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.np, "save", full)
+        with pytest.warns(RuntimeWarning, match="no more space"):
+            assert_same(cached_volume(scan), read_volume(scan))
+    assert not list(root.glob("volume-*/slices.npy"))
+    assert not list(root.glob(".staging-*"))
+    assert_same(cached_volume(scan), read_volume(scan))
+
+
 def test_a_damaged_file_leaves_nothing(tmp_path, root):
     path = tmp_path / "a.nii"
     path.write_text("nothing")
@@ -136,6 +162,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path, root):
 
 _READ = """
 import sys
+from pathlib import Path
 from pathlib import Path
 import numpy as np
 from lockstep.volumes import cache

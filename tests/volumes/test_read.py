@@ -1,6 +1,7 @@
 """Reading volumes: every format and orientation gives the same volume, and what cannot be read is named."""
 
 import glob
+import struct
 import subprocess
 import sys
 import warnings
@@ -151,6 +152,31 @@ def test_gantry_tilt_is_reported_in_both_formats(tmp_path):
     assert same.notes == volume.notes
 
 
+def test_slices_that_are_shifted_to_the_side_are_noted(tmp_path):
+    def shifted(number, dataset):
+        dataset.ImagePositionPatient = [-10.0 + (25 if number == 3 else 0), -20.0, 100.0 + 3 * number]
+
+    values = scans.voxels()
+    volume = read_volume(scans.write_dicom(tmp_path / "a", values, change=shifted))
+    assert_is(volume, values)
+    assert volume.notes == ("slices are shifted to the side by up to 25.0 mm: they are used as they were taken",)
+
+
+def test_compressed_slices(tmp_path):
+    def compressed(number, dataset):
+        dataset.compress(pydicom.uid.RLELossless)
+
+    def unknown(number, dataset):
+        dataset.PixelData = pydicom.encaps.encapsulate([bytes(64)])
+        dataset["PixelData"].VR, dataset["PixelData"].is_undefined_length = "OB", True
+        dataset.file_meta.TransferSyntaxUID = pydicom.uid.JPEGLossless
+
+    values = scans.voxels()
+    assert_is(read_volume(scans.write_dicom(tmp_path / "a", values, change=compressed)), values)
+    with pytest.raises(DataError, match=r"not readable as DICOM.*[\s\S]*pylibjpeg\[all\]"):
+        read_volume(scans.write_dicom(tmp_path / "b", values, change=unknown))
+
+
 def test_missing_slices(tmp_path):
     values = scans.voxels(9)
     folder = scans.write_dicom(tmp_path / "a", values, change=lambda number, _: number not in (4, 5))
@@ -213,6 +239,30 @@ def _is_mr(number, dataset):
     dataset.Modality = "MR"
 
 
+def _no_pixels(number, dataset):  # as in a file that ends early
+    if number == 5:
+        del dataset.Rows, dataset.Columns, dataset.PixelData
+
+
+def _several_frames(number, dataset):
+    dataset.NumberOfFrames, dataset.PixelData = 3, 3 * dataset.PixelData
+    del dataset.ImagePositionPatient, dataset.ImageOrientationPatient, dataset.PixelSpacing
+    return number == 0
+
+
+def _no_intercept(number, dataset):
+    if number == 2:
+        del dataset.RescaleIntercept
+
+
+def _entry(name, value, only=None):
+    def change(number, dataset):
+        if only in (None, number):
+            dataset.add_new(name, "LO", value)  # a text: pydicom refuses to write what is no number
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -220,11 +270,55 @@ def _is_mr(number, dataset):
         (_no_position, "the file has no ImagePositionPatient"),
         (_truncated, "not readable as DICOM"),
         (_is_mr, "the modality is MR, not CT"),
+        (_no_pixels, "028.dcm: not readable as DICOM: it ends before its pixels"),
+        (_several_frames, "a file with several frames"),
+        (_no_intercept, "the file has no RescaleIntercept, but other slices have"),
+        (_entry("ImagePositionPatient", "1\\2", 2), "ImagePositionPatient is .*, not 3 numbers"),
+        (_entry("ImagePositionPatient", "a\\b\\c"), "ImagePositionPatient is .*, not 3 numbers"),
+        (_entry("ImageOrientationPatient", "1\\0\\0"), "ImageOrientationPatient is .*, not 6 numbers"),
+        (_entry("ImageOrientationPatient", "1\\0\\0\\1\\0\\0"), "no perpendicular directions"),
+        (_entry("PixelSpacing", "0.7"), "PixelSpacing is '0.7', not 2 numbers"),
+        (_entry("RescaleSlope", ""), "RescaleSlope is .*, not 1 number"),
     ],
 )
 def test_series_that_cannot_be_used(tmp_path, change, match):
     with pytest.raises(DataError, match=match):
         read_volume(scans.write_dicom(tmp_path / "a", scans.voxels(), change=change))
+
+
+def test_a_slice_that_is_cut_anywhere_is_an_error(tmp_path):
+    folder = scans.write_dicom(tmp_path / "a", scans.voxels(2))
+    last = folder / "1.2.3-008.dcm"
+    content = last.read_bytes()
+    for length in range(0, len(content), 23):
+        last.write_bytes(content[:length])
+        with pytest.raises(DataError) as caught:
+            read_volume(folder)
+        assert last.name in str(caught.value), length
+
+
+def test_changed_bytes_of_a_compressed_file_are_noticed(tmp_path):
+    file = scans.write_nifti(tmp_path / "a.nii.gz", scans.voxels(40))
+    content = file.read_bytes()
+    for place in np.linspace(400, len(content) - 10, 7).astype(int):
+        file.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
+        with pytest.raises(DataError, match="not readable as NIfTI"):
+            read_volume(file)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "value"),
+    [(40, "<4h", (3, 32000, 32000, 32000)), (40, "<4h", (3, -5, 4, 6)), (70, "<h", (9999,)), (112, "<2f", (2, np.nan))],
+    ids=["sizes", "negative", "type", "intercept"],
+)
+@pytest.mark.filterwarnings("ignore")  # nibabel's, about such values
+def test_impossible_headers_of_nifti(tmp_path, place, kind, value):
+    file = scans.write_nifti(tmp_path / "a.nii", scans.voxels())
+    content = bytearray(file.read_bytes())
+    struct.pack_into(kind, content, place, *value)
+    file.write_bytes(content)
+    with pytest.raises(DataError, match="not readable as NIfTI"):
+        read_volume(file)
 
 
 def test_truncated_and_unknown_files(tmp_path):

@@ -44,3 +44,9 @@ def test_the_same_distance_changes_nothing():
     assert resampled(volume, 3.0) is volume
     one = Volume(scans.voxels(1), (3.0, 1.0, 1.0), np.zeros(1, dtype=np.float32))
     assert resampled(one, 1.0) is one
+
+
+@pytest.mark.parametrize("length", [500.6, 500.9995, 501.0])
+def test_no_new_slice_lies_beyond_the_last(length):
+    weights = resampling_weights(np.array([0.0, length]), 1.0)
+    assert len(weights) == (501 if length == 500.6 else 502)

@@ -14,7 +14,7 @@ from lockstep.sources.input_files import find_files
 from lockstep.sources.table import SUFFIXES as TABLES
 from lockstep.sources.table import Source
 from lockstep.sources.volume_table import IMAGE, PATIENT, VolumeOptions, VolumeTable, table_column, volume_paths
-from lockstep.volumes.dicom import dicom_files
+from lockstep.volumes.dicom import dicom_files, is_dicom
 from lockstep.volumes.read import SUFFIXES
 
 
@@ -61,7 +61,7 @@ def _volumes_of(argument: str, image: str | int | None, patient: str | int | Non
     if path.is_file() and path.suffix.lower() in TABLES:
         return _rows_of(argument, image, patient)
     if path.is_dir() and not any(name.lower().endswith(SUFFIXES) for name in _names_in(path)):
-        folders = sorted({file.parent for file in dicom_files(path)})
+        folders = _series_folders(path)
         if not folders:
             remedy = f"give a folder with a DICOM series, or with files of the kinds {', '.join(SUFFIXES)}"
             raise UsageError("no file in this folder can be used", where=argument, remedy=remedy)
@@ -78,6 +78,15 @@ def _rows_of(argument: str, image: str | int | None, patient: str | int | None) 
     names = [str(value) for value in table.columns[column]]
     people = [str(value) for value in table.columns[person]] if person else names
     return list(zip(paths, names, people, strict=True))
+
+
+def _series_folders(folder: Path) -> list[Path]:
+    """The outermost folders that hold DICOM files themselves: a series may go on in folders inside."""
+    found: list[Path] = []
+    for parent in sorted({file.parent for file in dicom_files(folder)}):
+        if not any(outer in parent.parents for outer in found) and any(map(is_dicom, parent.iterdir())):
+            found.append(parent)
+    return found
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -86,18 +87,17 @@ def horizons(questions: Sequence[str]) -> dict[str, list[tuple[float, int]]]:
 
 
 def check_horizons(values: Array, questions: Sequence[str], table: Table) -> None:
-    """An event that happened within one time has happened within every longer time.
+    """An event that happened within one time has happened within every time that is as long or longer.
 
     Raises:
         DataError: a row says otherwise. The error names rows and columns.
     """
     faults = []
     for times in horizons(questions).values():
-        places = [place for _, place in times]
-        for earlier, early in enumerate(places):
-            for late in places[earlier + 1 :]:
-                rows = np.flatnonzero((values[:, early] == 1) & (values[:, late] == 0))
-                faults += [(int(row), questions[early], questions[late]) for row in rows]
+        for (early, event), (late, other) in itertools.permutations(times, 2):
+            if early <= late:
+                rows = np.flatnonzero((values[:, event] == 1) & (values[:, other] == 0))
+                faults += [(int(row), questions[event], questions[other]) for row in rows]
     if faults:
         row, early_name, late_name = min(faults)
         rows_ = sorted({fault[0] for fault in faults})

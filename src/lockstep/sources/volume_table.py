@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,10 @@ class VolumeTable(Dataset[VolumeSample]):
         names: of the volumes in their source.
         places: of the volumes in their source, for messages, such as `labels.csv:7`.
         patients: of the volumes.
+        patients_are_known: False: each volume stands for a patient, and `patients` tell volumes apart and no more.
         questions: the names of the label columns.
         labels: float32 (volumes, questions): 1, 0 or NaN.
+        check_first: whether all volumes are read before a new run trains; see `Task.train_data`.
     """
 
     def __init__(
@@ -93,10 +96,14 @@ class VolumeTable(Dataset[VolumeSample]):
         labels: Array,
         options: VolumeOptions = VolumeOptions(),
         notes: Sequence[str] = (),
+        patients_are_known: bool = True,
+        check_first: bool = False,
     ) -> None:
         self.paths, self.names, self.places = list(paths), list(names), list(places)
         self.patients = list(patients)
         """The patient of each volume."""
+        self.patients_are_known = patients_are_known
+        self.check_first = check_first
         self.questions = list(questions)
         """The names of the questions."""
         self.labels: npt.NDArray[np.float32] = labels.astype(np.float32, copy=False)
@@ -144,29 +151,14 @@ class VolumeTable(Dataset[VolumeSample]):
         """Hexadecimal SHA-256 of the volume's files. It is known without decoding."""
         return content_address(self.paths[index])
 
-    def check(self, indices: Iterable[int] | None = None) -> dict[str, tuple[str, ...]]:
-        """Read volumes, so that all are in the cache, and return the remarks about them by name.
+    def check(self, index: int) -> str | None:
+        """Read a volume, so that it is in the cache, and return the remarks about it.
 
         Raises:
-            DataError: volumes cannot be used. The error names all of them.
+            DataError: the volume cannot be used; see `__getitem__`.
         """
-        notes, faults = {}, []
-        for index in range(len(self)) if indices is None else indices:
-            try:
-                sample = self[index]
-            except DataError as error:
-                faults.append(error)
-                continue
-            if sample.notes:
-                notes[sample.name] = sample.notes
-        if len(faults) > 1:
-            listed = "\n  ".join(f"{fault.where}: {fault.what}" for fault in faults)
-            raise DataError(
-                f"{len(faults)} volumes cannot be used:\n  {listed}", remedy="repair them, or remove their rows"
-            )
-        if faults:
-            raise faults[0]
-        return notes
+        sample = self[index]
+        return f"{sample.name}: {'; '.join(sample.notes)}" if sample.notes else None
 
     def digest(self) -> str:
         """Hexadecimal digits that change where a volume or a label changes: by size and time of the files, which are
@@ -191,6 +183,7 @@ def read_volume_table(
     seed: int = 0,
     leaks: Sequence[str] = (),
     options: VolumeOptions = VolumeOptions(),
+    check_first: bool = False,
     **csv: Any,
 ) -> VolumeTable:
     """The volumes of a table: CSV, TSV, JSON (lines), Parquet.
@@ -206,9 +199,11 @@ def read_volume_table(
         image: the column of the volumes. None: a usual name.
         labels: names of the label columns, or patterns such as `lung_mets_*`, in this order. None: the columns that end
             in a time, such as `death_5y`. For the evaluation data give the questions of the training data.
-        patient: the column of the patients. None: a usual name; if there is none, each row is a patient.
+        patient: the column of the patients. None: a usual name; if there is none, each volume is a patient, whose
+            name is the path in the table.
         fold: `2/5`: the second of five folds of patients, stratified by labels. They depend on `seed` and the table.
         leaks: columns, or patterns, that hold the outcome. They are refused as inputs.
+        check_first: see `VolumeTable`.
         csv: `header`, `delimiter` and `quoting` of `lockstep.sources.table.Source`.
 
     Raises:
@@ -217,45 +212,37 @@ def read_volume_table(
         UsageError: the fold is none, or a leaking column is used as an input.
     """
     table = Source.parse(source, **csv).read()
-    names = list(table.columns)
     taken = table_column(image, IMAGE, table, "image", needed=True)
     assert taken is not None
     person = table_column(patient, PATIENT, table, "patient", needed=False)
-    refuse_leaks([taken], leaks, names=names, where=source)
+    refuse_leaks([taken], leaks, names=list(table.columns), where=source)
     questions = label_columns(labels, table)
     values = label_values(table, questions)
     check_horizons(values, questions, table)
-    patients = (
-        [str(value).strip() for value in table.columns[person]]
-        if person
-        else [table.where(row) for row in range(len(table))]
-    )
-    if person and not all(patients):
-        row = patients.index("")
-        raise DataError(f"no patient in column {person!r}", where=table.where(row), remedy="fill in the patient")
+    names = [_text(value) for value in table.columns[taken]]
+    patients = names if person is None else _patients(table, person)
     rows, notes = _rows(
         table, values, patients, split=split, fold=None if fold is None else Fold.parse(fold), seed=seed
     )
-    if not person:
-        notes.append("the table has no column of patients: each row is taken as a patient")
+    if person is None:
+        notes.append("the table has no column of patients: each volume is taken as a patient")
     if split == "train":
-        unknown = [row for row in rows if np.isnan(values[row]).all()]
-        if unknown:
-            rows = [row for row in rows if not np.isnan(values[row]).all()]
-            notes.append(f"{len(unknown)} rows without a known label are left out")
+        rows, without = _with_labels(rows, values)
+        notes += without
     if not rows:
         raise DataError(
             f"{key} holds no volume for {split}", where=source, remedy="give rows with labels for this part"
         )
-    paths = volume_paths(table, taken, rows)
     return VolumeTable(
-        paths,
-        names=[str(table.columns[taken][row]) for row in rows],
+        volume_paths(table, taken, rows),
+        names=[names[row] for row in rows],
         places=[table.where(row) for row in rows],
         patients=[patients[row] for row in rows],
+        patients_are_known=person is not None,
         questions=questions,
         labels=values[rows],
         options=options,
+        check_first=check_first,
         notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
 
@@ -266,21 +253,25 @@ def has_parts(source: str, **csv: Any) -> bool:
 
 
 def check_patients_apart(train: VolumeTable, evaluation: VolumeTable) -> None:
-    """No patient may be in both parts.
+    """No patient and no volume may be in both parts.
 
     Raises:
-        DataError: patients are in both. The error names some, with their rows.
+        DataError: patients are in both, or volumes are. The error names some, with their rows.
     """
-    rows = {patient: row for row, patient in enumerate(train.patients)}
-    both = {patient: row for row, patient in enumerate(evaluation.patients) if patient in rows}
-    if both:
-        shown = ", ".join(
-            f"{patient} ({train.where(rows[patient])} and {evaluation.where(row)})"
-            for patient, row in list(both.items())[:_SHOWN]
-        )
-        what = f"{len(both)} patients are in the training part and in the evaluation part: {shown}"
-        remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
-        raise DataError(what, remedy=remedy)
+    kinds = {"volumes": [[os.path.realpath(path) for path in part.paths] for part in (train, evaluation)]}
+    if train.patients_are_known and evaluation.patients_are_known:
+        kinds = {"patients": [train.patients, evaluation.patients], **kinds}
+    for kind, (here, there) in kinds.items():
+        rows = {name: row for row, name in enumerate(here)}
+        both = {name: row for row, name in enumerate(there) if name in rows}
+        if both:
+            shown = ", ".join(
+                f"{name} ({train.where(rows[name])} and {evaluation.where(row)})"
+                for name, row in list(both.items())[:_SHOWN]
+            )
+            what = f"{len(both)} {kind} are in the training part and in the evaluation part: {shown}"
+            remedy = "give a column `split` with one value for each patient, set a fold, or move the rows"
+            raise DataError(what, remedy=remedy)
 
 
 def refuse_leaks(inputs: Sequence[str], leaks: Sequence[str], *, names: Sequence[str], where: str) -> None:
@@ -321,11 +312,12 @@ def _rows(
     table: Table, values: Array, patients: Sequence[str], *, split: Split, fold: Fold | None, seed: int
 ) -> tuple[list[int], list[str]]:
     """The rows of a part, and notes."""
+    column = next((name for name in table.columns if name.lower() in _SPLIT), None)
     if fold is not None:
         number = folds_of(patients, values, fold.folds, seed=seed)
         wanted = [row for row in range(len(table)) if (number[row] == fold.number - 1) == (split == "eval")]
-        return wanted, [f"fold {fold.number} of {fold.folds} is for evaluation"]
-    column = next((name for name in table.columns if name.lower() in _SPLIT), None)
+        notes = [f"fold {fold.number} of {fold.folds} is for evaluation"]
+        return wanted, notes + ([f"folds have all rows: column {column!r} is not used"] if column else [])
     if column is None:
         return list(range(len(table))), []
     written = [str(value).strip().lower() for value in table.columns[column]]
@@ -334,7 +326,40 @@ def _rows(
             remedy = f"write {TRAIN[0]} or {EVAL[0]}"
             raise DataError(f"{value!r} in column {column!r} is no part", where=table.where(row), remedy=remedy)
     usual = TRAIN if split == "train" else next(((name,) for name in EVAL if name in written), EVAL)
-    return [row for row, value in enumerate(written) if value in usual], []
+    others = [value for value in written if value in EVAL and value not in usual] if split == "eval" else []
+    notes = (
+        [f"{len(others)} rows of other parts for evaluation are not used: {', '.join(sorted(set(others)))}"]
+        if others
+        else []
+    )
+    return [row for row, value in enumerate(written) if value in usual], notes
+
+
+def _text(value: Any) -> str:
+    """A cell as text; blank where the cell is empty. A whole number is written alike in every format."""
+    if value is None or value != value:
+        return ""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+
+
+def _patients(table: Table, column: str) -> list[str]:
+    """The patient of each row.
+
+    Raises:
+        DataError: a row has no patient.
+    """
+    patients = [_text(value) for value in table.columns[column]]
+    if not all(patients):
+        where = table.where(patients.index(""))
+        raise DataError(f"no patient in column {column!r}", where=where, remedy="fill in the patient")
+    return patients
+
+
+def _with_labels(rows: list[int], values: Array) -> tuple[list[int], list[str]]:
+    """The rows with a known label, and a note on the others."""
+    known = [row for row in rows if not np.isnan(values[row]).all()]
+    left_out = len(rows) - len(known)
+    return known, [f"{left_out} rows without a known label are left out"] if left_out else []
 
 
 def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
@@ -346,7 +371,7 @@ def volume_paths(table: Table, column: str, rows: Sequence[int]) -> list[Path]:
     folder = Path(table.name).parent
     paths, missing = [], []
     for row in rows:
-        text = str(table.columns[column][row] or "").strip()
+        text = _text(table.columns[column][row])
         paths.append(folder / text)
         if not text or not paths[-1].exists():
             missing.append(f"{table.where(row)} ({text or 'blank'})")

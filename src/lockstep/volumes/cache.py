@@ -22,7 +22,7 @@ from lockstep.volumes.resample import resampled
 from lockstep.volumes.slices import Slices
 from lockstep.volumes.volume import Volume
 
-_FORMAT = 1  # of the files, and of what reading and resampling compute; it is a part of the folder's name
+_FORMAT = 2  # of the files, and of what reading and resampling compute; it is a part of the folder's name
 _KEPT_FREE = 10 << 30  # bytes of the disk that stay free for checkpoints, or a twentieth of a smaller disk
 
 
@@ -87,7 +87,9 @@ def cached_volume(
 def content_address(path: Path) -> str:
     """Hexadecimal SHA-256 of the contents of a file, or of all files in a folder, whatever their names are.
 
-    It is kept beside the cache under path, sizes and times of the files, so that unchanged files are read once.
+    It is kept beside the cache under path, sizes and times of the files, so that unchanged files are read once. One of
+    the times is that of the last change of content or name, which programs cannot set: a file in whose place another
+    file with the same size and date was copied is read again.
 
     Raises:
         DataError: a file cannot be read.
@@ -97,7 +99,9 @@ def content_address(path: Path) -> str:
         stats = [file.stat() for file in files]
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="check the path") from error
-    about = [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)]
+    about = [
+        (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(files, stats, strict=True)
+    ]
     known = cache_root() / "volume-addresses" / digest_of(str(path.resolve()), about)
     try:
         return known.read_text(encoding="ascii")
@@ -126,7 +130,10 @@ def _write(volume: Volume, folder: Path) -> None:
     disk = shutil.disk_usage(folder)
     if disk.free - volume.slices.nbytes < min(_KEPT_FREE, disk.total // 20):
         raise _NoSpace(volume)
-    np.save(folder / "slices.npy", volume.slices)
-    np.save(folder / "positions.npy", volume.positions)
     about = {"spacing": volume.spacing, "notes": volume.notes}
-    (folder / "volume.json").write_text(json.dumps(about), encoding="utf-8")
+    try:
+        np.save(folder / "slices.npy", volume.slices)
+        np.save(folder / "positions.npy", volume.positions)
+        (folder / "volume.json").write_text(json.dumps(about), encoding="utf-8")
+    except OSError as error:  # a quota, or other processes that write at the same time
+        raise _NoSpace(volume) from error

@@ -44,7 +44,7 @@ def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -
         positions: (old slices) in millimetres, ascending, at least 2.
     """
     length = float(positions[-1] - positions[0])
-    count = math.floor(length / distance_mm * (1 + _SAME)) + 1
+    count = math.floor(length / distance_mm + _SAME) + 1  # a volume that lacks a thousandth of a slice has the slice
     # The old values as a piecewise linear function, sampled `fine` times per new distance.
     fine = min(_FINEST, max(1, math.ceil(distance_mm / float(np.diff(positions).min()) * (1 - _SAME))))
     places = np.minimum(distance_mm / fine * np.arange((count - 1) * fine + 1), length) + positions[0]

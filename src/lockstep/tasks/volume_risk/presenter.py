@@ -148,17 +148,13 @@ class VolumeRiskPresenter(Presenter):
         return {name: picture for name, picture in drawn.items() if picture is not None}
 
     def log_header(self) -> list[str]:
-        """The data, known labels by question, remarks about volumes, windows, and the weights that are new."""
+        """The data, known labels by question, windows, and the weights that are new."""
         task = self.task
         options, about = task.options, task.about
         lines = _of_data("training", task.train_data())
         evaluation = task.eval_data()
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation)
-        remarks = [f"{name}: {note}" for name, notes in task.volume_notes.items() for note in notes]
-        lines += [f"  {remark}" for remark in remarks[:_SHOWN]]
-        if len(remarks) > _SHOWN:
-            lines.append(f"  and {len(remarks) - _SHOWN} more remarks about volumes")
         windows = ", ".join(f"{name} ({window.center:g}, {window.width:g})" for name, window in self._windows())
         lines.append(f"slices: at most {options.max_slices} of {options.image_size} pixels; HU windows: {windows}")
         if about.positive_weights is not None:

@@ -42,6 +42,7 @@ from lockstep.tasks.volume_risk.losses import (
 from lockstep.tasks.volume_risk.metrics import RiskMetrics, update_risk_metrics
 from lockstep.tasks.volume_risk.model import VolumeRiskModel
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
+from lockstep.tasks.volume_risk.outputs import largest_weights, mean_of_groups
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
 from lockstep.volumes.choice import choose_slices, slice_groups
 from lockstep.volumes.pictures import slice_pictures
@@ -139,8 +140,6 @@ class VolumeRisk(Task):
         """The folder that is kept with the run. None without a run."""
         self.new_weights: list[str] = []
         """Names of the weights that the pretrained backbone lacks. Known after `model`."""
-        self.volume_notes: dict[str, tuple[str, ...]] = {}
-        """Remarks about volumes by name, as far as volumes were checked."""
         self._trained = False
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
@@ -148,12 +147,13 @@ class VolumeRisk(Task):
         """Keep the questions, the weights of positive labels and the backbone's config in `folder`.
 
         Raises:
-            DataError: volumes cannot be used, or a patient is in both parts of the data.
+            DataError: a table cannot be used, or a patient is in both parts of the data.
         """
         self._trained = trained
 
         def about() -> About:
-            self._check_data()
+            if self._eval is not None:
+                check_patients_apart(self._train, self._eval)
             return self.about
 
         keep(folder, _KEPT, about, lambda staging: self._backbone_config().save_pretrained(staging))
@@ -212,6 +212,7 @@ class VolumeRisk(Task):
             seed=options.fold_seed,
             leaks=options.leaks,
             options=self.volume_options,
+            check_first=options.check_volumes,
         )
 
     @cached_property
@@ -221,14 +222,6 @@ class VolumeRisk(Task):
     @cached_property
     def _eval(self) -> VolumeTable | None:
         return None if self.eval_source is None else self._read(self.eval_source, "eval", self.questions)
-
-    def _check_data(self) -> None:
-        train, evaluation = self._train, self._eval
-        if evaluation is not None:
-            check_patients_apart(train, evaluation)
-        if self.options.check_volumes:
-            for part in (train, evaluation):
-                self.volume_notes |= {} if part is None else part.check()
 
     def train_data(self) -> Dataset[Any]:
         return self._train
@@ -378,36 +371,11 @@ class VolumeRisk(Task):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counts = batch["counts"]
         if "groups" in batch:
-            groups = batch["groups"]
-            of_group = torch.repeat_interleave(groups, output_size=len(counts))
-            logits = logits.new_zeros(len(groups), logits.shape[1]).index_add(0, of_group, logits) / groups[:, None]
-            of_slice = torch.repeat_interleave(counts, output_size=len(attention))
-            attention = attention / groups[of_group][of_slice]
-            counts = torch.zeros_like(groups).index_add(0, of_group, counts)
+            logits, attention, counts = mean_of_groups(logits, attention, counts, batch["groups"])
         output = {"risks": logits.detach().sigmoid()}
         if not model.training:
-            output |= self._largest_weights(batch, attention.detach().float(), counts)
+            output |= largest_weights(batch, attention.detach().float(), counts, self.options.max_slices)
         return logits, output
-
-    def _largest_weights(self, batch: Batch, attention: Tensor, counts: Tensor) -> Output:
-        """The `max_slices` slices of each volume with the largest weights, from feet to head."""
-        volumes, most = len(counts), self.options.max_slices
-        row = torch.repeat_interleave(counts, output_size=len(attention))
-        # By volume, then by falling weight: a stable sort by the second key, then by the first.
-        order = torch.argsort(attention, descending=True, stable=True)
-        order = order[torch.argsort(row[order], stable=True)]
-        rank = torch.arange(len(order), device=row.device) - (counts.cumsum(0) - counts)[row[order]]
-        chosen = order[rank < most].sort().values
-        chosen = chosen[torch.argsort(batch["places"][chosen], stable=True)]
-        chosen = chosen[torch.argsort(row[chosen], stable=True)]
-        taken = counts.clamp_max(most)
-        column = torch.arange(len(chosen), device=row.device) - (taken.cumsum(0) - taken)[row[chosen]]
-        at = (row[chosen], column)
-        return {
-            "attention": attention.new_zeros(volumes, most).index_put(at, attention[chosen]),
-            "slices": batch["places"].new_full((volumes, most), -1).index_put(at, batch["places"][chosen]),
-            "positions": batch["positions"].new_zeros(volumes, most).index_put(at, batch["positions"][chosen]),
-        }
 
     # ---- metrics
 
