@@ -72,7 +72,9 @@ def check_channels(config: Any, channels: int) -> None:
         UsageError: they differ.
     """
     places = (config, getattr(config, "backbone_config", None))
-    wanted = next((place.num_channels for place in places if place is not None and hasattr(place, "num_channels")), channels)
+    wanted = next(
+        (place.num_channels for place in places if place is not None and hasattr(place, "num_channels")), channels
+    )
     if wanted != channels:
         what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")
