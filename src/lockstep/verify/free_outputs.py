@@ -33,6 +33,7 @@ class FreeOutputs(nn.Module):
         object.__setattr__(self, "inner", model)  # not a submodule: its parameters are not fitted
         self.constant = constant
         self.outputs = nn.ParameterList()
+        self._known: dict[tuple[Any, ...], Any] = {}  # outputs of the model, by the shapes of its inputs
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -45,13 +46,12 @@ class FreeOutputs(nn.Module):
         return self.inner.parameters(recurse)  # type: ignore[no-any-return]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
-            model_outputs = self.inner(*args, **kwargs)
+        model_outputs = self._outputs_of_model(args, kwargs)
         place = -1
 
         def replace(tensor: Tensor) -> Tensor:
             nonlocal place
-            if not tensor.is_floating_point() or not tensor.ndim:
+            if not _is_replaced(tensor):
                 return tensor
             place += 1
             shape = _constant_shape(tensor) if self.constant else tensor.shape
@@ -63,6 +63,21 @@ class FreeOutputs(nn.Module):
             return output
 
         return data.mapped(model_outputs, replace)
+
+    def _outputs_of_model(self, args: Any, kwargs: Any) -> Any:
+        """The outputs of the model. It runs once for inputs of the same shapes, if all its outputs are replaced."""
+        shapes = tuple(tensor.shape for tensor in data.tensors((args, kwargs)))
+        if shapes in self._known:
+            return self._known[shapes]
+        with torch.no_grad():
+            outputs = self.inner(*args, **kwargs)
+        if shapes and all(map(_is_replaced, data.tensors(outputs))):
+            self._known[shapes] = outputs
+        return outputs
+
+
+def _is_replaced(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 0
 
 
 def _constant_shape(tensor: Tensor) -> tuple[int, ...]:

@@ -20,7 +20,10 @@ from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep.verify.reference import checkpoint, evaluation
+from lockstep.verify.reference.data import tensors
 
+OUTPUT = "tensors of the output"
+"""Key of a described prediction: see `summary`."""
 _CHECKPOINT_TIMEOUT_S = 20.0
 
 
@@ -119,12 +122,12 @@ def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> lis
     """Predict all evaluation data with the engine and the newest checkpoint in `folder`.
 
     Returns:
-        The predictions as the task describes them, on rank 0; an empty list on other ranks.
+        The predictions as the task describes them, with `OUTPUT`, on rank 0; an empty list on other ranks.
     """
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = ComparableTask(trainer.task(), changes)
     presenter = task.presenter(task)
-    return [presenter.describe(output) for output in trainer.predict(task) or []]
+    return [{**presenter.describe(output), OUTPUT: summary(output)} for output in trainer.predict(task) or []]
 
 
 def evaluate_by_loop(
@@ -142,7 +145,7 @@ def predict_by_loop(config: Mapping[str, Any], folder: str, changes: TaskChanges
     """Predict all evaluation data with the newest checkpoint in `folder`, without the engine and one sample at a time.
 
     Returns:
-        For each sample, the prediction as the task describes it, and the truth under `truth`.
+        For each sample, the prediction as the task describes it, with `OUTPUT`, and the truth under `truth`.
     """
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = ComparableTask(trainer.task(), changes)
@@ -150,7 +153,16 @@ def predict_by_loop(config: Mapping[str, Any], folder: str, changes: TaskChanges
     with join_world(trainer.config.device) as world:
         model = evaluation.trained_model(task, folder, config, world.device)
         pairs = evaluation.predict_model(task, model, config, world.device)
-        return [{"truth": presenter.truth(sample)} | presenter.describe(output) for sample, output in pairs]
+        return [
+            {"truth": presenter.truth(sample), **presenter.describe(output), OUTPUT: summary(output)}
+            for sample, output in pairs
+        ]
+
+
+def summary(output: Any) -> list[tuple[tuple[int, ...], float, float]]:
+    """Shape, mean and 2-norm of each tensor of floating-point numbers in an output."""
+    of_floats = [tensor.double() for tensor in tensors(output) if tensor.is_floating_point() and tensor.numel()]
+    return [(tuple(numbers.shape), float(numbers.mean()), float(numbers.norm())) for numbers in of_floats]
 
 
 def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lockstep.verify import worker_functions
 from lockstep.verify.checks import evaluation
 from lockstep.verify.constant_baseline import ConstantBaseline
 from lockstep.verify.task_probe import TaskProbe
@@ -127,6 +128,22 @@ def test_all_predicted_alike_where_truths_differ_is_a_fault():
     same = described(rows([1, 1, 1], [1, 1, 1]))
     assert same.status == "passed"
     assert same.reason.startswith("1 different prediction for 3 samples with 1 different truth, equal to")
+
+
+def test_outputs_that_are_described_alike_and_differ_are_a_fault():
+    def with_outputs(mean, shape=(4,)):
+        return [row | {worker_functions.OUTPUT: [(shape, mean, 2.0)]} for row in rows([0, 1], [0, 1])]
+
+    plain = with_outputs(1.0)
+    result = described(plain, with_outputs(1.5))
+    assert result.status == "fault"
+    assert (
+        "sample 0 alone has tensors of (shape, mean, norm) [((4,), 1.0, 2.0)], and [((4,), 1.5, 2.0)] on 2 ranks"
+        in (result.reason)
+    )
+    assert described(with_outputs(1.0), with_outputs(1.0)).status == "passed"
+    assert described(with_outputs(1.0), with_outputs(1.5, shape=(6,))).status == "passed"  # padded in a batch
+    assert described(with_outputs(1.0), rows([0, 1], [0, 1])).status == "fault"
 
 
 def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():

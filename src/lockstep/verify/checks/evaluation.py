@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,6 +101,8 @@ def predictions(experiments: Experiments) -> CheckResult:
     changes = TaskChanges(eval_samples=_PREDICTED_SAMPLES)
     (rows,) = experiments.run("predicted-by-a-loop", 1, worker_functions.predict_by_loop, config, folder, changes)
     engine = experiments.run("predicted", nproc, worker_functions.predict, config, folder, changes)[0]
+    summaries = [row.pop(worker_functions.OUTPUT, []) for row in rows]
+    summaries_of_engine = [row.pop(worker_functions.OUTPUT, []) for row in engine]
     truths = {repr(row["truth"]) for row in rows}
     answers = [{key: value for key, value in row.items() if key not in ("truth", "probability")} for row in rows]
     different = {repr(answer) for answer in answers}
@@ -113,13 +115,20 @@ def predictions(experiments: Experiments) -> CheckResult:
     wrong = [
         number
         for number, row in enumerate(rows)
-        if len(engine) <= number or not _is_same_prediction(row, engine[number], tolerance)
+        if len(engine) <= number
+        or not _is_same_prediction(row, engine[number], tolerance)
+        or not _are_same_tensors(summaries[number], summaries_of_engine[number], tolerance)
     ]
     if len(wrong) > len(rows) // 20 or len(engine) != len(rows):  # a few samples may lie between two classes
         first = wrong[0] if wrong else len(rows)
         example = ""
         if first < min(len(rows), len(engine)):
             example = f"sample {first} alone is {rows[first]}, and {engine[first]} on {nproc} ranks"
+            if _is_same_prediction(rows[first], engine[first], tolerance):
+                example = (
+                    f"the output for sample {first} alone has tensors of (shape, mean, norm) {summaries[first]}, "
+                    f"and {summaries_of_engine[first]} on {nproc} ranks"
+                )
         text = f"{len(wrong)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {example}"
         return fault(text.rstrip(". "), **more)
     if len(different) == 1 and len(truths) > 1:
@@ -128,6 +137,17 @@ def predictions(experiments: Experiments) -> CheckResult:
         f"{counted(len(different), 'different prediction')} for {counted(len(rows), 'sample')} with "
         f"{counted(len(truths), 'different truth')}, equal to those of a plain loop",
         **more,
+    )
+
+
+def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], tolerance: float) -> bool:
+    """Whether two outputs have the same tensors, as `worker_functions.summary` describes them, up to rounding.
+
+    Tensors of other shapes are not compared: a batch of several samples may have padded them.
+    """
+    return len(by_loop) == len(by_engine) and all(
+        shape != other_shape or _is_same_prediction(list(numbers), list(others), tolerance)
+        for (shape, *numbers), (other_shape, *others) in zip(by_loop, by_engine, strict=True)
     )
 
 

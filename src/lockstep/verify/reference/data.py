@@ -56,6 +56,18 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in `value`, in the order of `mapped`."""
+    found: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(value, add)
+    return found
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with its tensors on `device`."""
     return mapped(batch, lambda tensor: tensor.to(device))
