@@ -349,6 +349,23 @@ class FreshGenerator(Classes):
         return inputs + 0.1 * torch.tensor(noise, dtype=inputs.dtype), label
 
 
+class SeedsTorch(Classes):
+    """Before augmentation, torch is seeded with the same number for every sample."""
+
+    def prepare(self, sample, epoch, training):
+        torch.manual_seed(0)
+        return super().prepare(sample, epoch, training)
+
+
+class SeedsNumpy(Classes):
+    """The data set seeds NumPy with the same number for every sample, and augmentation draws from it."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = sample
+        np.random.seed(0)
+        return inputs + (0.1 * torch.from_numpy(np.random.randn(FEATURES)) if training else 0.0), label
+
+
 class OneGenerator(Classes):
     """Augmentation draws from one generator of the task, so that it depends on what was read before."""
 
@@ -516,6 +533,18 @@ class WrongTarget(Classes):
 
     def metrics(self):
         return Metrics(super().metrics(), lambda metrics, output, batch: metrics.update(output, batch[1].roll(1)))
+
+
+class MeanOfBatches(Classes):
+    """The metric is the mean over the accuracies of batches, whatever their sizes."""
+
+    def metrics(self):
+        from torchmetrics import MeanMetric
+
+        def update(metrics, output, batch):
+            metrics.update((output.argmax(dim=1) == batch[1]).float().mean())
+
+        return Metrics({"accuracy": MeanMetric()}, update)
 
 
 class NegatedLogits(Classes):

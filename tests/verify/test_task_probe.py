@@ -9,7 +9,7 @@ from lockstep.verify.task_probe import TaskProbe, probe_task
 from tests import runs
 
 HERE = Path(__file__).resolve().parent
-RIGHT, ODD = HERE / "clean_tasks.py", HERE / "odd_tasks.py"
+RIGHT, ODD, BROKEN = HERE / "clean_tasks.py", HERE / "odd_tasks.py", HERE / "broken_tasks.py"
 
 
 def probe(name, file=ODD, part=29, **sections):
@@ -195,3 +195,12 @@ def test_looking_does_not_depend_on_what_was_drawn_before():
 def test_an_obstacle_names_no_more_than_three_operations():
     found = TaskProbe(random=["a"], random_without_dropout=["a", "b", "c", "d"])
     assert "(a, b, c)" in found.obstacle()
+
+
+def test_a_generator_that_reading_a_sample_seeds_is_found():
+    assert (probe("Augmented", RIGHT).seeded_for_sample, probe("Augmented", RIGHT).seeded_alike) == ([], [])
+    found = probe("SeedsTorch", BROKEN)
+    assert (found.seeded_for_sample, found.seeded_alike) == (["torch"], ["torch"])
+    assert probe("SeedsNumpy", BROKEN).seeded_alike == ["numpy.random"]
+    by_index = probe("SeededBySample")
+    assert (by_index.seeded_for_sample, by_index.seeded_alike) == (["torch"], [])

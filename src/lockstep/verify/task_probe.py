@@ -44,6 +44,10 @@ class TaskProbe:
     """The same for `Task.predict`."""
     random_in_collate: list[str] = field(default_factory=list)
     """Generators from which `Task.collate` draws."""
+    seeded_for_sample: list[str] = field(default_factory=list)
+    """Generators that reading or preparing a sample seeds by itself."""
+    seeded_alike: list[str] = field(default_factory=list)
+    """Those of them that get the same seed for every sample."""
     dropouts: int = 0
     """Dropout probabilities that were set to zero."""
     batch_norms: int = 0
@@ -123,6 +127,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         probe.batch_norms = len(batch_norm.by_batch(model))
         probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
         samples = _samples(task, train_samples, seed=seed_number, skip=skip)
+        _find_seeding(probe, task, train_samples)
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
         probe.random_in_collate = _changed_generators(before)
@@ -158,6 +163,29 @@ def _samples(task: Task, train_samples: int, *, seed: int, skip: bool) -> list[A
     samples_of: Any = task.train_data()
     first = range(min(8, train_samples, len(samples_of)))
     return data.read(task, samples_of, first, epoch=0, training=True, seed=seed, skip=skip)
+
+
+def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
+    """Find out whether reading a sample seeds a global generator: its state then forgets the state before."""
+    samples_of: Any = task.train_data()
+    after: list[list[dict[str, str]]] = []
+    for index in sorted({0, min(train_samples, len(samples_of)) - 1}):
+        states = []
+        for number in (1, 2):
+            generators.disturb(number)
+            try:
+                task.prepare(samples_of[index], 0, True)
+            except Exception:  # other checks say which samples cannot be read
+                return
+            states.append(generators.states())
+        after.append(states)
+    first, *others = after
+    probe.seeded_for_sample = [name for name, state in first[0].items() if state == first[1][name]]
+    probe.seeded_alike = [
+        name
+        for name in probe.seeded_for_sample
+        if others and all(states[0][name] == first[0][name] for states in others)
+    ]
 
 
 def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:

@@ -27,7 +27,7 @@ def baseline(**more):
 # ---- evaluation
 
 
-def evaluated(many=None, one=None, plain=None, eval_samples=50, **nature):
+def evaluated(many=None, one=None, plain=None, eval_samples=50, smaller=None, **nature):
     base = {"loss": 0.5, "accuracy": 0.75, "samples": 50, "bad": 0}
     answers = {
         "undisturbed": [recording(), recording()],
@@ -38,6 +38,7 @@ def evaluated(many=None, one=None, plain=None, eval_samples=50, **nature):
         f"evaluated-{how}": base | (values or {})
         for how, values in (("on-all-ranks", many), ("on-one-process", one), ("by-a-loop", plain))
     }
+    answers["evaluated-by-a-loop-in-smaller-batches"] = answers["evaluated-by-a-loop"] | (smaller or {})
     return evaluation.evaluation(experiments(answers, batch={"global": 6}))
 
 
@@ -63,6 +64,16 @@ def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
     assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
     assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
     assert evaluated(**{where: {"samples": 49}}).status == "fault"
+
+
+def test_a_metric_that_depends_on_how_samples_are_cut_is_a_fault():
+    result = evaluated(smaller={"accuracy": 0.7})
+    assert result.status == "fault"
+    assert result.reason.startswith(
+        "accuracy is 0.75 where a plain loop evaluates 6 samples at a time, and 0.7 where it evaluates 3: it must not"
+    )
+    assert evaluated(smaller={"accuracy": 0.75 + 1e-7}).status == "passed"
+    assert evaluated(smaller={"accuracy": 0.7}, random_in_evaluation=["randn_like"]).status == "passed"
 
 
 @pytest.mark.parametrize("what", ["random_in_evaluation", "random_in_prediction"])

@@ -184,6 +184,21 @@ def test_groups_with_rates_of_their_own_are_measured_by_those():
     assert rates(steps(learning_rates=[(step, 0.4, 0.5) for step in range(4)]), experiments(optim={"groups": groups}))
 
 
+@pytest.mark.parametrize(
+    ("train", "schedule", "words"),
+    [
+        ({"steps": 12}, {"warmup_steps": 12}, "it has 12 updates, and the training has 12"),
+        ({"steps": None, "epochs": 2}, {"warmup_steps": 30}, "it has 30 updates, and the training has 20"),
+        ({"steps": 12}, {"warmup_share": 1.0}, "it has 12 updates, and the training has 12"),
+        ({"steps": None, "epochs": 4}, {"warmup_steps": 30}, ""),
+        ({"steps": 12}, {"warmup_share": 0.9}, ""),
+    ],
+)
+def test_a_warm_up_that_never_ends_is_a_fault(train, schedule, words):
+    found = gradients._endless_warmup(experiments(train=train, schedule=schedule))
+    assert (words in found[0]) if words else found == []
+
+
 def test_weights_that_torch_would_have_moved_elsewhere_are_a_fault():
     found = checked(alone=recording([1.0], moved=2.0, reference_differences={"weights": 1e-16, "averages": 0.02}))
     assert found.status == "fault"

@@ -2,6 +2,7 @@
 
 from lockstep.data.order import StepPlan
 from lockstep.verify.checks import samples
+from lockstep.verify.task_probe import TaskProbe
 from tests.verify.made_up import experiments, recording
 
 BATCH, LENGTH = 6, 26  # five steps are an epoch, the last of two samples
@@ -126,3 +127,15 @@ def test_unreadable_samples_may_be_lost_where_the_config_skips_them_and_nothing_
         table[0, 0][0] = table[0, 1][0]
 
     assert checked(replace, data={"on_error": "skip"}).status == "fault"
+
+
+def test_a_generator_that_every_sample_seeds_alike_is_a_fault():
+    probe = TaskProbe(seeded_for_sample=["torch"], seeded_alike=["torch"])
+    answers = {"undisturbed": consumed(), "data-sizes": [(LENGTH, 0)], "task-probe": probe}
+    result = samples.samples(experiments(answers, batch={"global": BATCH}))
+    assert result.status == "fault"
+    assert result.reason.startswith("reading a sample seeds torch with the same number for the first and the last")
+    answers["task-probe"] = TaskProbe(seeded_for_sample=["torch"])
+    result = samples.samples(experiments(answers, batch={"global": BATCH}))
+    assert result.status == "passed"
+    assert result.notes == ["reading sample 0 seeds torch: what is drawn afterwards is the same in every epoch"]

@@ -14,6 +14,7 @@ from lockstep.verify.result import CheckResult, counted, fault, not_shown, passe
 
 _PREDICTED_SAMPLES = 64
 _LARGEST_MICRO_BATCH = 16
+_CUTTING_BOUND, _CUTTING_BOUND_16 = 1e-3, 5e-2  # a rounding may move a sample to another class
 _METRIC_BOUND = 1e-6  # torchmetrics adds in float32; losses are equal to the last bit
 
 
@@ -59,12 +60,49 @@ def evaluation(experiments: Experiments) -> CheckResult:
             **more,
         )
     text = f"{len(on_one_process) - 2} metrics over {on_one_process['samples']} samples are those of one process"
+    complaint = "" if random or probe.without_statistics else _depends_on_cutting(experiments, by_loop, micro, changes)
+    if complaint:
+        return fault(complaint, **more)
     if random:
         more["notes"] = [
             f"not compared with a plain loop: the evaluation draws random numbers ({', '.join(random[:3])})"
         ]
         return passed(text, **more)
     return passed(f"{text} and of a plain loop", **more)
+
+
+def _depends_on_cutting(
+    experiments: Experiments, by_loop: Mapping[str, float], micro: int, changes: TaskChanges
+) -> str:
+    """A complaint if the plain loop finds other metrics with smaller micro-batches; else empty.
+
+    So does a mean over the values of batches, or a metric that compares outputs with other samples' labels.
+
+    Args:
+        by_loop: the metrics with micro-batches of `micro` samples.
+    """
+    smaller = micro // 2
+    if not smaller:
+        return ""
+    config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
+    (again,) = experiments.run(
+        "evaluated-by-a-loop-in-smaller-batches",
+        1,
+        worker_functions.evaluate_by_loop,
+        config,
+        folder,
+        changes,
+        smaller,
+    )
+    worst, largest = _largest_difference(by_loop, [again])
+    bound = _CUTTING_BOUND if experiments.config["precision"] == "fp32" else _CUTTING_BOUND_16
+    if largest <= bound:
+        return ""
+    return (
+        f"{worst} is {by_loop.get(worst)} where a plain loop evaluates {micro} samples at a time, and "
+        f"{again.get(worst)} where it evaluates {smaller}: it must not depend on how samples are cut into batches. A "
+        "mean over the values of batches does, and so does a metric that mixes samples"
+    )
 
 
 def _largest_difference(reference: Mapping[str, float], others: list[dict[str, float]]) -> tuple[str, float]:

@@ -25,7 +25,7 @@ def gradients(experiments: Experiments) -> CheckResult:
     """Every trainable parameter gets plain torch's gradient, clipped as configured, at the scheduled learning rate."""
     learned, accumulated, probe = experiments.learned(1), experiments.accumulated(), experiments.probe()
     complaints = _wrong_norms(learned[0], experiments) + _wrong_learning_rates(learned[0], experiments)
-    complaints += _wrong_updates(experiments) + _wrong_modules(learned)
+    complaints += _wrong_updates(experiments) + _wrong_modules(learned) + _endless_warmup(experiments)
     comparisons = accumulated[0].gradients
     worst = max(
         comparisons.values(),
@@ -102,6 +102,18 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
     if updates != steps - skipped:
         return [f"{steps} steps, of which {skipped} were skipped, made {updates} updates"]
     return []
+
+
+def _endless_warmup(experiments: Experiments) -> list[str]:
+    """A complaint if the whole training, as the config has it, is shorter than its warm-up."""
+    config, length = experiments.config, experiments.data_sizes()[0]
+    train, curve = config["train"], config["schedule"]
+    steps_per_epoch = order.steps_per_epoch(length, experiments.global_batch, drop_last=config["data"]["drop_last"])
+    total = train["steps"] or max(math.ceil((train["epochs"] or 1) * steps_per_epoch), train["min_steps"] or 0)
+    warmup = schedule.warmup_updates(curve, int(curve["total_steps"] or total))
+    if warmup < max(total, 2):
+        return []
+    return [f"the warm-up never ends: it has {warmup} updates, and the training has {total}"]
 
 
 def _wrong_updates(experiments: Experiments) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
@@ -28,7 +29,15 @@ def loss(experiments: Experiments) -> CheckResult:
     count = max(3, len(curve) // 10)
     first = sum(curve[:count]) / count
     highest = max(curve[len(curve) // 4 :])
-    more = {"value": slope, "bound": _SIGNIFICANT_T, "what": "t of the loss's slope", "curves": {"loss": curve}}
+    more: dict[str, Any] = {
+        "value": slope,
+        "bound": _SIGNIFICANT_T,
+        "what": "t of the loss's slope",
+        "curves": {"loss": curve},
+    }
+    wanted = experiments.config["schedule"]["warmup_steps"]
+    used = experiments.short_config(train__steps=len(curve))["schedule"]["warmup_steps"]
+    more["notes"] = [f"the warm-up is shortened from {wanted} to {used} updates here"] if used < wanted else []
     path = f"{curve[0]:.4g} to {curve[-1]:.4g} in {len(curve)} steps"
     if not all(map(math.isfinite, curve)):
         return fault(f"the loss is not finite: {path}", **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from lockstep.verify import worker_functions
 from lockstep.verify.experiments import Experiments
@@ -22,7 +23,7 @@ def samples(experiments: Experiments) -> CheckResult:
     drop_last, skips = config["data"]["drop_last"], config["data"]["on_error"] != "raise"
     steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=drop_last)
     epochs: dict[int, Counter[int]] = {}
-    more = {"value": 0.0, "bound": 0.0, "what": "samples lost, repeated or shared"}
+    more: dict[str, Any] = {"value": 0.0, "bound": 0.0, "what": "samples lost, repeated or shared"}
     for step in range(experiments.steps):
         by_rank = _samples_of_step(recordings, step)
         used = Counter(index for indices in by_rank for index in indices)
@@ -54,6 +55,18 @@ def samples(experiments: Experiments) -> CheckResult:
             return fault(
                 f"epoch {epoch} uses {len(counts)} of {length} samples, some {max(counts.values())} times", **more
             )
+    seeded, alike = experiments.probe().seeded_for_sample, experiments.probe().seeded_alike
+    if alike:
+        return fault(
+            f"reading a sample seeds {' and '.join(alike)} with the same number for the first and the last sample: "
+            "augmentation draws the same numbers for every sample and in every epoch. Leave the seeding out; each "
+            "sample has a seed of its own",
+            **more,
+        )
+    if seeded:
+        more["notes"] = [
+            f"reading sample 0 seeds {' and '.join(seeded)}: what is drawn afterwards is the same in every epoch"
+        ]
     total, _ = experiments.data_sizes()
     planned_text = ""
     if total <= _MOST_PLANNED:

@@ -28,7 +28,7 @@ def factor(schedule: Mapping[str, Any], updates: int, *, total: int, steps_per_e
     """
     name, end = schedule["name"], float(schedule["end_factor"])
     length = int(schedule["total_steps"] or total)
-    warmup = _warmup(schedule, length)
+    warmup = warmup_updates(schedule, length)
     if name in ("linear", "cosine", "polynomial", "one_cycle"):
         updates = min(updates, length - 1)  # after its end, a curve keeps its last value
     if name == "one_cycle":
@@ -49,7 +49,13 @@ def factor(schedule: Mapping[str, Any], updates: int, *, total: int, steps_per_e
     return shape * float(rising)
 
 
-def _warmup(schedule: Mapping[str, Any], length: int) -> int:
+def warmup_updates(schedule: Mapping[str, Any], length: int) -> int:
+    """The updates of the warm-up.
+
+    Args:
+        schedule: the config's section.
+        length: updates of the whole curve.
+    """
     share = schedule["warmup_share"]
     return int(schedule["warmup_steps"]) if share is None else math.ceil(Fraction(str(share)) * length)
 
