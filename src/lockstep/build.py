@@ -28,6 +28,7 @@ from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Stra
 from lockstep.distributed.world import World
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
+from lockstep.engine.data_check import check_data
 from lockstep.engine.ema import Ema
 from lockstep.engine.loop import Intervals
 from lockstep.engine.optim import Group, build_optimizer
@@ -124,12 +125,14 @@ def prepare_run(
     """
     seed_everything(config)
     data = task_checks.data(task.train_data(), "Task.train_data")
+    remarks = [] if checkpoint else check_data(data, world)
     plan = step_plan(config, data, world, micro_batch)
     train = config.train
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
     data_fingerprint = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
+    built.messages += remarks
     precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
         strategy=built.strategy,

@@ -28,7 +28,6 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.engine.data_check import check_data
 from lockstep.errors import CheckpointError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
@@ -122,11 +121,9 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        remarks = check_data(task, world) if checkpoint is None else []
         asked = build.asked_micro_batches(self.config, world)
         micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
-        prepared.built.messages += remarks
         if checkpoint is not None:
             prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
             if world.rank == 0 and not self.quiet:

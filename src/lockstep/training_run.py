@@ -17,6 +17,7 @@ from lockstep.data.loader import MicroBatch, is_default, print_warning
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
+from lockstep.engine.data_check import check_data
 from lockstep.errors import MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
@@ -137,8 +138,12 @@ class TrainingRun:
 
     def _evaluation_data(self) -> EvaluationData | None:
         """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""
+        state = self.prepared.state
         try:
-            return build.evaluation_data(self.config, self.task, self.prepared.state.world)
+            evaluated = build.evaluation_data(self.config, self.task, state.world)
+            for remark in check_data(evaluated.data, state.world) if state.step == 0 else ():
+                self.tell(remark)
+            return evaluated
         except build.NoEvaluationData:
             if type(self.task).eval_data is Task.eval_data:
                 raise

@@ -5,6 +5,7 @@ import pytest
 from lockstep.distributed.world import join_world
 from lockstep.engine.data_check import check_data
 from lockstep.errors import DataError
+from tests import runs
 from tests.own_tasks import Plain
 from tests.ranks import run_ranks
 
@@ -26,28 +27,16 @@ class Samples(list):
         return f"remark {number}" if number % 4 == 0 else None
 
 
-class Checked(Plain):
-    def __init__(self, wrong):
-        super().__init__()
-        self.parts = Samples(range(8), wrong), Samples(range(8, 11), wrong)
-
-    def train_data(self):
-        return self.parts[0]
-
-    def eval_data(self):
-        return self.parts[1]
-
-
 def check(wrong):
     """What was checked on this rank, the beats, and the remarks or the error."""
-    task = Checked(wrong)
+    data = Samples(range(11), wrong)
     with join_world("cpu") as world:
         before = world.heartbeat.beats
         try:
-            found = check_data(task, world)
+            found = check_data(data, world)
         except DataError as error:
             found = str(error)
-        return [*task.parts[0].seen, *task.parts[1].seen], world.heartbeat.beats - before, found
+        return data.seen, world.heartbeat.beats - before, found
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -68,9 +57,36 @@ def test_ranks_share_the_check_and_agree(world, wrong):
 
 
 def test_data_that_need_no_check():
-    task = Checked((1, 9))
-    for part in task.parts:
-        part.check_first = False
+    data = Samples(range(3), [1])
+    data.check_first = False
     with join_world("cpu") as world:
-        assert check_data(task, world) == []
-    assert task.parts[0].seen == []
+        assert check_data(data, world) == []
+    assert data.seen == []
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_a_new_run_checks_its_data_before_it_trains(tmp_path, part):
+    class Checked(Plain):
+        def model(self):
+            found = super().model()
+            return found if part == "eval" else pytest.fail("the model was made before the data were checked")
+
+        def loss(self, model, batch):
+            pytest.fail("a batch was used before the data were checked")
+
+        def train_data(self):
+            return self.checked(super().train_data(), "train")
+
+        def eval_data(self):
+            return self.checked(super().eval_data(), "eval")
+
+        def checked(self, data, name):
+            data.check_first, data.check = True, lambda index: self.refuse(name, index)
+            return data
+
+        def refuse(self, name, index):
+            if name == part and index == 2:
+                raise DataError("broken", where=f"{name} {index}")
+
+    with pytest.raises(DataError, match=f"{part} 2: broken"):
+        runs.fit(Checked(eval_length=20), runs.config(train={"steps": 2, "eval_every_steps": 1}), tmp_path / "run")

@@ -363,7 +363,7 @@ class SeedsNumpy(Classes):
     def prepare(self, sample, epoch, training):
         inputs, label = sample
         np.random.seed(0)
-        return inputs + (0.1 * torch.from_numpy(np.random.randn(FEATURES)) if training else 0.0), label
+        return inputs + (0.1 * torch.from_numpy(np.random.randn(FEATURES)).float() if training else 0.0), label
 
 
 class OneGenerator(Classes):

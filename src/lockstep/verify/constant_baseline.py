@@ -48,6 +48,7 @@ class ConstantBaseline:
 def constant_baseline(config: Mapping[str, Any], train_samples: int) -> ConstantBaseline:
     """Fit the best constant output to up to `train_samples` samples and evaluate it, on one process."""
     trainer = Trainer(config, quiet=True)
+    config = trainer.config.model_dump(by_alias=True)
     task = ComparableTask(trainer.task(), TaskChanges(train_samples=train_samples, eval_samples=_EVAL_SAMPLES))
     with join_world(trainer.config.device) as world:
         seed_everything(trainer.config)

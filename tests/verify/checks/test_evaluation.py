@@ -145,16 +145,23 @@ def test_outputs_that_are_described_alike_and_differ_are_a_fault():
     def with_outputs(mean, shape=(4,)):
         return [row | {worker_functions.OUTPUT: [(shape, mean, 2.0)]} for row in rows([0, 1], [0, 1])]
 
-    plain = with_outputs(1.0)
-    result = described(plain, with_outputs(1.5))
+    def by_engine(*arguments, **options):
+        return [{key: row[key] for key in row if key != "truth"} for row in with_outputs(*arguments, **options)]
+
+    result = described(with_outputs(1.0), by_engine(1.5))
     assert result.status == "fault"
     assert (
         "sample 0 alone has tensors of (shape, mean, norm) [((4,), 1.0, 2.0)], and [((4,), 1.5, 2.0)] on 2 ranks"
         in (result.reason)
     )
-    assert described(with_outputs(1.0), with_outputs(1.0)).status == "passed"
-    assert described(with_outputs(1.0), with_outputs(1.5, shape=(6,))).status == "passed"  # padded in a batch
-    assert described(with_outputs(1.0), rows([0, 1], [0, 1])).status == "fault"
+    assert described(with_outputs(1.0), by_engine(1.0)).status == "passed"
+    assert described(with_outputs(1.0), by_engine(1.5, shape=(6,))).status == "passed"  # padded in a batch
+    assert (
+        described(
+            with_outputs(1.0), [{"prediction": 0, "probability": 0.0}, {"prediction": 1, "probability": 0.02}]
+        ).status
+        == "fault"
+    )
 
 
 def test_predictions_that_are_not_those_of_a_plain_loop_are_a_fault():
