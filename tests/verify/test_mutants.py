@@ -1,6 +1,6 @@
 """Each broken engine or task is noticed by the check that was written for it, and what is right is not.
 
-Every test run includes a twentieth of the mutants whose check takes few steps, and one mutant of the checks that take many.
+Every test run includes a twentieth of the mutants whose check takes few steps, and one of the checks that take many.
 Each day these are other mutants. The names of the tests tell the number of the day. LOCKSTEP_MUTANTS=739577 runs the
 mutants of that day again. `make test-all` runs all mutants.
 """
