@@ -35,7 +35,7 @@ class MadeUpExperiments(Experiments):
     answers = None
 
     def run(self, name, world, function, *arguments):
-        if function is worker_functions.planned_epochs:
+        if function in (worker_functions.planned_epochs, worker_functions.planned_evaluations):
             return [function(*arguments)]
         workers = self.workers
         try:

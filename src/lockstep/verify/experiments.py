@@ -162,8 +162,13 @@ class Experiments:
         return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **changes)
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
-        """What is changed in the task where different numbers of ranks are compared."""
-        return TaskChanges(exact=True, float64=self.probe().float64, reverse=reverse, train_samples=self.train_samples)
+        """What is changed in the task where different numbers of ranks are compared.
+
+        An epoch ends with fewer samples than ranks, so that some ranks get a filler.
+        """
+        remainder = min(self.nproc - 1, self.global_batch - 1)
+        samples = 4 * self.global_batch + remainder if remainder else self.train_samples
+        return TaskChanges(exact=True, float64=self.probe().float64, reverse=reverse, train_samples=samples)
 
     # ---- making experiments
 

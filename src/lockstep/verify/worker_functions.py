@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.order import StepPlan
+import numpy as np
+
+from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.distributed.world import join_world
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.trainer import Trainer
@@ -187,6 +189,22 @@ def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:
         ]
         for epoch in range(epochs)
     ]
+
+
+def planned_evaluations(length: int, micro_batch: int, world: int) -> dict[str, list[int]]:
+    """The indices of all samples of an evaluation and of a prediction on `world` ranks, by words for them."""
+    planned: dict[str, list[int]] = {}
+    for words, lengths in (("", None), (" by length", np.arange(length)[::-1] % 7)):
+        plan = EvaluationPlan(length, micro_batch, lengths)
+        ways = {
+            "an evaluation": plan.by_rank(world),
+            "a prediction": [plan.in_turns(rank, world) for rank in range(world)],
+        }
+        for way, by_rank in ways.items():
+            planned[f"the plan of {way}{words}"] = [
+                index for rank in by_rank for micro in rank if not micro.filler for index in micro.indices
+            ]
+    return planned
 
 
 def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
