@@ -1383,7 +1383,7 @@ _engine(
 )
 _engine(
     "loss of the last step logged for all steps of a window",
-    "loss",
+    "resume",
     ("engine.log_window:LogWindow.entry", "_losses(self.results)", "_losses(self.results[-1:])"),
     says="logged",
 )

@@ -288,8 +288,10 @@ class Experiments:
         """All ranks, the training as it is, with checkpoints on the way."""
         probe_steps = (1, self.steps // 2, self.steps)
         record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=probe_steps)
-        changes = TaskChanges(train_samples=self.train_samples)
-        return self.train("undisturbed", self.nproc, self.config_with_checkpoints(), changes=changes, record=record)
+        compiled = bool(self.config["compute"]["compile"])  # compiled code cannot look at the generators
+        changes = TaskChanges(train_samples=self.train_samples, note_generators=not compiled)
+        config = self.config_with_checkpoints()
+        return self.train("undisturbed", self.nproc, config, changes=changes, record=record, slow_writing=True)
 
     @_once
     def undisturbed_again(self) -> list[Recording]:
