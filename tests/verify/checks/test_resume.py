@@ -266,7 +266,7 @@ def test_one_rank_goes_on_on_two_where_there_are_as_many():
 
 def test_a_checkpoint_that_is_not_the_state_of_its_step_is_named(tmp_path):
     weight, steps = torch.arange(4.0), torch.tensor(3.0)
-    commit(tmp_path, 3, [{"model.weight": weight, "optimizer.weight.step": steps}])
+    commit(tmp_path / "checkpoints", 3, [{"model.weight": weight, "optimizer.weight.step": steps}])
     digests = {"model.weight": (0, 4, digest(weight)), "optimizer.weight.step": (0, 1, digest(steps))}
     assert resume._wrong_checkpoint([Recording(digests={3: digests})], tmp_path) == ""
     shards = [
