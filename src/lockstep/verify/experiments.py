@@ -16,6 +16,7 @@ from lockstep.verify import compare, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
+from lockstep.verify.data_probe import probe_data
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference.checkpoint import newest
 from lockstep.verify.task_probe import TaskProbe, probe_task
@@ -245,6 +246,11 @@ class Experiments:
         """Number of training samples and of evaluation samples."""
         (sizes,) = self.run("data-sizes", 1, worker_functions.data_sizes, self.short_config())
         return sizes  # type: ignore[no-any-return]
+
+    @_once
+    def data_remarks(self) -> list[str]:
+        """What in the data may make a metric better than it should be."""
+        return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
 
     @_once
     def baseline(self) -> ConstantBaseline:

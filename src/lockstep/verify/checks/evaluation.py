@@ -197,6 +197,11 @@ def predictions(experiments: Experiments) -> CheckResult:
                     f"and {summaries_of_engine[first]} on {nproc} ranks"
                 )
         text = f"{len(wrong)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {example}"
+        if probe.prediction_difference:
+            text = (
+                "Task.predict gives other outputs for the same batch twice, with the same seed: "
+                f"{probe.prediction_difference}. {text}"
+            )
         return fault(text.rstrip(". "), **more)
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)

@@ -34,6 +34,9 @@ def determinism(experiments: Experiments) -> CheckResult:
         steps, nproc = experiments.steps, experiments.nproc
         return passed(f"{steps} steps on {nproc} ranks, twice: every batch, loss and tensor the same", **more)
     step, text = difference
+    cause = experiments.probe().cause_of_indeterminism()
+    if cause:
+        return fault(f"{cause} ({text})", **more)
     if " gets another batch " not in text:
         text += _first_operation(experiments, step)
     return fault(text, **more)
