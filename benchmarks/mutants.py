@@ -190,7 +190,7 @@ def main() -> int:
             mutant = MUTANTS[name]
             checks = ordered(mutant.check, options.all_checks)
             outcomes[name] = outcome = verify(mutant, checks, folder, **common)
-            word = "caught" if mutant.check in outcome.faults else "elsewhere" if outcome.faults else "SURVIVED"
+            word = "caught" if mutant.is_found(outcome) else "elsewhere" if outcome.faults else "SURVIVED"
             unclear = [result.name for result in outcome.checks.values() if result.status == "not shown"]
             by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
             text = f"{by}: {shortened(reason(name, outcome), 110)}"
@@ -199,7 +199,7 @@ def main() -> int:
                 before = options.write.read_text() if options.write.exists() else ""
                 options.write.write_text(table(outcomes, before, bases, options.nproc))
         seconds = time.perf_counter() - start
-    missed = [name for name, outcome in outcomes.items() if MUTANTS[name].check not in outcome.faults]
+    missed = [name for name, outcome in outcomes.items() if not MUTANTS[name].is_found(outcome)]
     alarms = sum(bool(outcome.faults) for outcome in bases.values())
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught in {seconds:.0f} s; {alarms} false alarms")
     failed = any(outcome.faults or outcome.error for outcome in bases.values())

@@ -58,7 +58,8 @@ def assert_noticed(name, clean, folder):
     assert not right.error, right.error
     assert right.checks[mutant.check].status == "passed", right.checks[mutant.check].reason
     wrong = mutants.verify_mutant(name, ranks._ranks, folder, [mutant.check])
-    assert wrong.faults == [mutant.check], wrong.error or wrong.checks[mutant.check].reason
+    assert wrong.faults == ([] if mutant.note else [mutant.check]), wrong.error or wrong.checks[mutant.check].reason
+    assert mutant.is_found(wrong), (wrong.checks[mutant.check].reason, wrong.checks[mutant.check].notes)
 
 
 @pytest.mark.parametrize("name", parameters(mutants_of(DAY), DAY))

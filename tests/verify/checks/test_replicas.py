@@ -218,3 +218,11 @@ def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
     refused = compared(monkeypatch, check=replicas.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
     assert refused.status == "not shown"
     assert refused.reason.endswith("fsdp cannot")
+
+
+@pytest.mark.parametrize("check", [replicas.replicas, replicas.probe])
+def test_initial_weights_that_differ_are_the_cause(check):
+    ranks = [recording([1.0], digests={0: {"model.a": (0, 4, rank)}, 1: {"model.a": (0, 4, rank)}}) for rank in (0, 1)]
+    result = check(experiments({"undisturbed": ranks}))
+    assert result.status == "fault"
+    assert result.reason.startswith("the initial weights differ: a and 0 other tensors")
