@@ -219,7 +219,7 @@ def test_looking_leaves_no_trace_in_the_training(tmp_path):
         )
         assert watched.losses == unwrap_ddp.losses
         assert watched.moved == unwrap_ddp.moved
-        assert len(watched.digests) == len(watched.batches) == 3
+        assert (sorted(watched.digests), sorted(watched.batches)) == ([0, 1, 2, 3], [0, 1, 2])
         assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.gradients == {}
 
 
