@@ -7,7 +7,8 @@ fault of our own. The same trainings without a fault are verified first, with th
 later is no false alarm.
 
 A fault counts as found by comparison if a check compared two things and found them different. It counts as found by a
-crash if the training of the check ended with an error.
+crash if the training of the check ended with an error, and as found by a note if a note of the check names it. Where a
+mutant says which words must name the cause, no other words count.
 """
 
 from __future__ import annotations
@@ -101,18 +102,23 @@ def shortened(text: str, length: int = 160) -> str:
 
 def reason(name: str, outcome: Outcome) -> str:
     """The reason that was given by the check that must find the fault, or else by the first check that found it."""
-    check = outcome.checks.get(MUTANTS[name].check)
+    mutant = MUTANTS[name]
+    check = outcome.checks.get(mutant.check)
+    if mutant.note and check is not None and mutant.is_found(outcome):
+        return next(note for note in check.notes if mutant.says in note)
     if check is not None and check.status != "fault" and outcome.faults:
         check = outcome.checks[outcome.faults[0]]
     return outcome.error or (check.reason if check is not None else "")
 
 
 def row(name: str, outcome: Outcome) -> str:
-    """A row of the table. The check that must find the fault is bold."""
+    """A row of the table. The check that must find the fault is bold where it found it and named its cause."""
     mutant = MUTANTS[name]
-    by = ", ".join(f"**{check}**" if check == mutant.check else check for check in outcome.faults) or "no check"
+    noticed = [mutant.check] if mutant.note and mutant.is_found(outcome) else outcome.faults
+    is_found = {mutant.check} if mutant.is_found(outcome) else {}
+    by = ", ".join(f"**{check}**" if check in is_found else check for check in noticed) or "no check"
     why = reason(name, outcome)
-    kind = "" if not outcome.faults else "crash" if is_crash(why) else "comparison"
+    kind = "" if not noticed else "note" if mutant.note else "crash" if is_crash(why) else "comparison"
     cells = (name, shortened(mutant.words, 220), by, kind, shortened(why), f"{outcome.seconds:.1f}")
     return f"| {' | '.join(cells)} |"
 

@@ -685,7 +685,7 @@ _engine(
     ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
-_task("loss depends on the rank", "ranks", "PerRankLoss")
+_task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss reads RANK")
 _task("samples influence each other", "ranks", "CoupledLoss")
 
 # ---- accumulation: another model with several micro-batches
@@ -741,11 +741,11 @@ _engine(
         "strategy.forward(micro_batches[max(0, number - (number == 2))].batch)",
     ),
 )
-_task("mean where a sum is asked for", "accumulation", "MeanLoss")
+_task("mean where a sum is asked for", "accumulation", "MeanLoss", says="must return a SUM")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
 _task("mean in one of two heads", "accumulation", "MeanOfOneHead", base="heads")
-_task("weight that does not add up", "accumulation", "WeightIsShare")
-_task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour")
+_task("weight that does not add up", "accumulation", "WeightIsShare", says="Task.weight must add up")
+_task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour", says="Task.weight")
 _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 
 # ---- strategies: another model with shards than with replicas
@@ -1298,7 +1298,7 @@ _engine(
 
 # ---- determinism: another result the second time
 
-_task("noise from the operating system in the loss", "determinism", "NoisyLoss")
+_task("noise from the operating system in the loss", "determinism", "NoisyLoss", says="the loss of the same batch is")
 _task("loss depends on the clock", "determinism", "ReadsLoss")
 _task("augmentation from default_rng()", "determinism", "FreshGenerator")
 _task("augmentation seeded with the clock", "determinism", "TimedNoise")

@@ -68,6 +68,8 @@ class TaskProbe:
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
+    weight_difference: str = ""
+    """How the weight of a batch differs from the sum over its halves."""
     model_difference: str = ""
     """How two models that were made under the same seed differ. See `repetition`."""
     loss_difference: str = ""
@@ -125,6 +127,8 @@ class TaskProbe:
         """A likely cause where such trainings differ; empty where none is known."""
         if self.rank_difference:
             return f"Task.loss reads RANK: for the same batch, with RANK=0 and with RANK=1, {self.rank_difference}"
+        if self.weight_difference:
+            return f"Task.weight must add up over batches, and does not: {self.weight_difference}"
         off = f"off by {self.coupling:.2g} on a batch of two halves"
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
@@ -280,7 +284,7 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     Args:
         batches: a batch and its halves.
     """
-    (whole, _), *halves = batches
+    (whole, size), *halves = batches
     losses = data.heads(task.loss(model, whole))
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
@@ -290,6 +294,12 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     with torch.no_grad():
         losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
     units = [data.count_units(task, [half]) for half in halves]
+    for head, count in data.count_units(task, [(whole, size)]).items():
+        of_halves = [data.units_of(one, head) for one in units]
+        if abs(count - sum(of_halves)) > _IS_MEAN * max(abs(count), *map(abs, of_halves)):
+            probe.weight_difference = (
+                f"it is {count:g} for a batch, and {of_halves[0]:g} and {of_halves[1]:g} for its halves"
+            )
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)

@@ -8,8 +8,7 @@ import torch
 
 from lockstep.verify import compare
 from lockstep.verify.checks import resume
-from lockstep.verify.checks.resume import _first_difference
-from lockstep.verify.compare import Difference
+from lockstep.verify.compare import Difference, first_difference_of_runs
 from lockstep.verify.digest import digest
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
@@ -32,7 +31,7 @@ def run(losses=(3.0, 2.0, 1.0), batch=7, digest=5, operations=(), **more):
 
 
 def differ(first, again):
-    return _first_difference(first, again)
+    return first_difference_of_runs(first, again)
 
 
 def test_equal_runs_do_not_differ():

@@ -172,6 +172,9 @@ def compare_with_one_process(
         "notes": probe.notes(),
         "curves": {"one process": curve, words: other_curve},
     }
+    is_different = not difference.largest <= bound
+    if (is_different or compare.is_too_large(bound)) and _differs_when_repeated(experiments):
+        return not_shown("the same training twice already differs; see determinism", **more)
     if compare.is_too_large(bound) and (difference.largest <= bound or not math.isfinite(bound)):
         return not_shown(
             f"rounding alone moves the weights by {bound / 30:.2g} of what training moves, "
@@ -180,7 +183,7 @@ def compare_with_one_process(
         )
     if difference.missing:
         return fault(f"the models have other tensors: {', '.join(difference.missing[:5])}", **more)
-    if not difference.largest <= bound:
+    if is_different:
         step = compare.first_difference(curve, other_curve, bound)
         since = f" since step {step + 1}" if step is not None else ""
         text = (
@@ -189,3 +192,12 @@ def compare_with_one_process(
         )
         return fault(f"{text}. {probe.diagnosis()}".rstrip(". "), **more)
     return passed(f"{words} and one process train the same model", **more)
+
+
+def _differs_when_repeated(experiments: Experiments) -> bool:
+    """Whether the same training has another result the second time."""
+    try:
+        runs = experiments.undisturbed(), experiments.undisturbed_again()
+    except ExperimentFailed:  # other checks say so
+        return False
+    return compare.first_difference_of_runs(*runs) is not None

@@ -25,7 +25,7 @@ _LOGGED = 1e-6  # of the largest loss; losses are added in float64
 
 def determinism(experiments: Experiments) -> CheckResult:
     """The same training twice is the same to the last bit."""
-    difference = _first_difference(experiments.undisturbed(), experiments.undisturbed_again())
+    difference = compare.first_difference_of_runs(experiments.undisturbed(), experiments.undisturbed_again())
     more = {"value": float(difference is not None), "bound": 0.0, "what": "runs that differ"}
     if difference is None:
         complaint = _same_random_numbers(experiments)
@@ -40,32 +40,6 @@ def determinism(experiments: Experiments) -> CheckResult:
     if " gets another batch " not in text:
         text += _first_operation(experiments, step)
     return fault(text, **more)
-
-
-def _first_difference(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
-    """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
-    for step in range(len(first[0].losses)):
-        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
-            if recording.batches.get(step) != other.batches.get(step):
-                return step, (
-                    f"rank {rank} gets another batch in step {step + 1} of a second run: reading or preparing a sample "
-                    "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
-                    "numpy.random.default_rng()"
-                )
-        loss, other_loss = first[0].losses[step], again[0].losses[step]
-        if loss != other_loss:
-            return step, (
-                f"the loss of step {step + 1} is {loss!r}, and {other_loss!r} in a second run, on the same batch"
-            )
-        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
-            digests, other_digests = recording.digests.get(step + 1, {}), other.digests.get(step + 1, {})
-            names = [name for name in digests if digests[name] != other_digests.get(name)]
-            if names:
-                return step, (
-                    f"{names[0]} and {len(names) - 1} other tensors differ after step {step + 1} of a second run, "
-                    f"on rank {rank}"
-                )
-    return None
 
 
 def _same_random_numbers(experiments: Experiments) -> str:
@@ -180,7 +154,7 @@ def _compare_resumed(
             return fault(complaint, **more)
         repeated = f" ({counted(killed_after - start, 'step')} done again)" if killed_after > start else ""
         return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
-    if _first_difference(undisturbed, experiments.undisturbed_again()) is not None:
+    if compare.first_difference_of_runs(undisturbed, experiments.undisturbed_again()) is not None:
         return not_shown("the same run twice already differs, see determinism", **more)
     return fault(
         f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run; "
