@@ -163,7 +163,14 @@ class Experiments:
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
         """What is changed in the task where different numbers of ranks are compared."""
-        return TaskChanges(exact=True, float64=self.probe().float64, reverse=reverse, train_samples=self.train_samples)
+        probe = self.probe()
+        return TaskChanges(
+            exact=True,
+            float64=probe.float64,
+            reverse=reverse,
+            train_samples=self.train_samples,
+            fixed_buffers=tuple(probe.moving_buffers),
+        )
 
     # ---- making experiments
 
