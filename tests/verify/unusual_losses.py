@@ -553,9 +553,3 @@ class SeldomHead(_Regression):
     def loss(self, model, batch):
         errors = (model(batch[0]) - batch[1]).square()
         return {"often": errors[:, 0].sum(), "seldom": (errors[:, 1] * batch[2]).float().sum()}
-
-
-class _UnevenGather(GatheredNegatives):
-    """Wrong: the last samples of an epoch make micro-batches of different sizes, which the gathering does not allow."""
-
-    overrides = {"optim.lr": "0.02"}  # noqa: RUF012

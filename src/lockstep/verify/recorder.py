@@ -20,6 +20,7 @@ from lockstep.tasks.task import Task
 from lockstep.trainer import Recorder
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
+from lockstep.verify.reference.data import numbers
 from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.verify.step_operations import Communication, StepOperations
@@ -166,7 +167,7 @@ class TrainingRecorder(Recorder):
         finally:
             handle.remove()
             moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
-            recording.moved = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+            recording.moved = math.sqrt(sum(float(numbers(change).square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.verify.comparable_task import (
     buffers_put_back,
     disable_dropout,
     sum_of_heads,
+    to_float64,
 )
 from lockstep.verify.reference import data
 from lockstep.verify.step_operations import RandomOperations, pretended_ranks
@@ -175,8 +177,8 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
                 _find_moving_buffers(probe, exact, model, batches[0][0])
-                with buffers_put_back(model, probe.moving_buffers):
-                    _measure_coupling(probe, exact, model, batches)
+                exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
+                _measure_coupling(probe, exact, model, batches)
                 break
             except Exception as error:
                 if not float64:
@@ -270,7 +272,7 @@ def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
     return operations.names
 
 
-def _compares_samples(task: Task, model: nn.Module, batches: list[Batch]) -> bool:
+def _compares_samples(task: Task, model: nn.Module, batches: list[Any]) -> bool:
     """Whether the loss has no labels, and the model's outputs for a sample do not depend on other samples.
 
     Such a loss can only learn from comparing samples with each other.
@@ -288,14 +290,14 @@ def _compares_samples(task: Task, model: nn.Module, batches: list[Batch]) -> boo
     handle = model.register_forward_hook(record, with_kwargs=True)
     try:
         with torch.no_grad():
-            for batch, _ in batches:
+            for batch in batches:
                 task.loss(model, batch)
     finally:
         handle.remove()
     if len(outputs) != len(batches):
         return False
     entered = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    if any(tensor.untyped_storage().data_ptr() not in entered for tensor in data.tensors(batches[0][0])):
+    if any(tensor.untyped_storage().data_ptr() not in entered for tensor in data.tensors(batches[0])):
         return False
     whole, first, second = outputs
     parts = [torch.cat(pair) for pair in zip(first, second, strict=True)]
@@ -332,4 +334,6 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
             probe.mean_heads.append(head)
     if probe.coupling > _COUPLED * probe.epsilon and not probe.mean_heads:
-        probe.compares_samples = _compares_samples(task, model, batches)
+        probe.compares_samples = _compares_samples(
+            task, model, [to_float64(batch) if probe.float64 else batch for batch, _ in batches]
+        )

@@ -242,4 +242,10 @@ def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[
         by_scaler = [place for place in by_package if place.startswith("step.py:")][:3]
         by_package = [place for place in by_package if place not in by_scaler]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
+    if experiments.config["parallel"]["find_unused_parameters"] and by_package:
+        by_backward = [place for place in by_package if place.startswith("step.py:")][:1]
+        by_package = [place for place in by_package if place not in by_backward]
+        notes.append(
+            "find_unused_parameters: DDP waits for the device in each step, to know which parameters were used"
+        )
     return by_package, notes
