@@ -11,7 +11,6 @@ found a fault. The exit code is 1 where there was a false alarm.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import signal
@@ -26,28 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from lockstep.tasks.task import Task  # noqa: E402
-
-MODULES = ("unusual_models", "unusual_losses", "unusual_data")
-COMMON = {"optim.lr": "0.01", "batch.global": "40", "device": "cpu"}
-
-
-def tasks() -> dict[str, type[Task]]:
-    """All unusual tasks by name, in the order of their files."""
-    found = {}
-    for module_name in MODULES:
-        module = importlib.import_module(f"tests.verify.{module_name}")
-        for name, value in vars(module).items():
-            own = isinstance(value, type) and issubclass(value, Task) and value.__module__ == module.__name__
-            if own and not name.startswith("_"):
-                found[name] = value
-    return found
-
-
-def arguments(task: type[Task]) -> list[str]:
-    """The target of the command and its overrides."""
-    overrides = COMMON | getattr(task, "overrides", {})
-    path = ROOT / "tests/verify" / f"{task.__module__.rpartition('.')[2]}.py"
-    return [f"{path}:{task.__name__}", *(f"{key}={value}" for key, value in overrides.items())]
+from tests.verify.unusual_tasks import arguments, tasks  # noqa: E402
 
 
 def verify(task: type[Task], options: argparse.Namespace) -> tuple[list[dict[str, Any]], str, float]:
