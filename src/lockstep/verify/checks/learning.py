@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from lockstep.verify.free_outputs import least_loss
 from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
-_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -4.0  # of the slope of epochs' means; chance gives it once in 120 trainings
+_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; chance gives it once in 200 trainings
+_LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
 _FEW_SAMPLES = 8
 _EVAL_SAMPLES = 2000
@@ -27,7 +29,7 @@ def loss(experiments: Experiments) -> CheckResult:
         curve = recording.losses
         slope = t_of_slope(curve)
         by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
-        falls = slope < _SIGNIFICANT_T or (len(by_epoch) >= _FEWEST_EPOCHS and t_of_slope(by_epoch) < _T_OF_EPOCHS)
+        falls = slope < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
         if falls:
             break
     count = max(3, len(curve) // 10)
@@ -61,7 +63,7 @@ def loss(experiments: Experiments) -> CheckResult:
             **more,
         )
     if not slope < _SIGNIFICANT_T:
-        more |= {"value": t_of_slope(by_epoch), "bound": _T_OF_EPOCHS, "what": "t of the slope of epochs' mean losses"}
+        more |= {"value": t_of_epochs(by_epoch), "bound": _T_OF_EPOCHS, "what": "t of the later epochs' mean losses"}
         path = f"{by_epoch[0]:.4g} to {by_epoch[-1]:.4g}, the means of {len(by_epoch)} epochs; steps differ more"
     return passed(f"falls from {path}", **more)
 
@@ -71,6 +73,18 @@ def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float
     count = len(curve) // steps_per_epoch if steps_per_epoch else 0
     epochs = [curve[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for epoch in range(count)]
     return [sum(losses) / len(losses) for losses in epochs]
+
+
+def t_of_epochs(means: Sequence[float]) -> float:
+    """How far the later half of the epochs' mean losses lies below the first, in its standard deviations; 0 if not."""
+    later = means[len(means) // 2 :]
+    if len(means) < _FEWEST_EPOCHS or not all(map(math.isfinite, means)):
+        return 0.0
+    fall = means[0] - statistics.fmean(later)
+    if fall <= _LEAST_FALL * abs(means[0]):
+        return 0.0
+    deviation = statistics.stdev(later) * math.sqrt(1 + 1 / len(later))
+    return -fall / deviation if deviation else -math.inf
 
 
 def t_of_slope(curve: Sequence[float]) -> float:
