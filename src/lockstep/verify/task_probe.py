@@ -69,7 +69,7 @@ class TaskProbe:
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     weight_difference: str = ""
-    """How the weight of a batch differs from the sum over its halves."""
+    """How the weight of a batch differs from the sum over its samples."""
     model_difference: str = ""
     """How two models that were made under the same seed differ. See `repetition`."""
     loss_difference: str = ""
@@ -188,6 +188,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
                 _measure_coupling(probe, exact, model, batches)
                 probe.loss_difference = differs(exact.loss, model, batches[-1][0])
+                _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
                 break
             except Exception as error:
@@ -257,6 +258,20 @@ def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, 
     return [name for name in changed if name != "torch"] + by_torch
 
 
+def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
+    """Find out whether the weight of a batch is the sum over its samples."""
+    if probe.random_in_collate:
+        return
+    with contextlib.suppress(Exception):  # a task may refuse single samples
+        of_samples = data.count_units(task, [(task.collate([sample]), 1) for sample in samples])
+        for head, count in data.count_units(task, [(task.collate(samples), len(samples))]).items():
+            total = of_samples[head]
+            if abs(count - total) > _IS_MEAN * max(abs(count), abs(total)):
+                probe.weight_difference = (
+                    f"it is {count:g} for a batch of {len(samples)} samples, and {total:g} for these samples one by one"
+                )
+
+
 def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samples: list[Any], batch: Any) -> None:
     """Look for what may be wrong, on a model that drops nothing. A task that refuses such a look has no remarks."""
     if probe.loss_difference or probe.random_without_dropout:
@@ -284,7 +299,7 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     Args:
         batches: a batch and its halves.
     """
-    (whole, size), *halves = batches
+    (whole, _), *halves = batches
     losses = data.heads(task.loss(model, whole))
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
@@ -294,12 +309,6 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     with torch.no_grad():
         losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
     units = [data.count_units(task, [half]) for half in halves]
-    for head, count in data.count_units(task, [(whole, size)]).items():
-        of_halves = [data.units_of(one, head) for one in units]
-        if abs(count - sum(of_halves)) > _IS_MEAN * max(abs(count), *map(abs, of_halves)):
-            probe.weight_difference = (
-                f"it is {count:g} for a batch, and {of_halves[0]:g} and {of_halves[1]:g} for its halves"
-            )
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)
