@@ -31,6 +31,7 @@ from tests.verify import mutants
 from tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 6
 LONGEST_S = 900
 CRASH = ("the experiment failed", "the run failed")
 
@@ -125,22 +126,23 @@ def row(name: str, outcome: Outcome) -> str:
 def earlier_rows(text: str) -> dict[str, str]:
     """The rows of an earlier table, by mutant."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:]}
+    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:] if line.count(" | ") == COLUMNS - 1}
 
 
 def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], nproc: int) -> str:
     """The Markdown page. Mutants that have no outcome keep their rows in the text `before`."""
     earlier = earlier_rows(before)
     rows = {name: row(name, outcomes[name]) if name in outcomes else earlier.get(name, "") for name in MUTANTS}
+    rows, waiting = {name: text for name, text in rows.items() if text}, [name for name in MUTANTS if not rows[name]]
     caught = [
         name
-        for name in MUTANTS
+        for name in rows
         if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]
     ]
     crashes = sum("| crash |" in rows[name] for name in caught)
-    minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values() if text) / 60
+    minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values()) / 60
     alarms = {base: outcome.faults for base, outcome in bases.items() if outcome.faults or outcome.error}
-    count = len({mutant.base for mutant in MUTANTS.values()})
+    count = len({MUTANTS[name].base for name in rows})
     lines = [
         "# What `lockstep verify` notices",
         "",
@@ -153,12 +155,14 @@ def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], 
         "",
         "| mutant | what was broken | caught by | found by | what verify said | seconds |",
         "|---|---|---|---|---|---:|",
-        *filter(None, rows.values()),
+        *rows.values(),
     ]
     missed = [name for name in rows if name not in caught]
     if missed:
         lines += ["", "## Not noticed by the check that should", ""]
         lines += [f"- **{name}** ({MUTANTS[name].check}): {SURVIVORS.get(name, 'no reason known')}" for name in missed]
+    if waiting:
+        lines += ["", "## Not run", "", f"{len(waiting)} faults were not tried in this way: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -197,13 +201,13 @@ def main() -> int:
             by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
             text = f"{by}: {shortened(reason(name, outcome), 110)}"
             print(f"{word:9} {name:60} {mutant.check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
+            if options.write is not None:  # after each, since all of them take hours
+                before = options.write.read_text() if options.write.exists() else ""
+                options.write.write_text(table(outcomes, before, bases, options.nproc))
         seconds = time.perf_counter() - start
     missed = [name for name, outcome in outcomes.items() if not MUTANTS[name].is_found(outcome)]
     alarms = sum(bool(outcome.faults) for outcome in bases.values())
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught in {seconds:.0f} s; {alarms} false alarms")
-    if options.write is not None:
-        before = options.write.read_text() if options.write.exists() else ""
-        options.write.write_text(table(outcomes, before, bases, options.nproc))
     failed = any(outcome.faults or outcome.error for outcome in bases.values())
     return 1 if set(missed) - SURVIVORS.keys() or failed else 0
 
