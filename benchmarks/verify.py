@@ -33,7 +33,7 @@ CLEAN: dict[str, list[str]] = {
     "Recurrent": ["optim.name=SGD", "optim.lr=0.2", "optim.args={momentum: 0.9}"],
     "Tokens": ["data.workers=1"],
     "Rare": ["train.ema_decay=0.9"],
-    "Augmented": ["data.workers=1", "schedule.name=cosine", "schedule.warmup_steps=100"],
+    "Augmented": ["data.workers=1", "schedule.name=cosine", "schedule.warmup_steps=100", "train.steps=400"],
     "Horizons": ["optim.lr_scaling=linear", "schedule.name=step"],
     "Blocks": ["precision=fp16", "optim.clip_norm=1.0", "compute.activation_checkpointing=true"],
     "Smoothed": ["precision=bf16"],

@@ -72,7 +72,7 @@ class TaskProbe:
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
     weight_difference: str = ""
-    """How the weight of a batch differs from the sum over its halves."""
+    """How the weight of a batch differs from the sum over its samples."""
     model_difference: str = ""
     """How two models that were made under the same seed differ. See `repetition`."""
     loss_difference: str = ""
@@ -221,6 +221,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _measure_coupling(probe, exact, model, batches)
                 probe.loss_difference = differs(exact.loss, model, batches[-1][0])
+                _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
                 break
             except Exception as error:
@@ -289,6 +290,20 @@ def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, 
     # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
     by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in changed else []
     return [name for name in changed if name != "torch"] + by_torch
+
+
+def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
+    """Find out whether the weight of a batch is the sum over its samples."""
+    if probe.random_in_collate:
+        return
+    with contextlib.suppress(Exception):  # a task may refuse single samples
+        of_samples = data.count_units(task, [(task.collate([sample]), 1) for sample in samples])
+        for head, count in data.count_units(task, [(task.collate(samples), len(samples))]).items():
+            total = of_samples[head]
+            if abs(count - total) > _IS_MEAN * max(abs(count), abs(total)):
+                probe.weight_difference = (
+                    f"it is {count:g} for a batch of {len(samples)} samples, and {total:g} for these samples one by one"
+                )
 
 
 def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samples: list[Any], batch: Any) -> None:
@@ -381,7 +396,7 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     Args:
         batches: a batch and its halves.
     """
-    (whole, size), *halves = batches
+    (whole, _), *halves = batches
     losses = data.heads(task.loss(model, whole))
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
@@ -391,12 +406,6 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     with torch.no_grad():
         losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
     units = [data.count_units(task, [half]) for half in halves]
-    for head, count in data.count_units(task, [(whole, size)]).items():
-        of_halves = [data.units_of(one, head) for one in units]
-        if abs(count - sum(of_halves)) > _IS_MEAN * max(abs(count), *map(abs, of_halves)):
-            probe.weight_difference = (
-                f"it is {count:g} for a batch, and {of_halves[0]:g} and {of_halves[1]:g} for its halves"
-            )
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)
