@@ -154,6 +154,38 @@ class Coupled(Small):
         return (outputs - outputs.mean(0) - batch[1]).square().sum()
 
 
+class CoupledInModel(Small):
+    """The model centres its outputs over the batch, and nothing but inputs is in a batch."""
+
+    class Centred(nn.Linear):
+        def forward(self, inputs):
+            outputs = super().forward(inputs)
+            return outputs - outputs.mean(0)
+
+    def model(self):
+        return self.Centred(3, 2)
+
+    def train_data(self):
+        return TensorDataset(super().train_data().tensors[0])
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[0][:, :2]).square().sum()
+
+
+class CountsPasses(Small):
+    """The model counts its passes in an attribute, and its result depends on it."""
+
+    class Counts(nn.Linear):
+        passes = 0
+
+        def forward(self, inputs):
+            self.passes += 1
+            return super().forward(inputs) * (1 + self.passes)
+
+    def model(self):
+        return self.Counts(3, 2)
+
+
 class Single(Small):
     """One sample, which has no halves."""
 

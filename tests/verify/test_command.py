@@ -11,8 +11,11 @@ from lockstep.cli import app
 from lockstep.errors import LockstepError, UsageError
 from lockstep.verify import command
 from lockstep.verify.checks import CHECKS
+from lockstep.verify.experiments import ExperimentFailed
 from lockstep.verify.result import VerifyResult, fault, not_shown, passed
+from lockstep.verify.task_probe import TaskProbe
 from tests import runs
+from tests.verify.made_up import experiments
 
 ODD = Path(__file__).resolve().parent / "odd_tasks.py"
 
@@ -136,6 +139,22 @@ def test_what_is_not_shown_is_no_fault(monkeypatch, call):
     done = call("Classes", "--checks", "loss")
     assert done.exit_code == 0
     assert "it is dark" in done.stdout
+
+
+def test_where_a_loss_communicates_a_failed_experiment_names_that_as_a_cause(monkeypatch):
+    made = experiments({"task-probe": TaskProbe(collectives=["allgather"])})
+    made.probe()
+    assert made.short_config()["parallel"]["timeout_s"] == 30.0
+    assert experiments().short_config()["parallel"]["timeout_s"] == 600.0
+
+    def fail(experiments):
+        raise ExperimentFailed("undisturbed", "the process of rank 1 ended with exit code -6")
+
+    monkeypatch.setitem(CHECKS, "loss", fail)
+    check = command._make_check("loss", made)
+    assert check.status == "fault"
+    assert "exit code -6. Task.loss makes collectives of its own (allgather): all ranks must" in check.reason
+    assert command._make_check("loss", experiments()).reason.endswith("exit code -6")
 
 
 def test_the_global_batch_is_a_number_when_checks_see_it(monkeypatch, tmp_path):

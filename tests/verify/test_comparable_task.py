@@ -20,6 +20,7 @@ from lockstep.verify.comparable_task import (
     TaskChanges,
     _subset,
     batch_norm_modules,
+    buffers_put_back,
     disable_dropout,
     freeze_statistics,
     sum_of_heads,
@@ -27,6 +28,7 @@ from lockstep.verify.comparable_task import (
 )
 from tests import own_tasks
 from tests.verify import clean_tasks
+from tests.verify.odd_tasks import Small
 
 EXACT = TaskChanges(exact=True)
 
@@ -540,3 +542,25 @@ def test_a_total_is_the_sum_over_heads_in_their_own_format():
     assert sum_of_heads(one) is one
     assert sum_of_heads({"a": torch.tensor(1.0, dtype=torch.float64)}).dtype == torch.float64
     assert sum_of_heads({"a": torch.tensor(1.0, dtype=torch.bfloat16)}).dtype == torch.bfloat16
+
+
+def test_complex_numbers_become_complex_numbers_of_double_precision():
+    plain = Small()
+    plain.model = lambda: nn.ParameterDict({"a": torch.ones(2, dtype=torch.complex64), "b": torch.ones(2)})
+    model = ComparableTask(plain, TaskChanges(float64=True)).model()
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == {
+        "a": torch.complex128,
+        "b": torch.float64,
+    }
+    assert to_float64([torch.ones(1, dtype=torch.complex64)])[0].dtype == torch.complex128
+
+
+def test_named_buffers_are_put_back_after_a_pass():
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    mean = model[0].running_mean
+    with buffers_put_back(model, ["0.running_mean"]):
+        model(torch.randn(4, 3) + 5)
+        assert model[0].running_mean.abs().sum() > 0.5
+    assert model[0].running_mean is mean
+    assert mean.tolist() == [0.0, 0.0, 0.0]
+    assert not torch.equal(model[0].running_var, torch.ones(3))

@@ -8,6 +8,7 @@ import torch
 
 from lockstep.verify.compare import (
     Difference,
+    _norm_of_difference,
     curve_difference,
     difference,
     differing_names,
@@ -194,3 +195,8 @@ def test_a_bound_in_which_a_fault_could_hide_is_too_vague():
     assert is_too_large(1.1e-2)
     assert is_too_large(math.inf)
     assert is_too_large(math.nan)
+
+
+def test_imaginary_parts_are_compared():
+    first, second = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 + 2j, 3 + 3j])
+    assert _norm_of_difference(first, second) == pytest.approx(4.0)

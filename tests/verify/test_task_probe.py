@@ -10,6 +10,7 @@ from tests import runs
 
 HERE = Path(__file__).resolve().parent
 RIGHT, ODD, BROKEN = HERE / "clean_tasks.py", HERE / "odd_tasks.py", HERE / "broken_tasks.py"
+MODELS, LOSSES = HERE / "unusual_models.py", HERE / "unusual_losses.py"
 
 
 def probe(name, file=ODD, part=29, **sections):
@@ -235,3 +236,44 @@ def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
 def test_what_may_be_wrong_is_remarked(name, said):
     (remark,) = probe(name, BROKEN).remarks
     assert said in remark
+
+
+def test_buffers_that_each_pass_moves_are_found():
+    found = probe("SpectralNorm", MODELS)
+    assert found.moving_buffers == ["0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"]
+    assert found.moving == 0.0
+    assert found.coupling < 1e-12
+    assert found.obstacle() is None
+    assert found.notes()[0].startswith("2 buffers that each training pass moves are put back after each pass")
+    assert probe("AverageInside", MODELS).moving_buffers == []  # no training pass reads them
+
+
+def test_a_model_that_counts_its_passes_elsewhere_is_an_obstacle():
+    found = probe("CountsPasses")
+    assert found.moving > 0.01
+    assert "a second training pass over the same batch has another loss" in found.obstacle()
+
+
+def test_a_loss_without_labels_that_compares_samples_is_an_obstacle():
+    found = probe("FixedTemperature", LOSSES)
+    assert found.compares_samples
+    assert "as with in-batch negatives" in found.obstacle()
+    found = probe("Coupled")  # has labels
+    assert (found.compares_samples, found.obstacle()) == (False, None)
+    found = probe("CoupledInModel")
+    assert found.coupling > 1e-3
+    assert (found.compares_samples, found.obstacle()) == (False, None)
+
+
+def test_collectives_of_the_loss_are_found_without_other_ranks():
+    found = probe("GatheredNegatives", LOSSES)
+    assert found.collectives == ["allgather"]
+    assert "Task.loss makes collectives of its own (allgather)" in found.obstacle()
+    assert not torch.distributed.is_initialized()
+    assert probe("Small").collectives == []
+
+
+def test_complex_weights_are_examined_in_double_precision():
+    found = probe("ComplexWeights", MODELS)
+    assert found.float64
+    assert found.coupling < 1e-13

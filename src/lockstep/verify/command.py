@@ -144,12 +144,24 @@ def _make_check(name: str, experiments: Experiments) -> CheckResult:
     try:
         check = CHECKS[name](experiments)
     except ExperimentFailed as failed:
-        check = not_shown(failed.error) if failed.refused else fault(f"the experiment failed: {failed}")
+        check = not_shown(failed.error) if failed.refused else fault(_failure(failed, experiments))
     except LockstepError as error:  # for example a checkpoint that cannot be read
         check = fault(str(error))
     check.name = name
     check.seconds = round(time.perf_counter() - start, 2)
     return check
+
+
+def _failure(failed: ExperimentFailed, experiments: Experiments) -> str:
+    """Words for an experiment that failed, with a likely cause."""
+    words = f"the experiment failed: {failed}"
+    collectives = experiments.probe().collectives
+    if not collectives or failed.known:
+        return words
+    return (
+        f"{words}. Task.loss makes collectives of its own ({', '.join(collectives[:3])}): all ranks must make them "
+        "equally often, also in an evaluation, with tensors of the same shape, also for the last samples of an epoch"
+    )
 
 
 def _announce(name: str) -> None:

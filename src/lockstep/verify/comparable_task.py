@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -44,6 +44,8 @@ class TaskChanges:
     """Training samples are prepared as for evaluation."""
     note_generators: bool = False
     """The states of the global generators before each training loss are kept in `ComparableTask.generator_states`."""
+    fixed_buffers: tuple[str, ...] = ()
+    """Names of buffers that a forward pass moves, and that are put back after each pass."""
     disturb_generators: bool = False
     """The global generators get other states after a micro-batch was read and before its forward pass."""
 
@@ -66,8 +68,9 @@ class ComparableTask(Task):
         unchanged += [] if changes.reverse else ["collate"]
         unchanged += [] if changes.float64 else ["metrics"]
         unchanged += [] if changes.float64 or changes.disturb_generators else ["weight"]
-        unchanged += [] if changes.float64 or changes.exact else ["predict"]
-        unchanged += [] if changes.float64 or changes.exact or changes.note_generators else ["loss"]
+        unchanged += [] if changes.float64 or changes.exact or changes.fixed_buffers else ["predict"]
+        changes_loss = changes.float64 or changes.exact or changes.fixed_buffers or changes.note_generators
+        unchanged += [] if changes_loss else ["loss"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
 
@@ -75,6 +78,9 @@ class ComparableTask(Task):
         model = self.task.model()
         if self.changes.float64:
             model = model.double()
+            for parameter in model.parameters():
+                if parameter.is_complex():
+                    parameter.data = parameter.data.to(torch.complex128)
         if self.changes.exact:
             disable_dropout(model)
             norms = batch_norm_modules(model)
@@ -122,7 +128,7 @@ class ComparableTask(Task):
         if self.changes.note_generators and model.training:
             text = repr(sorted(states().items()))
             self.generator_states.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
-        with self._without_dropout():
+        with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
             return self.task.loss(model, self._converted(batch))
 
     def predict(self, model: nn.Module, batch: Any) -> Any:
@@ -143,8 +149,28 @@ class ComparableTask(Task):
 
 
 def to_float64(batch: Any) -> Any:
-    """`batch` with its floating-point tensors in float64."""
-    return mapped(batch, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    """`batch` with its floating-point tensors in float64, and its complex tensors in complex128."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128)
+        return tensor.double() if tensor.is_floating_point() else tensor
+
+    return mapped(batch, convert)
+
+
+@contextlib.contextmanager
+def buffers_put_back(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, the buffers `names` are copies, so that a forward pass moves the copies and not the buffers."""
+    places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    buffers = [module.get_buffer(key) for module, key in places]
+    for (module, key), buffer in zip(places, buffers, strict=True):
+        setattr(module, key, buffer.clone())
+    try:
+        yield
+    finally:
+        for (module, key), buffer in zip(places, buffers, strict=True):
+            setattr(module, key, buffer)
 
 
 def batch_norm_modules(model: nn.Module) -> list[Any]:

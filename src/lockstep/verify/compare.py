@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.verify.recorder import Recording
 from lockstep.verify.reference.checkpoint import SavedState
+from lockstep.verify.reference.data import numbers
 
 _SAFETY = 30.0  # factor on measured rounding
 _LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a small fault could hide in a larger bound
@@ -68,7 +69,7 @@ def difference(
 
 
 def _norm_of_difference(first: Tensor, second: Tensor) -> float:
-    norm = float((first.double() - second.double()).norm())
+    norm = float((numbers(first) - numbers(second)).norm())
     return norm if math.isfinite(norm) else math.inf
 
 

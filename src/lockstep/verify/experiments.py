@@ -24,6 +24,7 @@ from lockstep.verify.worker_functions import Answer, TrainingRun
 from lockstep.verify.workers import WorkerEnded, Workers
 
 _BASELINE_SAMPLES = 512
+_TIMEOUT_OF_COLLECTIVES_S = 30.0  # without progress, where the task's own collectives may make ranks wait for ever
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -82,6 +83,7 @@ class Experiments:
     """Calls the function on a rank. Tests pass a function that breaks the engine first."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
     _longest_learning: int = 1
+    _loss_communicates: bool = False
 
     # ---- configs
 
@@ -143,6 +145,9 @@ class Experiments:
             "checkpoint__keep_every_steps": None,
             "checkpoint__keep_last": 1,
         }
+        if self._loss_communicates:
+            # Ranks that make such collectives unequally often wait for each other.
+            short["parallel__timeout_s"] = min(config["parallel"]["timeout_s"], _TIMEOUT_OF_COLLECTIVES_S)
         for path, value in (short | changes).items():
             *sections, key = path.split("__")
             section = config
@@ -167,9 +172,14 @@ class Experiments:
 
         An epoch ends with fewer samples than ranks, so that some ranks get a filler.
         """
-        remainder = min(self.nproc - 1, self.global_batch - 1)
-        samples = 4 * self.global_batch + remainder if remainder else self.train_samples
-        return TaskChanges(exact=True, float64=self.probe().float64, reverse=reverse, train_samples=samples)
+        probe, remainder = self.probe(), min(self.nproc - 1, self.global_batch - 1)
+        return TaskChanges(
+            exact=True,
+            float64=probe.float64,
+            reverse=reverse,
+            train_samples=4 * self.global_batch + remainder if remainder else self.train_samples,
+            fixed_buffers=tuple(probe.moving_buffers),
+        )
 
     # ---- making experiments
 
@@ -239,6 +249,7 @@ class Experiments:
     def probe(self) -> TaskProbe:
         """What a forward and a backward pass show about the task."""
         (probe,) = self.run("task-probe", 1, probe_task, self.short_config(), self.train_samples)
+        self._loss_communicates = bool(probe.collectives)
         return probe  # type: ignore[no-any-return]
 
     @_once

@@ -21,7 +21,7 @@ from lockstep.trainer import Recorder
 from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
-from lockstep.verify.reference.data import EVERY_HEAD
+from lockstep.verify.reference.data import EVERY_HEAD, numbers
 from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.verify.step_operations import Communication, StepOperations
@@ -96,7 +96,7 @@ class Recording:
     parameters: list[str] = field(default_factory=list)
     """Names of all parameters."""
     trainable: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Shapes of the parameters that train, unsharded."""
+    """Shapes of the parameters that train, unsharded. A complex number counts as two."""
     buffer_bytes: int = 0
     """Size of all buffers."""
     sharded: bool = False
@@ -178,7 +178,7 @@ class TrainingRecorder(Recorder):
         finally:
             handle.remove()
             moved = [sharded_tensor.local(p.detach()) - start[name] for name, p in model.named_parameters()]
-            recording.moved = math.sqrt(sum(float(change.double().square().sum()) for change in moved))
+            recording.moved = math.sqrt(sum(float(numbers(change).square().sum()) for change in moved))
             recording.unused = [name for name, never in self._never_used.items() if bool(never)]
 
     # ---- around a step
@@ -191,7 +191,11 @@ class TrainingRecorder(Recorder):
         recording.sharded = state.strategy.is_sharded
         recording.buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
         recording.parameters = [name for name, _ in model.named_parameters()]
-        recording.trainable = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+        recording.trainable = {
+            name: (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        }
         recording.base_lr = float(state.optimizer.param_groups[-1]["base_lr"])
 
     def _before_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
@@ -295,6 +299,7 @@ class TrainingRecorder(Recorder):
         with state.strategy.inference() as forward:
             forward.eval()
             with torch.no_grad(), state.precision.autocast():
+                disturb(state.step)  # a model that draws in evaluation draws the same on all ranks
                 losses = forward(batch)
             forward.train()
         own = {head: float(loss).hex() for head, loss in losses.items()}

@@ -5,8 +5,9 @@ No other module knows `torch.utils._python_dispatch`, or the names of torch's co
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.distributed.pretended import pretended_world
 from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.verify.digest import digest
 
@@ -40,6 +42,8 @@ class Communication:
     """Number of elements of each reduction in the forward and backward passes."""
     own_reductions: list[int] = field(default_factory=list)
     """The same for reductions that the package itself asks for, to count units or to take a norm."""
+    reductions_of_integers: list[int] = field(default_factory=list)
+    """The same for reductions of integers. With `find_unused_parameters`, DDP adds up which parameters ranks used."""
     other_collectives: list[str] = field(default_factory=list)
     """Names of all other collectives."""
     broadcast_bytes: int = 0
@@ -104,6 +108,8 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             own = str(Path(_caller().f_code.co_filename).parent) == _DISTRIBUTED
             reductions = communication.own_reductions if own else communication.reductions
+            if not own and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+                reductions = communication.reductions_of_integers
             reductions.append(sum(tensor.numel() for tensor in tensors))
         elif name.startswith("c10d::"):
             if name == "c10d::broadcast_":
@@ -126,6 +132,30 @@ class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.names.append(func.name().partition(".")[0].removeprefix("aten::"))
         return func(*args, **(kwargs or {}))
+
+
+class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the names of collectives are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        space, _, name = func.name().partition(".")[0].partition("::")
+        if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            self.names.append(name.strip("_"))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def pretended_ranks(size: int) -> Iterator[CollectiveOperations]:
+    """Inside, this process is rank 0 of `size` ranks. Collectives are recorded, and communicate with nobody."""
+    operations = CollectiveOperations()
+    with pretended_world(size) as is_pretended, operations if is_pretended else contextlib.nullcontext():
+        yield operations
 
 
 def _caller() -> FrameType:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.distributed.world import join_world
@@ -21,13 +22,15 @@ from lockstep.verify.comparable_task import (
     ComparableTask,
     TaskChanges,
     batch_norm_modules,
+    buffers_put_back,
     disable_dropout,
     sum_of_heads,
+    to_float64,
 )
 from lockstep.verify.derivative import wrong_derivative
 from lockstep.verify.reference import data
 from lockstep.verify.repetition import depends_on_rank, differs, model_difference
-from lockstep.verify.step_operations import RandomOperations
+from lockstep.verify.step_operations import RandomOperations, pretended_ranks
 from lockstep.verify.zero_outputs import other_units
 
 _COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
@@ -81,6 +84,15 @@ class TaskProbe:
     remarks: list[str] = field(default_factory=list)
     """What may be wrong, and may be meant so, for people."""
 
+    moving_buffers: list[str] = field(default_factory=list)
+    """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
+    moving: float = 0.0
+    """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
+    compares_samples: bool = False
+    """Whether the loss compares the samples of a batch with each other: it has no labels, and outputs do not couple."""
+    collectives: list[str] = field(default_factory=list)
+    """Collectives that the loss makes by itself, where there are several ranks."""
+
     def notes(self) -> list[str]:
         """What a comparison of two trainings leaves out, for people."""
         notes = []
@@ -90,6 +102,12 @@ class TaskProbe:
             notes.append(
                 f"{self.batch_norms} BatchNorm modules keep fixed statistics for this comparison: "
                 "batch statistics depend on how the batch is cut"
+            )
+        if self.moving_buffers:
+            notes.append(
+                f"{len(self.moving_buffers)} buffers that each training pass moves are put back after each pass, "
+                "for this comparison: the number of passes depends on how the batch is cut: "
+                f"{', '.join(self.moving_buffers[:3])}"
             )
         if not self.float64:
             notes.append(f"compared in the model's own number format, since float64 fails: {self.float64_error}")
@@ -108,6 +126,11 @@ class TaskProbe:
 
     def obstacle(self) -> str | None:
         """Why trainings on different numbers of ranks cannot be compared; None where they can."""
+        if self.moving > _COUPLED * self.epsilon:
+            return (
+                f"a second training pass over the same batch has another loss ({self.moving:.2g} off): the model or "
+                "the task counts its passes, and their number depends on how the batch is cut"
+            )
         if self.cause_of_indeterminism():
             return f"{self.cause_of_indeterminism()}; see determinism"
         if self.random_without_dropout:
@@ -120,6 +143,14 @@ class TaskProbe:
             return (
                 f"{self.without_statistics} BatchNorm modules keep no running statistics, "
                 "so their result depends on how the batch is cut"
+            )
+        if self.collectives:
+            names = ", ".join(self.collectives[:3])
+            return f"Task.loss makes collectives of its own ({names}): it depends on which samples other ranks have"
+        if self.compares_samples:
+            return (
+                "the loss compares the samples of a micro-batch with each other, as with in-batch negatives "
+                f"(off by {self.coupling:.2g} on a batch of two halves): it depends on how the batch is cut"
             )
         return None
 
@@ -186,6 +217,8 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 samples = _samples(exact, train_samples, seed=seed_number, skip=skip)
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
+                _find_moving_buffers(probe, exact, model, batches[0][0])
+                exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _measure_coupling(probe, exact, model, batches)
                 probe.loss_difference = differs(exact.loss, model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
@@ -196,6 +229,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                     raise
                 first_line = str(error).splitlines()[0] if str(error) else ""
                 probe.float64, probe.float64_error = False, f"{type(error).__name__}: {first_line}"
+        probe.collectives = _collectives(task, whole, world.device)
     return probe
 
 
@@ -293,6 +327,69 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
         probe.remarks.extend([units] if units else [])
 
 
+def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
+    """Find out whether a second training pass over the same batch has another loss, and which buffers moved."""
+
+    def passes() -> float:
+        """The relative difference of the losses of two passes."""
+        first, second = (sum_of_heads(data.heads(task.loss(model, batch))).item() for _ in range(2))
+        return abs(first - second) / max(abs(first), abs(second), 1e-30)
+
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad():
+        if probe.random_without_dropout or passes() == 0:
+            return
+        moved = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
+        with buffers_put_back(model, moved):
+            first = sum_of_heads(data.heads(task.loss(model, batch))).item()
+        with buffers_put_back(model, moved):
+            second = sum_of_heads(data.heads(task.loss(model, batch))).item()
+    probe.moving_buffers = moved
+    probe.moving = abs(first - second) / max(abs(first), abs(second), 1e-30)
+
+
+def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
+    """Names of the collectives that the loss makes in a pretended world of two ranks. None of them communicates."""
+    with pretended_ranks(2) as operations, contextlib.suppress(Exception):
+        task.loss(task.model().to(device).train(), batch)
+    return operations.names
+
+
+def _compares_samples(task: Task, model: nn.Module, batches: list[Any]) -> bool:
+    """Whether the loss has no labels, and the model's outputs for a sample do not depend on other samples.
+
+    Such a loss can only learn from comparing samples with each other.
+
+    Args:
+        batches: a batch and its halves.
+    """
+    inputs: list[Any] = []
+    outputs: list[list[Tensor]] = []
+
+    def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs.extend(data.tensors((args, kwargs)))
+        outputs.append([tensor for tensor in data.tensors(output) if tensor.is_floating_point() and tensor.ndim])
+
+    handle = model.register_forward_hook(record, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                task.loss(model, batch)
+    finally:
+        handle.remove()
+    if len(outputs) != len(batches):
+        return False
+    entered = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    if any(tensor.untyped_storage().data_ptr() not in entered for tensor in data.tensors(batches[0])):
+        return False
+    whole, first, second = outputs
+    parts = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+    return bool(whole) and all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+        for one, other in zip(whole, parts, strict=True)
+    )
+
+
 def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Batch]) -> None:
     """Find out whether the loss of each head is a sum over samples, with unchanged weights.
 
@@ -319,3 +416,7 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
         means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
             probe.mean_heads.append(head)
+    if probe.coupling > _COUPLED * probe.epsilon and not probe.mean_heads:
+        probe.compares_samples = _compares_samples(
+            task, model, [to_float64(batch) if probe.float64 else batch for batch, _ in batches]
+        )

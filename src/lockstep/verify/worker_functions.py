@@ -23,7 +23,7 @@ from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.recorder import RecorderOptions, Recording, TrainingRecorder
 from lockstep.verify.reference import checkpoint, evaluation
-from lockstep.verify.reference.data import tensors
+from lockstep.verify.reference.data import numbers, tensors
 
 OUTPUT = "tensors of the output"
 """Key of a described prediction: see `summary`."""
@@ -195,9 +195,10 @@ def predict_by_loop(config: Mapping[str, Any], folder: str, changes: TaskChanges
 
 
 def summary(output: Any) -> list[tuple[tuple[int, ...], float, float]]:
-    """Shape, mean and 2-norm of each tensor of floating-point numbers in an output."""
-    of_floats = [tensor.double() for tensor in tensors(output) if tensor.is_floating_point() and tensor.numel()]
-    return [(tuple(numbers.shape), float(numbers.mean()), float(numbers.norm())) for numbers in of_floats]
+    """Shape, mean and 2-norm of each tensor of floating-point or complex numbers in an output."""
+    inexact = [tensor for tensor in tensors(output) if tensor.is_floating_point() or tensor.is_complex()]
+    values = [numbers(tensor) for tensor in inexact if tensor.numel()]
+    return [(tuple(value.shape), float(value.mean()), float(value.norm())) for value in values]
 
 
 def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:

@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import pytest
+import torch
 
 from lockstep.verify import worker_functions
 from lockstep.verify.checks import evaluation
@@ -64,6 +66,12 @@ def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
     assert evaluated(**{where: {"accuracy": math.nan}}).status == "fault"
     assert evaluated(**{where: {"extra": math.nan}}).status == "fault"
     assert evaluated(**{where: {"samples": 49}}).status == "fault"
+
+
+def test_the_loss_may_depend_on_the_cut_where_it_compares_samples_and_metrics_may_not():
+    assert evaluated(smaller={"loss": 0.4}).status == "fault"
+    assert evaluated(smaller={"loss": 0.4, "loss/a": 0.1}, compares_samples=True).status == "passed"
+    assert evaluated(smaller={"accuracy": 0.7}, compares_samples=True).status == "fault"
 
 
 def test_a_metric_that_depends_on_how_samples_are_cut_is_a_fault():
@@ -208,6 +216,10 @@ def test_a_few_predictions_may_be_on_the_edge_and_numbers_are_compared_to_roundi
         ({"a": math.nan}, {"a": math.nan}, True),
         ({"a": "cat"}, {"a": "dog"}, False),
         ({"a": {"b": 1.0}}, {"a": {"b": 1.0}}, True),
+        ({"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor([0.5001, 2.0])}, True),
+        ({"a": torch.tensor([0.5, 2.0])}, {"a": torch.tensor([0.6, 2.0])}, False),
+        ({"a": np.float32(0.5)}, {"a": np.float32(0.5001)}, True),
+        ({"a": np.zeros(2)}, {"a": np.zeros(3)}, False),
     ],
 )
 def test_descriptions_are_alike_to_rounding(one, other, same):

@@ -242,6 +242,26 @@ def test_padded_shards_pass_and_unpadded_numbers_do_not():
     assert communicated(Communication(reductions=FSDP)).status == "fault"
 
 
+def test_the_bitmap_of_unused_parameters_is_no_gradient():
+    waits = [("step.py:3", True)]  # of DDP, which reads the bitmap in the backward pass
+    step = Communication(reductions=DDP, reductions_of_integers=[2], host_waits=waits)
+    assert communicated(step, parallel={"find_unused_parameters": True}).status == "passed"
+    step.host_waits = [*waits, ("step.py:4", True)]
+    assert communicated(step, parallel={"find_unused_parameters": True}).status == "fault"
+    result = communicated(step)
+    assert result.status == "fault"
+    assert "2 integers are reduced in every step, and 0 are needed" in result.reason
+
+
+def test_collectives_of_the_loss_show_nothing_but_other_faults():
+    probe = TaskProbe(epsilon=1e-16, collectives=["allgather"])
+    result = gradients.collectives(experiments({"task-probe": probe}))
+    assert result.status == "not shown"
+    assert "Task.loss makes collectives of its own (allgather)" in result.reason
+    assert checked(probe=probe).status == "not shown"
+    assert checked([steps(steps_in_eval_mode=[2]), steps()], probe=probe).status == "fault"
+
+
 def test_wasted_and_missing_reductions_are_faults():
     result = communicated(Communication(reductions=DDP * 3))
     assert (result.status, result.value) == ("fault", 3.0)

@@ -110,6 +110,27 @@ def test_a_loss_that_does_not_fall_is_a_fault():
     )
 
 
+def test_a_loss_that_falls_from_epoch_to_epoch_passes_where_steps_differ_more():
+    of_steps = [5.0, -5.0, 3.0, -3.0, 0.0]  # what the samples of a step make of its loss, in each epoch
+    order = [random.Random(epoch).sample(of_steps, 5) for epoch in range(12)]
+    curve = [loss + 2.0 / (1 + epoch) ** 2 for epoch in range(12) for loss in order[epoch]]
+    flat = [loss for epoch in range(12) for loss in order[epoch]]
+    for losses, status in ((curve, "passed"), (flat, "fault")):
+        answers = {name: recording(losses, steps_per_epoch=5) for name in ("learned-1", "learned-4")}
+        result = learning.loss(experiments(answers | {"baseline": baseline()}))
+        assert result.status == status
+    result = learning.loss(experiments({"learned-1": recording(curve, steps_per_epoch=5)}))
+    assert result.reason == "falls from 2 to 0.01389, the means of 12 epochs; steps differ more"
+    assert result.value < -10
+
+
+@pytest.mark.parametrize(
+    "means", [[1.0] * 8, [2.0, 1.0, 1.0], [1.0, *[0.999] * 7], [2.0, *[1.0, 1.9] * 4], [math.nan] * 9]
+)
+def test_epochs_that_are_alike_too_few_or_too_different_do_not_fall(means):
+    assert learning.t_of_epochs(means) > learning._T_OF_EPOCHS
+
+
 def test_a_loss_with_nothing_left_to_fall_shows_nothing():
     low = [loss / 100 for loss in FLAT]
     result = learning.loss(
@@ -126,6 +147,12 @@ def test_a_loss_that_explodes_on_the_way_is_a_fault():
     assert result.status == "fault"
     assert "oscillates wildly" in result.reason
     assert learning.loss(experiments({"learned-1": recording([17.0, *curve[1:]])})).status == "passed"
+
+
+def test_steps_that_differ_from_the_beginning_are_no_explosion():
+    """As where few steps have units of a head, or batches are tiny."""
+    curve = [step_loss + 8.0 * (step % 3 == 0) / (1 + step / 30) for step, step_loss in enumerate(FALLING)]
+    assert learning.loss(experiments({"learned-1": recording(curve)})).status == "passed"
 
 
 def test_a_loss_that_is_not_finite_is_a_fault():

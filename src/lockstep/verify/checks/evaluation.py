@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import Experiments
@@ -111,6 +114,7 @@ def _depends_on_cutting(
     smaller = micro // 2
     if not smaller:
         return ""
+    couples = experiments.probe().compares_samples  # then the loss depends on the cut, and metrics must not
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
     (again,) = experiments.run(
         "evaluated-by-a-loop-in-smaller-batches",
@@ -121,6 +125,11 @@ def _depends_on_cutting(
         changes,
         smaller,
     )
+    if couples:
+        by_loop, again = (
+            {key: value for key, value in values.items() if key.partition("/")[0] != "loss"}
+            for values in (by_loop, again)
+        )
     worst, largest = _largest_difference(by_loop, [again])
     bound = _CUTTING_BOUND if experiments.config["precision"] == "fp32" else _CUTTING_BOUND_16
     if largest <= bound:
@@ -225,6 +234,8 @@ def _are_same_tensors(by_loop: Sequence[Any], by_engine: Sequence[Any], toleranc
 
 def _is_same_prediction(by_loop: Any, by_engine: Any, tolerance: float) -> bool:
     """Whether two descriptions of an output are the same, up to rounding of numbers. Only `by_loop` has a `truth`."""
+    if isinstance(by_loop, Tensor | np.ndarray | np.generic) and type(by_loop) is type(by_engine):
+        by_loop, by_engine = by_loop.tolist(), by_engine.tolist()
     if isinstance(by_loop, float) and isinstance(by_engine, float):
         both_nan = math.isnan(by_loop) and math.isnan(by_engine)
         return both_nan or math.isclose(by_loop, by_engine, rel_tol=tolerance, abs_tol=tolerance)

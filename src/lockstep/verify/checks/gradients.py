@@ -23,10 +23,12 @@ _EXPECTED_COLLECTIVES = {  # of buffers, and of sharded parameters
 
 def gradients(experiments: Experiments) -> CheckResult:
     """Every trainable parameter gets plain torch's gradient, clipped as configured, at the scheduled learning rate."""
-    learned, accumulated, probe = experiments.learned(1), experiments.accumulated(), experiments.probe()
+    learned, probe = experiments.learned(1), experiments.probe()
     complaints = _wrong_norms(learned[0], experiments) + _wrong_learning_rates(learned[0], experiments)
     complaints += _wrong_updates(experiments) + _wrong_modules(learned) + _endless_warmup(experiments)
-    comparisons = accumulated[0].gradients
+    if probe.collectives:  # uneven micro-batches would not fit the loss
+        return fault("; ".join(complaints)) if complaints else not_shown(str(probe.obstacle()))
+    comparisons = experiments.accumulated()[0].gradients
     worst = max(
         comparisons.values(),
         key=lambda comparison: math.inf if math.isnan(comparison.difference) else comparison.difference,
@@ -150,6 +152,8 @@ def _wrong_modules(recordings: list[Recording]) -> list[str]:
 
 def collectives(experiments: Experiments) -> CheckResult:
     """Each gradient is reduced once per step, also under accumulation, and the host never waits for the device."""
+    if experiments.probe().collectives:
+        return not_shown(str(experiments.probe().obstacle()))
     recordings = _record_communication(experiments)
     first, nproc = recordings[0], experiments.nproc
     if not first.communication:
@@ -179,6 +183,10 @@ def collectives(experiments: Experiments) -> CheckResult:
         )
     if nproc > 1 and reduced != elements:
         return fault(text, **more)
+    integers = sum(quietest[0].reductions_of_integers)
+    expected = len(first.trainable) if experiments.config["parallel"]["find_unused_parameters"] else 0
+    if integers > expected:
+        return fault(f"{integers:,} integers are reduced in every step, and {expected:,} are needed", **more)
     own_reductions = len(quietest[0].own_reductions)
     if own_reductions > 2:
         return fault(
@@ -234,4 +242,10 @@ def _host_waits(recordings: list[Recording], experiments: Experiments) -> tuple[
         by_scaler = [place for place in by_package if place.startswith("step.py:")][:3]
         by_package = [place for place in by_package if place not in by_scaler]
         notes.append("fp16: the loss scaler waits for the device once per step, to know whether the step overflowed")
+    if experiments.config["parallel"]["find_unused_parameters"] and by_package:
+        by_backward = [place for place in by_package if place.startswith("step.py:")][:1]
+        by_package = [place for place in by_package if place not in by_backward]
+        notes.append(
+            "find_unused_parameters: DDP waits for the device in each step, to know which parameters were used"
+        )
     return by_package, notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from lockstep.verify.free_outputs import least_loss
 from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
+_FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; chance gives it once in 200 trainings
+_LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
 _FEW_SAMPLES = 8
 _EVAL_SAMPLES = 2000
@@ -22,12 +25,15 @@ _TOO_FEW_EVAL_SAMPLES = 20  # a model that learned well may be worse than a cons
 def loss(experiments: Experiments) -> CheckResult:
     """The slope of the loss over steps is negative beyond chance, and the loss does not explode on the way."""
     for factor in (1, experiments.patience):
-        curve = experiments.learned(factor)[0].losses
+        recording = experiments.learned(factor)[0]
+        curve = recording.losses
         slope = t_of_slope(curve)
-        if slope < _SIGNIFICANT_T:
+        by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
+        falls = slope < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
+        if falls:
             break
     count = max(3, len(curve) // 10)
-    first = sum(curve[:count]) / count
+    first = max(curve[:count])  # no mean: some steps have few samples, or units of a head that most steps lack
     highest = max(curve[len(curve) // 4 :])
     more: dict[str, Any] = {
         "value": slope,
@@ -41,7 +47,7 @@ def loss(experiments: Experiments) -> CheckResult:
     path = f"{curve[0]:.4g} to {curve[-1]:.4g} in {len(curve)} steps"
     if not all(map(math.isfinite, curve)):
         return fault(f"the loss is not finite: {path}", **more)
-    if not slope < _SIGNIFICANT_T:
+    if not falls:
         baseline = experiments.baseline()
         if not baseline.obstacle and max(curve) < 0.5 * baseline.values["loss"]:
             return not_shown(
@@ -56,7 +62,29 @@ def loss(experiments: Experiments) -> CheckResult:
             "lower optim.lr or set optim.clip_norm",
             **more,
         )
+    if not slope < _SIGNIFICANT_T:
+        more |= {"value": t_of_epochs(by_epoch), "bound": _T_OF_EPOCHS, "what": "t of the later epochs' mean losses"}
+        path = f"{by_epoch[0]:.4g} to {by_epoch[-1]:.4g}, the means of {len(by_epoch)} epochs; steps differ more"
     return passed(f"falls from {path}", **more)
+
+
+def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float]:
+    """The mean losses of whole epochs, which have the same samples. Samples differ from step to step."""
+    count = len(curve) // steps_per_epoch if steps_per_epoch else 0
+    epochs = [curve[epoch * steps_per_epoch : (epoch + 1) * steps_per_epoch] for epoch in range(count)]
+    return [sum(losses) / len(losses) for losses in epochs]
+
+
+def t_of_epochs(means: Sequence[float]) -> float:
+    """How far the later half of the epochs' mean losses lies below the first, in its standard deviations; 0 if not."""
+    later = means[len(means) // 2 :]
+    if len(means) < _FEWEST_EPOCHS or not all(map(math.isfinite, means)):
+        return 0.0
+    fall = means[0] - statistics.fmean(later)
+    if fall <= _LEAST_FALL * abs(means[0]):
+        return 0.0
+    deviation = statistics.stdev(later) * math.sqrt(1 + 1 / len(later))
+    return -fall / deviation if deviation else -math.inf
 
 
 def t_of_slope(curve: Sequence[float]) -> float:

@@ -68,6 +68,12 @@ def tensors(value: Any) -> list[Tensor]:
     return found
 
 
+def numbers(tensor: Tensor) -> Tensor:
+    """The numbers of a tensor in float64, without its graph. A complex number has two, in a last dimension."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
 def to_device(batch: Any, device: torch.device) -> Any:
     """`batch` with its tensors on `device`."""
     return mapped(batch, lambda tensor: tensor.to(device))

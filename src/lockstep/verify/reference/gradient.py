@@ -41,7 +41,7 @@ class GradientComparison:
         differences = {}
         for name in self.gradient.keys() | actual.keys():
             plain = self.gradient[name] * factor if name in self.gradient else torch.zeros(1)
-            difference = actual[name].cpu().double() - plain.double() if name in actual else plain
+            difference = data.numbers(plain) - (data.numbers(actual[name].cpu()) if name in actual else 0.0)
             differences[name] = float(difference.norm())
         scale = norm * factor or 1.0
         return GradientComparison(
@@ -54,7 +54,7 @@ class GradientComparison:
 
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors.values()))
+    return math.sqrt(sum(float(data.numbers(tensor).square().sum()) for tensor in tensors.values()))
 
 
 def reference_gradient(

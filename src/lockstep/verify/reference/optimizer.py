@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.verify.reference import schedule
+from lockstep.verify.reference.data import numbers
 
 
 class ReferenceOptimizer:
@@ -92,7 +93,7 @@ class ReferenceOptimizer:
         if own.keys() != trained.keys():
             self.differences[kind] = math.inf
             return
-        differences = [own[name].detach().double() - trained[name].detach().double() for name in own]
+        differences = [numbers(own[name]) - numbers(trained[name]) for name in own]
         largest = max((float(difference.norm()) for difference in differences), default=0.0)
         self.differences[kind] = max(self.differences[kind], largest) if math.isfinite(largest) else math.inf
 
