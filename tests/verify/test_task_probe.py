@@ -208,6 +208,36 @@ def test_a_generator_that_reading_a_sample_seeds_is_found():
     assert (by_index.seeded_for_sample, by_index.seeded_alike) == (["torch"], [])
 
 
+@pytest.mark.parametrize("name", ["WeightAtLeastFour", "WeightIsShare", "Masked"])
+def test_a_weight_that_does_not_add_up_is_noticed(name):
+    found = probe(name, BROKEN)
+    assert bool(found.weight_difference) == (name != "Masked")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "said"),
+    [
+        ("ClockSeededModel", "model_difference", "first in body.weight"),
+        ("ModeByClock", "model_difference", "body.scale is 1."),
+        ("NoisyLoss", "loss_difference", " and "),
+        ("NoisyInEvaluation", "prediction_difference", " and "),
+        ("BranchOnFirstRank", "rank_difference", "second.bias is unused with RANK=1 alone"),
+    ],
+)
+def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
+    monkeypatch.setenv("RANK", "0")  # as in the processes of a verification
+    found = probe(name, BROKEN)
+    assert said in getattr(found, field)
+    others = {"model_difference", "loss_difference", "prediction_difference", "rank_difference"} - {field}
+    assert not any(getattr(found, other) for other in others)
+
+
+@pytest.mark.parametrize(("name", "said"), [("WrongBackward", "not the derivative"), ("PaddingCounted", "Task.weight")])
+def test_what_may_be_wrong_is_remarked(name, said):
+    (remark,) = probe(name, BROKEN).remarks
+    assert said in remark
+
+
 def test_buffers_that_each_pass_moves_are_found():
     found = probe("SpectralNorm", MODELS)
     assert found.moving_buffers == ["0.parametrizations.weight.0._u", "0.parametrizations.weight.0._v"]
@@ -247,33 +277,3 @@ def test_complex_weights_are_examined_in_double_precision():
     found = probe("ComplexWeights", MODELS)
     assert found.float64
     assert found.coupling < 1e-13
-
-
-@pytest.mark.parametrize("name", ["WeightAtLeastFour", "WeightIsShare", "Masked"])
-def test_a_weight_that_does_not_add_up_is_noticed(name):
-    found = probe(name, BROKEN)
-    assert bool(found.weight_difference) == (name != "Masked")
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "said"),
-    [
-        ("ClockSeededModel", "model_difference", "first in body.weight"),
-        ("ModeByClock", "model_difference", "body.scale is 1."),
-        ("NoisyLoss", "loss_difference", " and "),
-        ("NoisyInEvaluation", "prediction_difference", " and "),
-        ("BranchOnFirstRank", "rank_difference", "second.bias is unused with RANK=1 alone"),
-    ],
-)
-def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
-    monkeypatch.setenv("RANK", "0")  # as in the processes of a verification
-    found = probe(name, BROKEN)
-    assert said in getattr(found, field)
-    others = {"model_difference", "loss_difference", "prediction_difference", "rank_difference"} - {field}
-    assert not any(getattr(found, other) for other in others)
-
-
-@pytest.mark.parametrize(("name", "said"), [("WrongBackward", "not the derivative"), ("PaddingCounted", "Task.weight")])
-def test_what_may_be_wrong_is_remarked(name, said):
-    (remark,) = probe(name, BROKEN).remarks
-    assert said in remark
