@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lockstep.verify.checks import learning
 from lockstep.verify.checks.learning import t_of_slope
 from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
@@ -167,12 +168,13 @@ def test_a_loss_that_is_not_finite_is_a_fault():
 # ---- metric
 
 
-def measured(loss, accuracy, **more):
+def measured(loss, accuracy, probe=None, **more):
     after = {"loss": loss, "accuracy": accuracy}
     return learning.metric(
         experiments(
             {
                 "baseline": baseline(**more),
+                "task-probe": probe or TaskProbe(epsilon=1e-16),
                 "learned-1": recording(FALLING),
                 "evaluated-1": after,
                 "learned-4": recording(FALLING),
@@ -191,6 +193,15 @@ def test_a_model_better_than_a_constant_output_passes():
 def test_a_model_no_better_than_a_constant_output_is_a_fault():
     assert "no better than a constant output" in measured(1.0, 0.9).reason
     assert measured(math.nan, 0.9).status == "fault"
+
+
+def test_a_loss_without_labels_that_a_constant_output_solves_shows_nothing():
+    values = {"values": {"loss": 0.0, "accuracy": 0.5}}
+    assert measured(0.1, 0.9, **values).status == "fault"
+    result = measured(0.1, 0.9, probe=TaskProbe(without_labels=True), **values)
+    assert result.status == "not shown"
+    assert "a constant output has almost no loss" in result.reason
+    assert measured(1.5, 0.9, probe=TaskProbe(without_labels=True)).status == "fault"
 
 
 def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():

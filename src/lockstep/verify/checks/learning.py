@@ -15,6 +15,7 @@ from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
 _FEWEST_EPOCHS, _T_OF_EPOCHS = 6, -10.0  # of later epochs against the first; chance gives it once in 200 trainings
+_NO_LOSS = 1e-3  # of the untrained model's loss
 _LEAST_FALL = 0.01  # of the first epoch's mean: less may be rounding
 _LEFT_OF_LOSS = 0.05  # share of the first loss at which samples count as learned by heart
 _FEW_SAMPLES = 8
@@ -149,6 +150,9 @@ def metric(experiments: Experiments) -> CheckResult:
     if too_few and fell and math.isfinite(trained["loss"]) and not trained["loss"] < constant["loss"]:
         text = f"{trained['samples']:g} evaluation samples are too few to tell whether it beats a constant output"
         return not_shown(f"{text}: {losses}", **more)
+    if experiments.probe().without_labels and 0 <= constant["loss"] < _NO_LOSS * baseline.untrained["loss"]:
+        text = "the loss has no labels, and a constant output has almost no loss: the loss compares outputs of a sample"
+        return not_shown(f"{text}; {losses}", **more)
     if not trained["loss"] < constant["loss"]:
         return fault(f"no better than a constant output: {losses}", **more)
     if names and not better:
