@@ -7,7 +7,8 @@ fault of our own. The same trainings without a fault are verified first, with th
 later is no false alarm.
 
 A fault counts as found by comparison if a check compared two things and found them different. It counts as found by a
-crash if the training of the check ended with an error.
+crash if the training of the check ended with an error, and as found by a note if a note of the check names it. Where a
+mutant says which words must name the cause, no other words count.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tests.verify import mutants
 from tests.verify.mutants import MUTANTS, SURVIVORS, Mutant, Outcome
 
 ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = 6
 LONGEST_S = 900
 CRASH = ("the experiment failed", "the run failed")
 
@@ -100,18 +102,23 @@ def shortened(text: str, length: int = 160) -> str:
 
 def reason(name: str, outcome: Outcome) -> str:
     """The reason that was given by the check that must find the fault, or else by the first check that found it."""
-    check = outcome.checks.get(MUTANTS[name].check)
+    mutant = MUTANTS[name]
+    check = outcome.checks.get(mutant.check)
+    if mutant.note and check is not None and mutant.is_found(outcome):
+        return next(note for note in check.notes if mutant.says in note)
     if check is not None and check.status != "fault" and outcome.faults:
         check = outcome.checks[outcome.faults[0]]
     return outcome.error or (check.reason if check is not None else "")
 
 
 def row(name: str, outcome: Outcome) -> str:
-    """A row of the table. The check that must find the fault is bold."""
+    """A row of the table. The check that must find the fault is bold where it found it and named its cause."""
     mutant = MUTANTS[name]
-    by = ", ".join(f"**{check}**" if check == mutant.check else check for check in outcome.faults) or "no check"
+    noticed = [mutant.check] if mutant.note and mutant.is_found(outcome) else outcome.faults
+    is_found = {mutant.check} if mutant.is_found(outcome) else {}
+    by = ", ".join(f"**{check}**" if check in is_found else check for check in noticed) or "no check"
     why = reason(name, outcome)
-    kind = "" if not outcome.faults else "crash" if is_crash(why) else "comparison"
+    kind = "" if not noticed else "note" if mutant.note else "crash" if is_crash(why) else "comparison"
     cells = (name, shortened(mutant.words, 220), by, kind, shortened(why), f"{outcome.seconds:.1f}")
     return f"| {' | '.join(cells)} |"
 
@@ -119,22 +126,23 @@ def row(name: str, outcome: Outcome) -> str:
 def earlier_rows(text: str) -> dict[str, str]:
     """The rows of an earlier table, by mutant."""
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:]}
+    return {line.split(" | ")[0].removeprefix("| "): line for line in rows[1:] if line.count(" | ") == COLUMNS - 1}
 
 
 def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], nproc: int) -> str:
     """The Markdown page. Mutants that have no outcome keep their rows in the text `before`."""
     earlier = earlier_rows(before)
     rows = {name: row(name, outcomes[name]) if name in outcomes else earlier.get(name, "") for name in MUTANTS}
+    rows, waiting = {name: text for name, text in rows.items() if text}, [name for name in MUTANTS if not rows[name]]
     caught = [
         name
-        for name in MUTANTS
+        for name in rows
         if f"| **{MUTANTS[name].check}**" in rows[name] or f", **{MUTANTS[name].check}**" in rows[name]
     ]
     crashes = sum("| crash |" in rows[name] for name in caught)
-    minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values() if text) / 60
+    minutes = sum(float(text.rsplit("|", 2)[1]) for text in rows.values()) / 60
     alarms = {base: outcome.faults for base, outcome in bases.items() if outcome.faults or outcome.error}
-    count = len({mutant.base for mutant in MUTANTS.values()})
+    count = len({MUTANTS[name].base for name in rows})
     lines = [
         "# What `lockstep verify` notices",
         "",
@@ -147,12 +155,14 @@ def table(outcomes: dict[str, Outcome], before: str, bases: dict[str, Outcome], 
         "",
         "| mutant | what was broken | caught by | found by | what verify said | seconds |",
         "|---|---|---|---|---|---:|",
-        *filter(None, rows.values()),
+        *rows.values(),
     ]
     missed = [name for name in rows if name not in caught]
     if missed:
         lines += ["", "## Not noticed by the check that should", ""]
         lines += [f"- **{name}** ({MUTANTS[name].check}): {SURVIVORS.get(name, 'no reason known')}" for name in missed]
+    if waiting:
+        lines += ["", "## Not run", "", f"{len(waiting)} faults were not tried in this way: {', '.join(waiting)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -186,18 +196,18 @@ def main() -> int:
             mutant = MUTANTS[name]
             checks = ordered(mutant.check, options.all_checks)
             outcomes[name] = outcome = verify(mutant, checks, folder, **common)
-            word = "caught" if mutant.check in outcome.faults else "elsewhere" if outcome.faults else "SURVIVED"
+            word = "caught" if mutant.is_found(outcome) else "elsewhere" if outcome.faults else "SURVIVED"
             unclear = [result.name for result in outcome.checks.values() if result.status == "not shown"]
             by = ", ".join(outcome.faults) + (f" (not shown: {', '.join(unclear)})" if unclear else "")
             text = f"{by}: {shortened(reason(name, outcome), 110)}"
             print(f"{word:9} {name:60} {mutant.check:13} {outcome.seconds:5.1f} s  {text}", flush=True)
+            if options.write is not None:  # after each, since all of them take hours
+                before = options.write.read_text() if options.write.exists() else ""
+                options.write.write_text(table(outcomes, before, bases, options.nproc))
         seconds = time.perf_counter() - start
-    missed = [name for name, outcome in outcomes.items() if MUTANTS[name].check not in outcome.faults]
+    missed = [name for name, outcome in outcomes.items() if not MUTANTS[name].is_found(outcome)]
     alarms = sum(bool(outcome.faults) for outcome in bases.values())
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} caught in {seconds:.0f} s; {alarms} false alarms")
-    if options.write is not None:
-        before = options.write.read_text() if options.write.exists() else ""
-        options.write.write_text(table(outcomes, before, bases, options.nproc))
     failed = any(outcome.faults or outcome.error for outcome in bases.values())
     return 1 if set(missed) - SURVIVORS.keys() or failed else 0
 

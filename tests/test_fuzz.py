@@ -46,7 +46,7 @@ def maker_of(seed, part):
 
 @parts(3)
 @seeds
-@examples(10, LONG)
+@examples(6, LONG)
 def test_a_case_on_one_rank_is_plain_torch(part, seed):
     fuzz_runs.check("plain", [maker_of(seed, part).case()])
 

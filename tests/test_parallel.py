@@ -57,6 +57,8 @@ OTHERS_COVER = (
     "compile blocks",
     "compile model ddp",
     "fused ddp",
+    "prefetching",
+    "resharding not",
 )
 
 

@@ -15,6 +15,7 @@ from lockstep.engine.memory import MB, MemoryGauge, MemoryMonitor, mib, table
 from lockstep.observe.entry_line import entry_line
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 # Deep in float64. Rows of 7 or 9 features in two parts: the first rank's are rounded up, and FSDP pads the second's.
 BLOCK = 7 + 7 + 9 * 7 + 9 + 7 * 9
@@ -58,7 +59,7 @@ class Hungry(own_tasks.Plain):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("in_training", [False, True])
+@pytest.mark.parametrize("in_training", mainly([True], [False, True]))
 def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
     settings = runs.config(train={"eval_every_steps": 10})
     _, results = runs.fit(Hungry(in_training), settings, tmp_path)

@@ -18,6 +18,7 @@ from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.size_check import check_image_sizes
 from tests import runs
 from tests.image_cases import RESNET, make_task, picture_folder
+from tests.selection import mainly
 
 NARROW = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 SCRATCH = {
@@ -40,7 +41,7 @@ def options_for(architecture, image_size=None):
     return {"scratch": scratch, "image_size": image_size or several}
 
 
-@pytest.mark.parametrize("architecture", SCRATCH)
+@pytest.mark.parametrize("architecture", mainly(["vit", "resnet"], SCRATCH))
 def test_new_models_of_transformers_take_every_size_and_train(folder, tmp_path, architecture):
     settings = runs.config(
         task={"kind": "classification", **options_for(architecture)},

@@ -12,6 +12,7 @@ from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.segmentation.unet import UNet
 from tests import runs
 from tests.mask_cases import CLASSES, make_task, shapes_folder
+from tests.selection import mainly
 
 SEGFORMER = {
     "depths": [1, 1, 1, 1],
@@ -65,7 +66,7 @@ def trained(folder, run_dir, architecture, **options):
     return trainer, trainer.fit()
 
 
-@pytest.mark.parametrize("architecture", ["segformer", "upernet", pytest.param("dpt", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("architecture", mainly(["segformer"], ["segformer", "upernet", "dpt"]))
 def test_new_models_of_transformers_train_and_give_every_parameter_a_gradient(folder, tmp_path, architecture):
     options = {"segformer": {}, "upernet": {"eval_size": 64}, "dpt": {"eval_shape": "square"}}[architecture]
     trainer, results = trained(folder, tmp_path, architecture, **options)

@@ -162,8 +162,8 @@ def test_unusable_volumes_are_named_together_before_the_training(tmp_path):
     "options",
     [
         {"head": "monotone"},
-        {"head": "hazard", "loss": "survival", "reduction": "patient"},
-        {"aggregator": {"name": "attention", "width": 8}},
+        pytest.param({"head": "hazard", "loss": "survival", "reduction": "patient"}, marks=pytest.mark.exhaustive),
+        pytest.param({"aggregator": {"name": "attention", "width": 8}}, marks=pytest.mark.exhaustive),
         {"aggregator": {"name": "mean"}, "windows": ["lung", [40, 400]], "slices_per_chunk": 4},
     ],
 )

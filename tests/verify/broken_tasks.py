@@ -281,6 +281,46 @@ class HeadsByRank(TwoHeads):
         return dict(sorted(heads.items(), reverse=int(os.environ["RANK"]) % 2 == 1))
 
 
+class Sequences(Dataset):
+    """Sequences of up to 7 tokens; places after the end have the label -100."""
+
+    def __init__(self, length, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.labels = torch.randint(0, CLASSES, (length, 7), generator=generator)
+        centres = 2.0 * torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
+        self.inputs = centres[self.labels] + 0.7 * torch.randn(length, 7, FEATURES, generator=generator)
+        ends = torch.randint(1, 8, (length, 1), generator=generator)
+        self.labels[torch.arange(7) >= ends] = -100
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.labels[index]
+
+
+class Tokens(Task):
+    """Right: a label per token, cross-entropy over the tokens of which there are labels."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(FEATURES, 13), nn.Tanh(), nn.Linear(13, CLASSES))
+
+    def train_data(self):
+        return Sequences(203, 1)
+
+    def eval_data(self):
+        return Sequences(67, 2)
+
+    def weight(self, batch):
+        return (batch[1] >= 0).sum()
+
+    def loss(self, model, batch):
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+
+    def predict(self, model, batch):
+        return model(batch[0])
+
+
 # ---- labels and inputs
 
 
@@ -366,6 +406,23 @@ class SeedsNumpy(Classes):
         return inputs + (0.1 * torch.from_numpy(np.random.randn(FEATURES)).float() if training else 0.0), label
 
 
+class EvaluatesTraining(Classes):
+    """Some of the evaluation data are training data."""
+
+    def eval_data(self):
+        data, training = super().eval_data(), self.train_data()
+        data.inputs[:20], data.labels[:20] = training.inputs[50:70], training.labels[50:70]
+        return data
+
+
+class LabelAmongInputs(Classes):
+    """The last input of each sample is its label."""
+
+    def prepare(self, sample, epoch, training):
+        inputs, label = super().prepare(sample, epoch, training)
+        return torch.cat([inputs[:-1], torch.tensor([float(label)])]), label
+
+
 class OneGenerator(Classes):
     """Augmentation draws from one generator of the task, so that it depends on what was read before."""
 
@@ -436,7 +493,87 @@ class EvaluationMode(Classes):
         return super().loss(model, batch)
 
 
+class NoisyInEvaluation(Classes):
+    """In evaluation mode, the model adds noise from the operating system to its outputs."""
+
+    def predict(self, model, batch):
+        return super().predict(model, batch) + 0.1 * int.from_bytes(os.urandom(2), "little") / 2**16
+
+
+class DropoutInEvaluation(Classes):
+    """The loss and the predictions drop features in evaluation mode, too."""
+
+    def loss(self, model, batch):
+        return super().loss(model, (functional.dropout(batch[0], 0.1), batch[1]))
+
+    def predict(self, model, batch):
+        return super().predict(model, (functional.dropout(batch[0], 0.1), batch[1]))
+
+
+class ClockSeededModel(Classes):
+    """The model draws its initial weights under a seed from the clock."""
+
+    def model(self):
+        torch.manual_seed(time.perf_counter_ns() % 2**31)
+        return super().model()
+
+
+class ScaledLayer(nn.Linear):
+    scale = 1.0
+
+    def forward(self, inputs):
+        return self.scale * super().forward(inputs)
+
+
+class ModeByClock(Classes):
+    """A number of the model comes from the clock."""
+
+    def model(self):
+        model = super().model()
+        model.body = ScaledLayer(FEATURES, 13)
+        model.body.scale = 1.0 + time.perf_counter_ns() % 1000 / 1e4
+        return model
+
+
+class BranchOnFirstRank(Classes):
+    """A layer of the network is used on rank 0 alone."""
+
+    def model(self):
+        model = super().model()
+        model.second = nn.Linear(FEATURES, CLASSES)
+        return model
+
+    def loss(self, model, batch):
+        outputs = model(batch[0]) + (model.second(batch[0]) if os.environ["RANK"] == "0" else 0.0)
+        return functional.cross_entropy(outputs, batch[1], reduction="sum")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, inputs):
+        return inputs.tanh()
+
+    @staticmethod
+    def backward(context, gradient):
+        return 2 * gradient
+
+
+class WrongBackward(Classes):
+    """An activation has a backward pass of its own, which is not its derivative."""
+
+    def loss(self, model, batch):
+        outputs = model.head(Doubled.apply(model.body(batch[0])))
+        return functional.cross_entropy(outputs, batch[1], reduction="sum")
+
+
 # ---- loss and weight
+
+
+class PaddingCounted(Tokens):
+    """The weight counts all places, and the loss leaves out places without a label."""
+
+    def weight(self, batch):
+        return torch.tensor(float(batch[1].numel()))
 
 
 class MeanLoss(Classes):

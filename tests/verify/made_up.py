@@ -35,7 +35,7 @@ class MadeUpExperiments(Experiments):
     answers = None
 
     def run(self, name, world, function, *arguments):
-        if function is worker_functions.planned_epochs:
+        if function in (worker_functions.planned_epochs, worker_functions.planned_evaluations):
             return [function(*arguments)]
         workers = self.workers
         try:
@@ -50,7 +50,9 @@ def experiments(answers=None, nproc=2, steps=12, folder=Path("nowhere"), workers
     """answers: by name of the experiment, a list with the answer of each rank, or the answer of rank 0."""
     config = config_file.parse(runs.config(**sections), needs_task=False).model_dump(by_alias=True)
     made = MadeUpExperiments(config, nproc, folder, workers or NoWorkers(), steps=steps)
-    given = {"task-probe": TaskProbe(epsilon=1e-16), "data-sizes": [(240, 0)]} | (answers or {})
+    given = {"task-probe": TaskProbe(epsilon=1e-16), "data-sizes": [(240, 0)], "data-probe": [Answer([])]} | (
+        answers or {}
+    )
     lists = {name: answer if isinstance(answer, list) else [answer] for name, answer in given.items()}
     made.answers = {
         name: [answer if isinstance(answer, Answer | WorkerEnded) else Answer(answer) for answer in answers]

@@ -73,6 +73,8 @@ BASES: dict[str, tuple[str, ...]] = {
     "mixed-in-collate": ("MixedInCollate",),
     "heads-by-rank": ("HeadsByRank",),
     "frozen-norm": ("FrozenNorm", "task.length=204"),
+    "wide": ("Classes", "batch.global=128", "optim.reference_batch=128"),
+    "tokens": ("Tokens",),
 }
 
 Edit = tuple[str, str, str]  # module:function of the package, its text, what stands there instead
@@ -92,6 +94,19 @@ class Mutant:
     """A broken class that replaces the base's class."""
     overrides: tuple[str, ...] = ()
     """Options that make the config wrong."""
+    says: str = ""
+    """A text that names the cause, which the reason of the check must hold."""
+    note: bool = False
+    """Whether what is wrong may be meant so. Then `says` must be in a note of the check, and nothing is a fault."""
+
+    def is_found(self, outcome: Outcome) -> bool:
+        """Whether the check found the fault, and named its cause."""
+        result = outcome.checks.get(self.check)
+        if result is None:
+            return False
+        if self.note:
+            return any(self.says in note for note in result.notes)
+        return result.status == "fault" and self.says in result.reason
 
     @property
     def words(self) -> str:
@@ -111,12 +126,12 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def _engine(name: str, check: str, *edits: Edit, base: str = "classes") -> None:
-    MUTANTS[name] = Mutant(name, check, base, edits)
+def _engine(name: str, check: str, *edits: Edit, base: str = "classes", says: str = "") -> None:
+    MUTANTS[name] = Mutant(name, check, base, edits, says=says)
 
 
-def _task(name: str, check: str, task: str, base: str = "classes") -> None:
-    MUTANTS[name] = Mutant(name, check, base, task=task)
+def _task(name: str, check: str, task: str, base: str = "classes", *, says: str = "", note: bool = False) -> None:
+    MUTANTS[name] = Mutant(name, check, base, task=task, says=says, note=note)
 
 
 def _config(name: str, check: str, *overrides: str, base: str = "classes") -> None:
@@ -670,7 +685,7 @@ _engine(
     ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
-_task("loss depends on the rank", "ranks", "PerRankLoss")
+_task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss reads RANK")
 _task("samples influence each other", "ranks", "CoupledLoss")
 
 # ---- accumulation: another model with several micro-batches
@@ -726,11 +741,11 @@ _engine(
         "strategy.forward(micro_batches[max(0, number - (number == 2))].batch)",
     ),
 )
-_task("mean where a sum is asked for", "accumulation", "MeanLoss")
+_task("mean where a sum is asked for", "accumulation", "MeanLoss", says="must return a SUM")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
 _task("mean in one of two heads", "accumulation", "MeanOfOneHead", base="heads")
-_task("weight that does not add up", "accumulation", "WeightIsShare")
-_task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour")
+_task("weight that does not add up", "accumulation", "WeightIsShare", says="Task.weight must add up")
+_task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour", says="Task.weight")
 _task("penalty once per micro-batch", "accumulation", "RegularisedPerBatch")
 
 # ---- strategies: another model with shards than with replicas
@@ -1283,7 +1298,7 @@ _engine(
 
 # ---- determinism: another result the second time
 
-_task("noise from the operating system in the loss", "determinism", "NoisyLoss")
+_task("noise from the operating system in the loss", "determinism", "NoisyLoss", says="the loss of the same batch is")
 _task("loss depends on the clock", "determinism", "ReadsLoss")
 _task("augmentation from default_rng()", "determinism", "FreshGenerator")
 _task("augmentation seeded with the clock", "determinism", "TimedNoise")
@@ -1328,6 +1343,122 @@ _engine(
     ),
 )
 _task("augmentation from one generator of the task", "ranks", "OneGenerator")
+
+# ---- what the checks did not look at before
+
+_engine(
+    "same dropout masks in every step and on every rank",
+    "determinism",
+    (MICRO_BATCH, "derive_seed(state.seed, result.step, world.data_rank, number)", "derive_seed(state.seed)"),
+    base="dropout",
+    says="same random numbers",
+)
+_engine(
+    "same dropout masks on every rank",
+    "determinism",
+    (
+        MICRO_BATCH,
+        "derive_seed(state.seed, result.step, world.data_rank, number)",
+        "derive_seed(state.seed, result.step)",
+    ),
+    base="dropout",
+    says="same random numbers",
+)
+_engine(
+    "raw weights stored as averages",
+    "resume",
+    (
+        "checkpoint.state:capture",
+        'state |= {f"ema.{name}": value for name, value in (averages or {}).items()}',
+        'state |= {f"ema.{name}": dict(model.named_parameters())[name] for name in averages or ()}',
+    ),
+    base="ema",
+    says="is not what training had",
+)
+_engine(
+    "live tensors saved",
+    "resume",
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
+    says="is not what training had",
+)
+_engine(
+    "loss of the last step logged for all steps of a window",
+    "resume",
+    ("engine.log_window:LogWindow.entry", "_losses(self.results)", "_losses(self.results[-1:])"),
+    says="logged",
+)
+_engine(
+    "filler counted at the end of an epoch",
+    "ranks",
+    (FACTORS, "bool(units[head]) and not micro_batch.filler", "bool(units[head])"),
+)
+_engine(
+    "filler's weight counted at the end of an epoch",
+    "ranks",
+    ("data.loader:_as_floats", "0.0 if filler else named[head]", "named[head]"),
+    base="masked",
+)
+_engine(
+    "predictions of a turn in the reversed order of ranks",
+    "predictions",
+    (
+        "engine.evaluate:predict_each",
+        "world.data_gather((indices, finished, micro_batch.bad)) or ()",
+        "(world.data_gather((indices, finished, micro_batch.bad)) or [])[::-1]",
+    ),
+    (
+        "engine.evaluate:predict_each",
+        "zip(numbers, split(values, len(numbers)), strict=True)",
+        "zip(range(expected + len(waiting), 1 << 30), split(values, len(numbers)))",
+    ),
+    base="wide",
+)
+EVALUATION_PLAN = "data.order:EvaluationPlan._micro_batches"
+_engine(
+    "last sample of each micro-batch evaluated twice",
+    "evaluation",
+    (
+        EVALUATION_PLAN,
+        "order[start : start + self.micro_batch]",
+        "order[max(0, start - 1) : start + self.micro_batch]",
+    ),
+)
+_engine(
+    "last sample of each micro-batch evaluated twice, where the evaluation draws random numbers",
+    "evaluation",
+    (
+        EVALUATION_PLAN,
+        "order[start : start + self.micro_batch]",
+        "order[max(0, start - 1) : start + self.micro_batch]",
+    ),
+    base="mixed-in-loss",
+)
+_engine(
+    "one sample evaluated in the place of another, where the evaluation draws random numbers",
+    "evaluation",
+    (EVALUATION_PLAN, "micros = [tuple(order", "order[-1] = order[0]\nmicros = [tuple(order"),
+    base="mixed-in-loss",
+)
+_task("noise from the operating system in evaluation", "predictions", "NoisyInEvaluation", says="same batch twice")
+_task("dropout in evaluation by mistake", "evaluation", "DropoutInEvaluation", says="in evaluation mode", note=True)
+_task("model seeded with the clock", "determinism", "ClockSeededModel", says="initial weights")
+_task("model whose mode depends on the clock", "determinism", "ModeByClock", says="body.scale")
+_engine(
+    "weights drawn per rank",
+    "replicas",
+    ("build:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    (
+        "distributed.ddp:DDP.wrap",
+        "static_graph=self.options.static_graph,",
+        "static_graph=self.options.static_graph, init_sync=False,",
+    ),
+    says="initial weights",
+)
+_task("a branch of the model on rank 0 alone", "ranks", "BranchOnFirstRank", base="unused", says="RANK")
+_task("padding counted by the weight", "gradients", "PaddingCounted", base="tokens", says="Task.weight", note=True)
+_task("evaluation data among the training data", "metric", "EvaluatesTraining", says="training data", note=True)
+_task("label among the inputs", "metric", "LabelAmongInputs", says="label", note=True)
+_task("backward pass of a function of one's own is wrong", "gradients", "WrongBackward", says="derivative", note=True)
 
 
 # By name: why no check finds the fault, and what a check would have to look at.

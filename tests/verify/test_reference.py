@@ -15,6 +15,7 @@ from lockstep.verify.recorder import RecorderOptions
 from lockstep.verify.reference.gradient import GradientComparison
 from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
+from tests.selection import mainly
 
 HERE = Path(__file__).resolve().parent
 OWN, ODD = HERE.parent / "own_tasks.py", HERE / "odd_tasks.py"
@@ -97,7 +98,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+COVERED = ("samples", "masked labels", "several heads with coefficients", "more than are taken at once")
+
+
+@pytest.mark.parametrize("name", mainly([name for name in CASES if name not in COVERED], CASES))
 def test_the_optimizer_gets_plain_torchs_gradient(tmp_path, name):
     task, sections = CASES[name]
     found = train(tmp_path, task, **sections).gradients
@@ -215,7 +219,7 @@ def test_looking_leaves_no_trace_in_the_training(tmp_path):
         )
         assert watched.losses == unwrap_ddp.losses
         assert watched.moved == unwrap_ddp.moved
-        assert len(watched.digests) == len(watched.batches) == 3
+        assert (sorted(watched.digests), sorted(watched.batches)) == ([0, 1, 2, 3], [0, 1, 2])
         assert unwrap_ddp.digests == unwrap_ddp.batches == unwrap_ddp.gradients == {}
 
 

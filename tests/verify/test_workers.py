@@ -13,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lockstep import config_file
+from lockstep.checkpoint import files
 from lockstep.errors import LockstepError
-from lockstep.verify import command
+from lockstep.verify import command, worker_functions
 from lockstep.verify import workers as module
 from lockstep.verify.worker_functions import Answer
 from lockstep.verify.workers import WorkerEnded, Workers
@@ -203,3 +204,23 @@ def test_a_rank_that_does_not_answer_in_time_is_killed_and_closing_ends_the_othe
     with pytest.raises(ProcessLookupError):
         os.kill(answers[0], 0)
     pool.close()  # once more does no harm
+
+
+def test_a_slow_disk_writes_after_the_next_step(monkeypatch):
+    disk, written = worker_functions.SlowDisk(last=8), []
+    monkeypatch.setattr(disk, "_write", lambda *arguments: written.append((arguments, disk.step)))
+    monkeypatch.setattr(files, "write_share", files.write_share)  # puts it back after this test
+    with disk:
+        disk.step = 1  # the steps after which the recorder was called, while that of step 2 is saved
+        thread = threading.Thread(target=files.write_share, args=("path", {}))
+        thread.start()
+        assert not written
+        disk.step = 2
+        thread.join(0.02)
+        assert not written
+        disk.step = 3
+        thread.join(2)
+        assert written == [(("path", {}), 3)]
+        disk.step = 7
+        files.write_share("last", {})  # no step follows
+    assert files.write_share is disk._write

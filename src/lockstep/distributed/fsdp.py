@@ -13,7 +13,7 @@ from lockstep.distributed import world as worlds
 from lockstep.distributed.meta_init import build_on_meta, materialise
 from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.distributed.single import Single, constant_loss_error, leaves
-from lockstep.distributed.strategy import Forward, FSDPOptions, Losses
+from lockstep.distributed.strategy import CallsVary, Forward, FSDPOptions, Losses
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
 
@@ -45,18 +45,15 @@ class FSDP(Single):
         self._let_passes_agree(forward)
 
     def _let_passes_agree(self, forward: nn.Module) -> None:
-        """A module that calls its blocks as often as its batch wants must call them equally often on all ranks.
-
-        Such a module has an attribute `largest_over_ranks`: from a number of calls to the largest over all ranks.
-        """
+        """Let modules whose calls vary call their blocks equally often on all ranks."""
         world = self.world
 
         def largest(number: int) -> int:  # a function, and no bound method: a copy of the module shares the world
             return world.all_max(number)
 
         for module in forward.modules():
-            if hasattr(module, "largest_over_ranks"):
-                vars(module)["largest_over_ranks"] = largest
+            if isinstance(module, CallsVary):
+                module.largest_over_ranks = largest
 
     @contextlib.contextmanager
     def gradient_sync(self, last: bool) -> Generator[None, None, None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,18 @@ _TUPLES = (
     "the pair (loss, output) is allowed, too, where `output` is the result of `predict`: put several outputs into one "
     "tuple or dict"
 )
+
+
+@runtime_checkable
+class CallsVary(Protocol):
+    """A module of a model that calls its blocks as often as its batch wants, in training too.
+
+    Where a call is a collective, all ranks must call a block equally often. A strategy then replaces this attribute.
+    The module calls it with its number of calls, and makes the calls that it lacks with zeros.
+    """
+
+    largest_over_ranks: Callable[[int], int]
+    """From a number to the largest over all ranks. As the module is made: the number itself."""
 
 
 class Forward(nn.Module):

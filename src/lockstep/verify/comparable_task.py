@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 from lockstep.data.loader import is_default
 from lockstep.engine import task_checks
 from lockstep.tasks.task import Metrics, Task
-from lockstep.verify.generators import disturb
+from lockstep.verify.generators import disturb, states
 from lockstep.verify.reference.data import mapped, read
 
 _BATCH_NORM = nn.modules.batchnorm._BatchNorm
@@ -41,6 +42,8 @@ class TaskChanges:
     """The same for evaluation samples."""
     no_augmentation: bool = False
     """Training samples are prepared as for evaluation."""
+    note_generators: bool = False
+    """The states of the global generators before each training loss are kept in `ComparableTask.generator_states`."""
     fixed_buffers: tuple[str, ...] = ()
     """Names of buffers that a forward pass moves, and that are put back after each pass."""
     disturb_generators: bool = False
@@ -58,13 +61,16 @@ class ComparableTask(Task):
 
     def __init__(self, task: Task, changes: TaskChanges) -> None:
         self.task, self.changes, self.weight_calls = task, changes, 0
+        self.generator_states: list[str] = []
         self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
         unchanged = ["setup", "coefficients"]
         unchanged += [] if changes.no_augmentation and not is_default(task.prepare) else ["prepare"]
         unchanged += [] if changes.reverse else ["collate"]
         unchanged += [] if changes.float64 else ["metrics"]
         unchanged += [] if changes.float64 or changes.disturb_generators else ["weight"]
-        unchanged += [] if changes.float64 or changes.exact or changes.fixed_buffers else ["loss", "predict"]
+        unchanged += [] if changes.float64 or changes.exact or changes.fixed_buffers else ["predict"]
+        changes_loss = changes.float64 or changes.exact or changes.fixed_buffers or changes.note_generators
+        unchanged += [] if changes_loss else ["loss"]
         for name in unchanged:
             setattr(self, name, getattr(task, name))
 
@@ -119,6 +125,9 @@ class ComparableTask(Task):
         return self.task.weight(self._converted(batch))
 
     def loss(self, model: nn.Module, batch: Any) -> Any:
+        if self.changes.note_generators and model.training:
+            text = repr(sorted(states().items()))
+            self.generator_states.append(hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
         with self._without_dropout(), buffers_put_back(model, self.changes.fixed_buffers):
             return self.task.loss(model, self._converted(batch))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.verify.recorder import Recording
 from lockstep.verify.reference.checkpoint import SavedState
 from lockstep.verify.reference.data import numbers
 
@@ -86,6 +87,32 @@ def first_difference(first: Sequence[float], second: Sequence[float], bound: flo
     scale = max((abs(value) for value in (*first, *second) if math.isfinite(value)), default=1.0) or 1.0
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if not abs(a - b) <= bound * scale), None)
+
+
+def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
+    """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
+    for step in range(len(first[0].losses)):
+        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
+            if recording.batches.get(step) != other.batches.get(step):
+                return step, (
+                    f"rank {rank} gets another batch in step {step + 1} of a second run: reading or preparing a sample "
+                    "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
+                    "numpy.random.default_rng()"
+                )
+        loss, other_loss = first[0].losses[step], again[0].losses[step]
+        if loss != other_loss:
+            return step, (
+                f"the loss of step {step + 1} is {loss!r}, and {other_loss!r} in a second run, on the same batch"
+            )
+        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
+            digests, other_digests = recording.digests.get(step + 1, {}), other.digests.get(step + 1, {})
+            names = [name for name in digests if digests[name] != other_digests.get(name)]
+            if names:
+                return step, (
+                    f"{names[0]} and {len(names) - 1} other tensors differ after step {step + 1} of a second run, "
+                    f"on rank {rank}"
+                )
+    return None
 
 
 def differing_names(first: SavedState, second: SavedState) -> list[str]:

@@ -16,6 +16,7 @@ from lockstep.verify import compare, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
+from lockstep.verify.data_probe import probe_data
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference.checkpoint import newest
 from lockstep.verify.task_probe import TaskProbe, probe_task
@@ -167,13 +168,16 @@ class Experiments:
         return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **changes)
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
-        """What is changed in the task where different numbers of ranks are compared."""
-        probe = self.probe()
+        """What is changed in the task where different numbers of ranks are compared.
+
+        An epoch ends with fewer samples than ranks, so that some ranks get a filler.
+        """
+        probe, remainder = self.probe(), min(self.nproc - 1, self.global_batch - 1)
         return TaskChanges(
             exact=True,
             float64=probe.float64,
             reverse=reverse,
-            train_samples=self.train_samples,
+            train_samples=4 * self.global_batch + remainder if remainder else self.train_samples,
             fixed_buffers=tuple(probe.moving_buffers),
         )
 
@@ -255,6 +259,11 @@ class Experiments:
         return sizes  # type: ignore[no-any-return]
 
     @_once
+    def data_remarks(self) -> list[str]:
+        """What in the data may make a metric better than it should be."""
+        return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
+
+    @_once
     def baseline(self) -> ConstantBaseline:
         """Loss and metrics of the best constant output."""
         (baseline,) = self.run("baseline", 1, constant_baseline, self.short_config(), _BASELINE_SAMPLES)
@@ -296,8 +305,10 @@ class Experiments:
         """All ranks, the training as it is, with checkpoints on the way."""
         probe_steps = (1, self.steps // 2, self.steps)
         record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=probe_steps)
-        changes = TaskChanges(train_samples=self.train_samples)
-        return self.train("undisturbed", self.nproc, self.config_with_checkpoints(), changes=changes, record=record)
+        compiled = bool(self.config["compute"]["compile"])  # compiled code cannot look at the generators
+        changes = TaskChanges(train_samples=self.train_samples, note_generators=not compiled)
+        config = self.config_with_checkpoints()
+        return self.train("undisturbed", self.nproc, config, changes=changes, record=record, slow_writing=True)
 
     @_once
     def undisturbed_again(self) -> list[Recording]:

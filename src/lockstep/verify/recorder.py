@@ -18,9 +18,10 @@ from lockstep.distributed import sharded_tensor
 from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
 from lockstep.trainer import Recorder
+from lockstep.verify.comparable_task import ComparableTask
 from lockstep.verify.digest import digest, digest_of_batch
 from lockstep.verify.generators import disturb
-from lockstep.verify.reference.data import numbers
+from lockstep.verify.reference.data import EVERY_HEAD, numbers
 from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.verify.step_operations import Communication, StepOperations
@@ -62,8 +63,12 @@ class Recording:
     """(step counted from 0, epoch, indices that count) of each step."""
     batches: dict[int, list[int]] = field(default_factory=dict)
     """Digests of the micro-batches, by step counted from 0."""
+    units: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By step counted from 0: the units on this rank by head, or under `EVERY_HEAD` the samples."""
+    generators: dict[int, list[str]] = field(default_factory=dict)
+    """By step counted from 0: the states of the random generators before each training loss. See `TaskChanges`."""
     digests: dict[int, StateDigests] = field(default_factory=dict)
-    """Digests of the state, by number of steps done."""
+    """Digests of the state, by number of steps done. Those of 0 steps are of the initial state."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of the tensors in `digests`, unsharded."""
     probes: dict[int, list[dict[str, str]]] = field(default_factory=dict)
@@ -123,7 +128,11 @@ class TrainingRecorder(Recorder):
     """
 
     def __init__(
-        self, task: Task, config: Mapping[str, Any], options: RecorderOptions, after_step: Callable[[int], None]
+        self,
+        task: ComparableTask,
+        config: Mapping[str, Any],
+        options: RecorderOptions,
+        after_step: Callable[[int], None],
     ) -> None:
         self.task, self.config, self.options, self.after_step = task, config, options, after_step
         self.recording = Recording()
@@ -154,6 +163,8 @@ class TrainingRecorder(Recorder):
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
         recording.wrong_modes = modules_in_wrong_mode(model)
         start = {name: sharded_tensor.local(p.detach()).clone() for name, p in model.named_parameters()}
+        if self.options.digest_every:
+            recording.digests[state.step] = self._digest_state(prepared)
         handle = state.optimizer.register_step_pre_hook(partial(self._before_update, prepared))
         try:
             for micro_batches in prepared.batches:
@@ -191,6 +202,10 @@ class TrainingRecorder(Recorder):
         state, step = prepared.state, prepared.state.step
         indices = tuple(index for micro in micro_batches if not micro.filler for index in micro.indices)
         self.recording.samples.append((step, micro_batches[0].epoch, indices))
+        units = self.recording.units[step] = {}
+        for micro in micro_batches:
+            for head, count in ({EVERY_HEAD: micro.samples} if micro.weights is None else micro.weights).items():
+                units[head] = units.get(head, 0.0) + count
         if self.options.digest_batches:
             self.recording.batches[step] = [digest_of_batch(micro.batch) for micro in micro_batches]
         if not state.forward.training:
@@ -209,6 +224,9 @@ class TrainingRecorder(Recorder):
 
     def _after_step(self, prepared: PreparedRun, micro_batches: list[MicroBatch]) -> None:
         state, options = prepared.state, self.options
+        if self.task.changes.note_generators:
+            self.recording.generators[state.step - 1] = self.task.generator_states[:]
+            self.task.generator_states.clear()
         if self._reference_optimizer is not None:
             self._reference_optimizer.after_step(state.averages.tensors if state.averages else None)
         self._gradient = None  # still set where the update was skipped

@@ -1,7 +1,6 @@
 """The operations of one training step: their results, their collectives, and where the host waits for the device.
 
-No other module knows `torch.utils._python_dispatch`, torch's process group that communicates with nobody, or the
-names of torch's collective operators.
+No other module knows `torch.utils._python_dispatch`, or the names of torch's collective operators.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.distributed.pretended import pretended_world
 from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.verify.digest import digest
 
@@ -156,15 +154,8 @@ class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def pretended_ranks(size: int) -> Iterator[CollectiveOperations]:
     """Inside, this process is rank 0 of `size` ranks. Collectives are recorded, and communicate with nobody."""
     operations = CollectiveOperations()
-    if not dist.is_available() or dist.is_initialized():
+    with pretended_world(size) as is_pretended, operations if is_pretended else contextlib.nullcontext():
         yield operations
-        return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        with operations:
-            yield operations
-    finally:
-        dist.destroy_process_group()
 
 
 def _caller() -> FrameType:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ from lockstep.verify.comparable_task import (
     sum_of_heads,
     to_float64,
 )
+from lockstep.verify.derivative import wrong_derivative
 from lockstep.verify.reference import data
+from lockstep.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep.verify.step_operations import RandomOperations, pretended_ranks
+from lockstep.verify.zero_outputs import other_units
 
 _COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
 _IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
@@ -67,6 +71,18 @@ class TaskProbe:
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
     """Heads whose loss of a batch is the mean over its halves, instead of the sum."""
+    weight_difference: str = ""
+    """How the weight of a batch differs from the sum over its halves."""
+    model_difference: str = ""
+    """How two models that were made under the same seed differ. See `repetition`."""
+    loss_difference: str = ""
+    """How the loss of the same batch differs under the same seed: two values."""
+    prediction_difference: str = ""
+    """How the output for the same batch in evaluation mode differs under the same seed: two values."""
+    rank_difference: str = ""
+    """How the loss of the same batch differs where RANK is 0 and 1."""
+    remarks: list[str] = field(default_factory=list)
+    """What may be wrong, and may be meant so, for people."""
 
     moving_buffers: list[str] = field(default_factory=list)
     """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
@@ -77,7 +93,7 @@ class TaskProbe:
     compares_samples: bool = False
     """Whether the loss compares the samples of a batch with each other: it has no labels, and outputs do not couple."""
     collectives: list[str] = field(default_factory=list)
-    """Collectives of `torch.distributed` that the loss makes by itself, where there are several ranks."""
+    """Collectives that the loss makes by itself, where there are several ranks."""
 
     def notes(self) -> list[str]:
         """What a comparison of two trainings leaves out, for people."""
@@ -99,8 +115,26 @@ class TaskProbe:
             notes.append(f"compared in the model's own number format, since float64 fails: {self.float64_error}")
         return notes
 
+    def cause_of_indeterminism(self) -> str:
+        """Why the same training has another result the second time; empty where nothing is known."""
+        if self.model_difference:
+            return self.model_difference
+        if self.loss_difference:
+            return (
+                f"the loss of the same batch is {self.loss_difference} with the same weights and the same seed: "
+                "it depends on something that the seed does not determine, such as the clock"
+            )
+        return ""
+
     def obstacle(self) -> str | None:
         """Why trainings on different numbers of ranks cannot be compared; None where they can."""
+        if self.moving > _COUPLED * self.epsilon:
+            return (
+                f"a second training pass over the same batch has another loss ({self.moving:.2g} off): the model or "
+                "the task counts its passes, and their number depends on how the batch is cut"
+            )
+        if self.cause_of_indeterminism():
+            return f"{self.cause_of_indeterminism()}; see determinism"
         if self.random_without_dropout:
             operations = ", ".join(self.random_without_dropout[:3])
             return f"the model draws random numbers besides dropout ({operations}), other numbers on each rank"
@@ -115,11 +149,6 @@ class TaskProbe:
         if self.collectives:
             names = ", ".join(self.collectives[:3])
             return f"Task.loss makes collectives of its own ({names}): it depends on which samples other ranks have"
-        if self.moving > _COUPLED * self.epsilon:
-            return (
-                f"a second training pass over the same batch has another loss ({self.moving:.2g} off): the model or "
-                "the task counts its passes, and their number depends on how the batch is cut"
-            )
         if self.compares_samples:
             return (
                 "the loss compares the samples of a micro-batch with each other, as with in-batch negatives "
@@ -129,6 +158,10 @@ class TaskProbe:
 
     def diagnosis(self) -> str:
         """A likely cause where such trainings differ; empty where none is known."""
+        if self.rank_difference:
+            return f"Task.loss reads RANK: for the same batch, with RANK=0 and with RANK=1, {self.rank_difference}"
+        if self.weight_difference:
+            return f"Task.weight must add up over batches, and does not: {self.weight_difference}"
         off = f"off by {self.coupling:.2g} on a batch of two halves"
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
@@ -156,7 +189,12 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         make_optimizer(trainer.config, built.model, built.blocks)
         seed_everything(trainer.config)
         probe = TaskProbe()
-        model = task.model().to(world.device).train()
+
+        def make() -> nn.Module:
+            seed_everything(trainer.config)
+            return task.model().to(world.device).train()
+
+        model = make()
         probe.batch_norms = len(batch_norm.by_batch(model))
         probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
         samples = _samples(task, train_samples, seed=seed_number, skip=skip)
@@ -164,10 +202,13 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
         probe.random_in_collate = _changed_generators(before)
+        with contextlib.suppress(Exception):  # the training itself reports an error in the model or the loss
+            probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
         probe.random = _random_operations(task.loss, model, whole)
         probe.random_in_evaluation = _random_operations(task.loss, model.eval(), whole)
         with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
             probe.random_in_prediction = _random_operations(task.predict, model, whole)
+            probe.prediction_difference = differs(task.predict, model, whole)
         model.train()
         probe.dropouts = disable_dropout(model)
         for float64 in (True, False):
@@ -181,6 +222,8 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _measure_coupling(probe, exact, model, batches)
+                probe.loss_difference = differs(exact.loss, model, batches[-1][0])
+                _find_remarks(probe, exact, model, samples, batches[-1][0])
                 break
             except Exception as error:
                 if not float64:
@@ -192,6 +235,10 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
 
 
 Batch = tuple[Any, int]  # with its number of samples
+
+
+def _loss(task: Task, batch: Any, model: nn.Module) -> Any:
+    return task.loss(model, batch)
 
 
 def _samples(task: Task, train_samples: int, *, seed: int, skip: bool) -> list[Any]:
@@ -244,6 +291,27 @@ def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, 
     # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
     by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in changed else []
     return [name for name in changed if name != "torch"] + by_torch
+
+
+def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samples: list[Any], batch: Any) -> None:
+    """Look for what may be wrong, on a model that drops nothing. A task that refuses such a look has no remarks."""
+    if probe.loss_difference or probe.random_without_dropout:
+        return
+    with contextlib.suppress(Exception):
+        probe.rank_difference = depends_on_rank(task.loss, model, batch)
+    if not task.changes.float64:
+        return
+    with contextlib.suppress(Exception):
+        difference = wrong_derivative(task.loss, model, batch)
+        if difference:
+            probe.remarks.append(
+                f"the gradient is not the derivative of the loss: {difference}. This is right where detach(), a "
+                "straight-through estimator or a reversed gradient is meant. Otherwise look at the backward passes of "
+                "torch.autograd.Function"
+            )
+    with contextlib.suppress(Exception):
+        units = other_units(task, model, samples, next(model.parameters()).device)
+        probe.remarks.extend([units] if units else [])
 
 
 def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
@@ -317,7 +385,7 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     Args:
         batches: a batch and its halves.
     """
-    (whole, _), *halves = batches
+    (whole, size), *halves = batches
     losses = data.heads(task.loss(model, whole))
     objective = sum_of_heads(losses)
     torch.autograd.backward(objective)
@@ -327,6 +395,12 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
     with torch.no_grad():
         losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
     units = [data.count_units(task, [half]) for half in halves]
+    for head, count in data.count_units(task, [(whole, size)]).items():
+        of_halves = [data.units_of(one, head) for one in units]
+        if abs(count - sum(of_halves)) > _IS_MEAN * max(abs(count), *map(abs, of_halves)):
+            probe.weight_difference = (
+                f"it is {count:g} for a batch, and {of_halves[0]:g} and {of_halves[1]:g} for its halves"
+            )
     for head, loss in losses.items():
         value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
         scale = max(abs(value), abs(first) + abs(second), 1e-30)

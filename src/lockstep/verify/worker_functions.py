@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.order import StepPlan
+import numpy as np
+
+from lockstep.checkpoint import files
+from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.distributed.world import join_world
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.trainer import Trainer
@@ -24,7 +27,7 @@ from lockstep.verify.reference.data import numbers, tensors
 
 OUTPUT = "tensors of the output"
 """Key of a described prediction: see `summary`."""
-_CHECKPOINT_TIMEOUT_S = 20.0
+_CHECKPOINT_TIMEOUT_S, _LONGEST_STEP_S = 20.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class TrainingRun:
     """Stop and save after this step, as after a signal."""
     kill: tuple[int, int] | None = None
     """(rank, step): send SIGKILL to that rank after that step, once there is a checkpoint."""
+    slow_writing: bool = False
+    """Checkpoints are written only after one more step, as on a slow disk."""
     until: tuple[float, float] | None = None
     """(share, least): stop when the loss above `least` is at most this share of what it was in the first step."""
 
@@ -75,12 +80,42 @@ def _train(run: TrainingRun) -> Recording:
     trainer = Trainer(run.config, run_dir=run.folder, quiet=True)
     task = ComparableTask(trainer.task(), run.changes or TaskChanges())
     config = trainer.config.model_dump(by_alias=True)
-    recorder = TrainingRecorder(
-        task, config, run.record or RecorderOptions(), lambda step: _after_step(run, recorder.recording.losses, step)
-    )
-    with contextlib.suppress(Preempted):
+    slow_disk = SlowDisk(config["train"]["steps"] or 0)
+
+    def after_step(step: int) -> None:
+        slow_disk.step = step
+        _after_step(run, recorder.recording.losses, step)
+
+    recorder = TrainingRecorder(task, config, run.record or RecorderOptions(), after_step)
+    # Where the training waits for each checkpoint, there is no next step to wait for.
+    is_slow = run.slow_writing and config["checkpoint"]["mode"] != "sync"
+    with contextlib.suppress(Preempted), slow_disk if is_slow else contextlib.nullcontext():
         trainer.fit(task, recorder)
     return recorder.recording
+
+
+class SlowDisk:
+    """Inside, a checkpoint of this process is written only after the next step, for which it waits up to 2 s.
+
+    Args:
+        last: the last step, after which there is no other.
+    """
+
+    def __init__(self, last: int) -> None:
+        self.last, self.step = last, 0
+        self._write = files.write_share
+
+    def __enter__(self) -> None:
+        files.write_share = self._write_later  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        files.write_share = self._write
+
+    def _write_later(self, *arguments: Any) -> Any:
+        begun, deadline = self.step, time.monotonic() + _LONGEST_STEP_S
+        while self.step < min(begun + 2, self.last - 1) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return self._write(*arguments)
 
 
 def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
@@ -188,6 +223,20 @@ def planned_epochs(epochs: int, plan: Mapping[str, Any]) -> list[list[int]]:
         ]
         for epoch in range(epochs)
     ]
+
+
+def planned_evaluations(length: int, micro_batch: int, world: int) -> dict[str, list[int]]:
+    """The indices of all samples of an evaluation and of a prediction on `world` ranks, by words for them."""
+    planned: dict[str, list[int]] = {}
+    for words, lengths in (("", None), (" by length", np.arange(length)[::-1] % 7)):
+        plan = EvaluationPlan(length, micro_batch, lengths)
+        in_turns = [list(plan.in_turns(rank, world)) for rank in range(world)]
+        ways = {"an evaluation": plan.by_rank(world), "a prediction": in_turns}
+        for way, by_rank in ways.items():
+            planned[f"the plan of {way}{words}"] = [
+                index for rank in by_rank for micro in rank if not micro.filler for index in micro.indices
+            ]
+    return planned
 
 
 def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:

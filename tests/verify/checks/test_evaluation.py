@@ -89,7 +89,10 @@ def test_an_evaluation_that_draws_random_numbers_is_compared_between_ranks_alone
     drawing = {what: ["randn_like"]}
     result = evaluated(plain={"accuracy": 0.5}, **drawing)
     assert (result.status, result.value) == ("passed", 0.0)
-    assert result.notes == ["not compared with a plain loop: the evaluation draws random numbers (randn_like)"]
+    (note,) = result.notes
+    assert note.startswith(
+        "not compared with a plain loop: the task draws random numbers in evaluation mode (randn_like)"
+    )
     assert evaluated(many={"accuracy": 0.5}, **drawing).status == "fault"
 
 
@@ -230,3 +233,14 @@ def test_nothing_to_predict_shows_nothing():
 
 def test_only_some_rows_are_shown():
     assert len(described(rows(range(40), range(40))).rows) == 12
+
+
+def test_a_sample_that_the_plan_of_an_evaluation_uses_twice_is_named(monkeypatch):
+    plans = {"the plan of an evaluation": [0, 1, 1, 3], "the plan of a prediction": [0, 1, 2, 3]}
+    made = experiments({"evaluation-plan": [plans]})
+    monkeypatch.setattr(made, "run", lambda *arguments: [plans])
+    assert "uses sample 1 2 times" in evaluation._wrong_plan(made, 4, 2)
+    plans["the plan of an evaluation"] = [0, 2, 1, 3]
+    assert evaluation._wrong_plan(made, 4, 2) == ""
+    plans["the plan of a prediction"] = [0, 1, 3]
+    assert "the plan of a prediction of 4 samples" in evaluation._wrong_plan(made, 4, 2)

@@ -178,6 +178,8 @@ def compared(
         "2-ranks": [recording(curve), recording(curve)],
         "accumulated": [recording(curve)] * 2,
         "fsdp": [recording(curve)] * 2,
+        "undisturbed": [recording(LOSSES)] * 2,
+        "again": [recording(LOSSES)] * 2,
     }
     return check(experiments(given | {"task-probe": probe or TaskProbe(epsilon=1e-16)} | answers, steps=4))
 
@@ -213,8 +215,51 @@ def test_where_rounding_may_hide_a_fault_nothing_is_shown(monkeypatch):
     assert compared(monkeypatch, weights=0.5, limit=math.inf).status == "not shown"
 
 
+@pytest.mark.parametrize(("limit", "weights"), [(0.02, 0.01), (math.inf, 0.5), (1e-9, 0.5)])
+def test_a_training_that_differs_when_it_is_repeated_shows_nothing(monkeypatch, limit, weights):
+    again = [recording([LOSSES[0] + 1, *LOSSES[1:]])] * 2
+    result = compared(monkeypatch, weights=weights, limit=limit, again=again)
+    assert result.status == "not shown"
+    assert result.reason.endswith("the same training twice already differs; see determinism")
+
+
+def test_a_training_that_fails_when_it_is_repeated_hides_no_fault(monkeypatch):
+    result = compared(monkeypatch, weights=0.5, undisturbed=Answer(error="it cannot be saved"))
+    assert result.status == "fault"
+    assert "train another model" in result.reason
+
+
+def test_a_cause_of_indeterminism_shows_nothing(monkeypatch):
+    probe = TaskProbe(epsilon=1e-16, loss_difference="1 and 2")
+    result = compared(monkeypatch, weights=0.5, probe=probe)
+    assert result.status == "not shown"
+    assert "the loss of the same batch is 1 and 2" in result.reason
+    assert result.reason.endswith("see determinism")
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"rank_difference": "1 and 2"}, "Task.loss reads RANK"),
+        ({"weight_difference": "it is 4 for a batch, and 4 and 4 for its halves"}, "Task.weight must add up"),
+    ],
+)
+def test_causes_in_the_task_are_named_before_others(monkeypatch, found, said):
+    result = compared(monkeypatch, weights=0.5, probe=TaskProbe(epsilon=1e-16, mean_heads=["loss"], **found))
+    assert result.status == "fault"
+    assert said in result.reason
+
+
 def test_random_numbers_and_refused_configs_show_nothing(monkeypatch):
     assert "rand" in compared(monkeypatch, probe=TaskProbe(random=["rand"], random_without_dropout=["rand"])).reason
     refused = compared(monkeypatch, check=replicas.strategies, fsdp=Answer(error="fsdp cannot", refused=True))
     assert refused.status == "not shown"
     assert refused.reason.endswith("fsdp cannot")
+
+
+@pytest.mark.parametrize("check", [replicas.replicas, replicas.probe])
+def test_initial_weights_that_differ_are_the_cause(check):
+    ranks = [recording([1.0], digests={0: {"model.a": (0, 4, rank)}, 1: {"model.a": (0, 4, rank)}}) for rank in (0, 1)]
+    result = check(experiments({"undisturbed": ranks}))
+    assert result.status == "fault"
+    assert result.reason.startswith("the initial weights differ: a and 0 other tensors")

@@ -8,9 +8,11 @@ import torch
 
 from lockstep.verify import compare
 from lockstep.verify.checks import resume
-from lockstep.verify.checks.resume import _first_difference
-from lockstep.verify.compare import Difference
+from lockstep.verify.compare import Difference, first_difference_of_runs
+from lockstep.verify.digest import digest
 from lockstep.verify.experiments import ExperimentFailed, Experiments
+from lockstep.verify.recorder import Recording
+from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer
 from lockstep.verify.workers import WorkerEnded
 from tests.checkpoint.cases import commit
@@ -29,7 +31,7 @@ def run(losses=(3.0, 2.0, 1.0), batch=7, digest=5, operations=(), **more):
 
 
 def differ(first, again):
-    return _first_difference(first, again)
+    return first_difference_of_runs(first, again)
 
 
 def test_equal_runs_do_not_differ():
@@ -93,6 +95,23 @@ def test_the_operation_that_differs_is_named(what):
 def test_a_difference_that_does_not_come_again_is_said_to_be_so(what):
     result = determined([DIFFERENT[what](), run()], **TWICE | {"operations-2": TWICE["operations-1"]})
     assert result.reason.endswith("so it does not happen each time")
+
+
+def test_forward_passes_that_draw_the_same_numbers_are_named():
+    def check(*generators, **probe):
+        ranks = [
+            run(samples=[(0, 0, (2 * rank,)), (1, 0, (2 * rank + 1,))], generators=dict(enumerate(states)))
+            for rank, states in enumerate(generators)
+        ]
+        answers = {"undisturbed": ranks, "again": ranks, "task-probe": TaskProbe(epsilon=1e-16, **probe)}
+        return resume.determinism(experiments(answers, steps=3))
+
+    drawing = {"random": ["native_dropout"]}
+    assert check([["x", "a"], ["b"]], [["x", "c"], ["d"]], **drawing).status == "passed"  # "x" is of a trial
+    assert check([["a"], ["a"]], [["c"], ["d"]]).status == "passed"  # nothing is drawn
+    result = check([["a"], ["b"]], [["c"], ["b"]], **drawing)
+    assert result.status == "fault"
+    assert "of step 2 on rank 0 and of step 2 on rank 1 begin with the same random numbers" in result.reason
 
 
 # ---- resume
@@ -239,3 +258,33 @@ def test_going_on_with_other_samples_is_a_failed_experiment(monkeypatch):
 def test_one_rank_goes_on_on_two_where_there_are_as_many():
     made = experiments(nproc=1)
     assert made.most_ranks == 2
+
+
+# ---- what is saved and logged
+
+
+def test_a_checkpoint_that_is_not_the_state_of_its_step_is_named(tmp_path):
+    weight, steps = torch.arange(4.0), torch.tensor(3.0)
+    commit(tmp_path / "checkpoints", 3, [{"model.weight": weight, "optimizer.weight.step": steps}])
+    digests = {"model.weight": (0, 4, digest(weight)), "optimizer.weight.step": (0, 1, digest(steps))}
+    assert resume._wrong_checkpoint([Recording(digests={3: digests})], tmp_path) == ""
+    shards = [
+        Recording(digests={3: {"model.weight": (2 * rank, 2, digest(weight[2 * rank :][:2]))}}) for rank in (0, 1)
+    ]
+    assert resume._wrong_checkpoint(shards, tmp_path) == ""
+    shards[1].digests[3]["model.weight"] = (2, 2, digest(weight[:2]))
+    assert "the checkpoint of step 3" in resume._wrong_checkpoint(shards, tmp_path)
+    other = Recording(digests={3: digests | {"optimizer.weight.step": (0, 1, digest(steps + 1))}})
+    assert "optimizer.weight.step and 0 others" in resume._wrong_checkpoint([other], tmp_path)
+
+
+@pytest.mark.parametrize("logged", [(1 * 2.0 + 3 * 4.0) / 4, 4.0, 3.0])
+@pytest.mark.parametrize("head", ["", "values"])
+def test_a_logged_loss_must_be_the_mean_over_the_units_of_its_steps(logged, head):
+    key = f"train/loss/{head}" if head else "train/loss"
+    rows = [{"step": step, "train/loss": 9.0, key: loss} for step, loss in ((1, 1.0), (2, 2.0), (3, 4.0))]
+    units = [{0: {head: 5.0}, 1: {head: rank}, 2: {head: 3.0 * rank}} for rank in (0.0, 1.0)]
+    undisturbed = [Recording(entries=rows, units=of_rank) for of_rank in units]
+    complaint = resume._wrong_log(undisturbed, [Recording(entries=[{"step": 3, "train/loss": 9.0, key: logged}])], 1)
+    assert bool(complaint) == (logged != 3.5)
+    assert not complaint or f"{logged:.9g}; the mean over their units is 3.5" in complaint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,8 @@ def evaluation(experiments: Experiments) -> CheckResult:
     experiments.undisturbed()
     if experiments.data_sizes()[1] == 0:
         return not_shown("there is no evaluation data")
-    nproc, batch = experiments.nproc, experiments.global_batch
-    asked = experiments.config["batch"]["micro"] or min(batch, 256)
-    asked = min(asked.values()) if isinstance(asked, dict) else int(asked)
-    micro = max(1, min(asked, _LARGEST_MICRO_BATCH))
+    nproc = experiments.nproc
+    micro = _micro_batch(experiments, _LARGEST_MICRO_BATCH)
     config, folder = experiments.short_config(batch__micro=micro), str(experiments.folder / "undisturbed")
     # A partial micro-batch at the end, and a number of micro-batches that the ranks cannot share evenly.
     changes = TaskChanges(eval_samples=(2 * nproc + 1) * micro + micro // 2 + 1)
@@ -62,16 +61,44 @@ def evaluation(experiments: Experiments) -> CheckResult:
             f"{by_loop.get(worst)} by a plain loop",
             **more,
         )
+    complaint = _wrong_plan(experiments, min(changes.eval_samples or 0, experiments.data_sizes()[1]), micro)
+    if complaint:
+        return fault(complaint, **more)
     text = f"{len(on_one_process) - 2} metrics over {on_one_process['samples']} samples are those of one process"
     complaint = "" if random or probe.without_statistics else _depends_on_cutting(experiments, by_loop, micro, changes)
     if complaint:
         return fault(complaint, **more)
     if random:
         more["notes"] = [
-            f"not compared with a plain loop: the evaluation draws random numbers ({', '.join(random[:3])})"
+            "not compared with a plain loop: the task draws random numbers in evaluation mode "
+            f"({', '.join(random[:3])}), so that the same batch twice has different results. If this is not meant: "
+            "functional.dropout needs training=self.training"
         ]
         return passed(text, **more)
     return passed(f"{text} and of a plain loop", **more)
+
+
+def _micro_batch(experiments: Experiments, largest: int) -> int:
+    """The size of the micro-batches of an evaluation: the config's, but at most `largest`."""
+    asked = experiments.config["batch"]["micro"] or min(experiments.global_batch, 256)
+    asked = min(asked.values()) if isinstance(asked, dict) else int(asked)
+    return max(1, min(asked, largest))
+
+
+def _wrong_plan(experiments: Experiments, length: int, micro: int) -> str:
+    """A complaint if the plan of an evaluation of `length` samples has some sample twice or not at all; else empty."""
+    world = experiments.nproc
+    plans = experiments.run("evaluation-plan", 1, worker_functions.planned_evaluations, length, micro, world)[0]
+    for what, indices in plans.items():
+        used = Counter(indices)
+        wrong = [index for index in {*range(length), *used} if used[index] != 1]
+        if wrong:
+            first = min(wrong)
+            return (
+                f"{what} of {length} samples in micro-batches of {micro} on {world} ranks uses sample {first} "
+                f"{used[first]} times; it must use each sample once"
+            )
+    return ""
 
 
 def _depends_on_cutting(
@@ -144,7 +171,9 @@ def predictions(experiments: Experiments) -> CheckResult:
     if probe.random_in_prediction:
         names = ", ".join(probe.random_in_prediction[:3])
         return not_shown(f"Task.predict draws random numbers ({names}), and other numbers for each micro-batch")
-    config, folder = experiments.short_config(), str(experiments.learned_folder())
+    # Several micro-batches for each rank, and a partial one at the end.
+    micro = _micro_batch(experiments, max(1, _PREDICTED_SAMPLES // (3 * nproc) - 1))
+    config, folder = experiments.short_config(batch__micro=micro), str(experiments.learned_folder())
     changes = TaskChanges(eval_samples=_PREDICTED_SAMPLES)
     (rows,) = experiments.run("predicted-by-a-loop", 1, worker_functions.predict_by_loop, config, folder, changes)
     engine = experiments.run("predicted", nproc, worker_functions.predict, config, folder, changes)[0]
@@ -177,6 +206,11 @@ def predictions(experiments: Experiments) -> CheckResult:
                     f"and {summaries_of_engine[first]} on {nproc} ranks"
                 )
         text = f"{len(wrong)} of {len(rows)} predictions, {len(engine)} made, are not those of a plain loop. {example}"
+        if probe.prediction_difference:
+            text = (
+                "Task.predict gives other outputs for the same batch twice, with the same seed: "
+                f"{probe.prediction_difference}. {text}"
+            )
         return fault(text.rstrip(". "), **more)
     if len(different) == 1 and len(truths) > 1:
         return fault(f"all {len(rows)} samples get the same prediction, though there are {len(truths)} truths", **more)

@@ -41,7 +41,7 @@ def gradients(experiments: Experiments) -> CheckResult:
         "value": worst.difference,
         "bound": bound,
         "what": "difference from plain torch's gradient",
-        "notes": probe.notes(),
+        "notes": probe.notes() + probe.remarks,
     }
     obstacle = probe.obstacle()
     if obstacle is None and not worst.difference <= bound:

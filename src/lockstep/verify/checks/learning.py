@@ -138,6 +138,7 @@ def metric(experiments: Experiments) -> CheckResult:
         for name in constant
     ]
     more = {"value": trained[what], "bound": constant[what], "what": what, "rows": rows}
+    more["notes"] = experiments.data_remarks()
     steps = experiments.learning_steps * factor
     losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
     fell = t_of_slope(curve) < _SIGNIFICANT_T

@@ -17,6 +17,9 @@ def probe(experiments: Experiments) -> CheckResult:
     """The same batch has the same loss on every rank, bit for bit, after some of the steps."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
+    complaint, _ = _initial_difference(experiments.undisturbed())
+    if complaint:
+        return fault(complaint, value=math.inf, bound=0.0, what="difference of the losses of one batch")
     probes = experiments.undisturbed()[0].probes
     for step, losses in sorted(probes.items()):
         rank = next((rank for rank, loss in enumerate(losses) if loss != losses[0]), None)
@@ -38,6 +41,9 @@ def replicas(experiments: Experiments) -> CheckResult:
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
     recordings = experiments.undisturbed()
+    complaint, count = _initial_difference(recordings)
+    if complaint:
+        return fault(complaint, value=float(count), bound=0.0, what="tensors that differ")
     for step in sorted(recordings[0].digests):
         differing = _differing(recordings, step)
         if differing:
@@ -57,11 +63,23 @@ def replicas(experiments: Experiments) -> CheckResult:
                 bound=0.0,
                 what="tensors that are not whole",
             )
-    tensors, steps = len(recordings[0].shapes), len(recordings[0].digests)
+    tensors, steps = len(recordings[0].shapes), len(recordings[0].digests.keys() - {0})
     state = "one whole copy between the ranks" if recordings[0].sharded else "the same on all ranks"
     return passed(
         f"{tensors} tensors are {state} after each of {steps} steps", value=0.0, bound=0.0, what="tensors that differ"
     )
+
+
+def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
+    """A complaint about initial weights that differ between ranks, and their number; empty where none differs."""
+    differing = _differing(recordings, 0)
+    if not differing:
+        return "", 0
+    name, ranks = differing[0]
+    return (
+        f"the initial weights differ: {name.removeprefix('model.')} and {len(differing) - 1} other tensors are not the "
+        f"same on ranks {ranks[0]} and {ranks[1]} before the first step"
+    ), len(differing)
 
 
 def _differing(recordings: list[Recording], step: int) -> list[tuple[str, tuple[int, int]]]:
@@ -154,6 +172,9 @@ def compare_with_one_process(
         "notes": probe.notes(),
         "curves": {"one process": curve, words: other_curve},
     }
+    is_different = not difference.largest <= bound
+    if (is_different or compare.is_too_large(bound)) and _differs_when_repeated(experiments):
+        return not_shown("the same training twice already differs; see determinism", **more)
     if compare.is_too_large(bound) and (difference.largest <= bound or not math.isfinite(bound)):
         return not_shown(
             f"rounding alone moves the weights by {bound / 30:.2g} of what training moves, "
@@ -162,7 +183,7 @@ def compare_with_one_process(
         )
     if difference.missing:
         return fault(f"the models have other tensors: {', '.join(difference.missing[:5])}", **more)
-    if not difference.largest <= bound:
+    if is_different:
         step = compare.first_difference(curve, other_curve, bound)
         since = f" since step {step + 1}" if step is not None else ""
         text = (
@@ -171,3 +192,12 @@ def compare_with_one_process(
         )
         return fault(f"{text}. {probe.diagnosis()}".rstrip(". "), **more)
     return passed(f"{words} and one process train the same model", **more)
+
+
+def _differs_when_repeated(experiments: Experiments) -> bool:
+    """Whether the same training has another result the second time."""
+    try:
+        runs = experiments.undisturbed(), experiments.undisturbed_again()
+    except ExperimentFailed:  # other checks say so
+        return False
+    return compare.first_difference_of_runs(*runs) is not None

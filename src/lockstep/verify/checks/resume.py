@@ -2,58 +2,64 @@
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 from lockstep.verify import compare, worker_functions
 from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.digest import digest
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
-from lockstep.verify.reference.checkpoint import newest
+from lockstep.verify.reference.checkpoint import SavedState, complete, newest
+from lockstep.verify.reference.data import units_of
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 from lockstep.verify.worker_functions import TrainingRun
 from lockstep.verify.workers import WorkerEnded
 
+_LOGGED = 1e-6  # of the largest loss; losses are added in float64
+
 
 def determinism(experiments: Experiments) -> CheckResult:
     """The same training twice is the same to the last bit."""
-    difference = _first_difference(experiments.undisturbed(), experiments.undisturbed_again())
+    difference = compare.first_difference_of_runs(experiments.undisturbed(), experiments.undisturbed_again())
     more = {"value": float(difference is not None), "bound": 0.0, "what": "runs that differ"}
     if difference is None:
+        complaint = _same_random_numbers(experiments)
+        if complaint:
+            return fault(complaint, **more)
         steps, nproc = experiments.steps, experiments.nproc
         return passed(f"{steps} steps on {nproc} ranks, twice: every batch, loss and tensor the same", **more)
     step, text = difference
+    cause = experiments.probe().cause_of_indeterminism()
+    if cause:
+        return fault(f"{cause} ({text})", **more)
     if " gets another batch " not in text:
         text += _first_operation(experiments, step)
     return fault(text, **more)
 
 
-def _first_difference(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
-    """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
-    for step in range(len(first[0].losses)):
-        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
-            if recording.batches.get(step) != other.batches.get(step):
-                return step, (
-                    f"rank {rank} gets another batch in step {step + 1} of a second run: reading or preparing a sample "
-                    "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
-                    "numpy.random.default_rng()"
-                )
-        loss, other_loss = first[0].losses[step], again[0].losses[step]
-        if loss != other_loss:
-            return step, (
-                f"the loss of step {step + 1} is {loss!r}, and {other_loss!r} in a second run, on the same batch"
-            )
-        for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
-            digests, other_digests = recording.digests.get(step + 1, {}), other.digests.get(step + 1, {})
-            names = [name for name in digests if digests[name] != other_digests.get(name)]
-            if names:
-                return step, (
-                    f"{names[0]} and {len(names) - 1} other tensors differ after step {step + 1} of a second run, "
-                    f"on rank {rank}"
-                )
-    return None
+def _same_random_numbers(experiments: Experiments) -> str:
+    """A complaint if forward passes that draw random numbers draw the same in two steps or on two ranks; else empty."""
+    drawing = experiments.probe().random
+    if not drawing:
+        return ""
+    seen: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+    for rank, recording in enumerate(experiments.undisturbed()):
+        for step, _, indices in recording.samples:
+            for state in recording.generators.get(step, [])[
+                -1:
+            ]:  # the first step may begin with a pass that only tries
+                other_step, other_rank, others = seen.setdefault(state, (step, rank, indices))
+                if (step, indices) != (other_step, others):
+                    return (
+                        f"the forward passes of step {other_step + 1} on rank {other_rank} and of step {step + 1} on "
+                        f"rank {rank} begin with the same random numbers: {', '.join(drawing[:3])} is the same in both"
+                    )
+    return ""
 
 
 def _first_operation(experiments: Experiments, step: int) -> str:
@@ -86,7 +92,9 @@ def resume(experiments: Experiments) -> CheckResult:
     The resumed training has other states of the global generators around each step. Where the config has several loader
     workers, it has one less. Its result must depend on neither.
     """
-    experiments.undisturbed()
+    complaint = _wrong_checkpoint(experiments.undisturbed(), experiments.folder / "undisturbed")
+    if complaint:
+        return fault(complaint)
     nproc, steps, folder = experiments.nproc, experiments.steps, experiments.folder
     rank, step = random.randrange(nproc), random.randrange(max(1, steps // 4) + 1, steps)
     changes = TaskChanges(train_samples=experiments.train_samples)
@@ -103,7 +111,10 @@ def resume(experiments: Experiments) -> CheckResult:
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
     workers = experiments.config["data"]["workers"]
-    config = experiments.config_with_checkpoints(data__workers=max(min(1, workers), workers - 1))
+    # All steps in one entry of the log, which must be what the undisturbed training logged step by step.
+    config = experiments.config_with_checkpoints(
+        data__workers=max(min(1, workers), workers - 1), log__every_steps=experiments.steps
+    )
     record = RecorderOptions(disturb_generators=True)
     recordings = experiments.train("resumed", nproc, config, changes=changes, record=record, resume="killed")
     return _compare_resumed(experiments, recordings, words=words, killed_after=step, checkpoint_step=before.step)
@@ -138,15 +149,65 @@ def _compare_resumed(
             **more,
         )
     if not different:
+        complaint = _wrong_log(undisturbed, resumed, start)
+        if complaint:
+            return fault(complaint, **more)
         repeated = f" ({counted(killed_after - start, 'step')} done again)" if killed_after > start else ""
         return passed(f"{words}{repeated}: weights and optimizer state bit-identical", **more)
-    if _first_difference(undisturbed, experiments.undisturbed_again()) is not None:
+    if compare.first_difference_of_runs(undisturbed, experiments.undisturbed_again()) is not None:
         return not_shown("the same run twice already differs, see determinism", **more)
     return fault(
         f"{words}: {different[0]} and {len(different) - 1} others differ from the undisturbed run; "
         "either they were not restored, or something was drawn from a generator that nothing had seeded",
         **more,
     )
+
+
+def _wrong_checkpoint(recordings: list[Recording], folder: Path) -> str:
+    """A complaint if a checkpoint on the disk is not the state that the ranks had after its step; else empty."""
+    for state in map(SavedState, complete(folder)):
+        shares = [recording.digests.get(state.step, {}) for recording in recordings]
+        names = state.names & {name for share in shares for name in share}
+        wrong = []
+        for name, tensor in state.read(names):
+            for start, rows, of_rank in (share[name] for share in shares if name in share):
+                if digest(tensor[start : start + rows] if tensor.ndim else tensor) != of_rank:
+                    wrong.append(name)
+                    break
+        if wrong:
+            return (
+                f"the checkpoint of step {state.step} is not what training had after that step: {wrong[0]} and "
+                f"{len(wrong) - 1} others differ. Either something else was saved, or it changed while it was written"
+            )
+    return ""
+
+
+def _wrong_log(undisturbed: list[Recording], resumed: list[Recording], start: int) -> str:
+    """A complaint if a training that logs once logs other losses than the same training that logs each step.
+
+    The loss of several steps is the mean over their units.
+
+    Args:
+        start: the first step of the resumed training, counted from 0.
+    """
+    by_step = {int(entry["step"]) - 1: entry for entry in undisturbed[0].entries if entry.get("step", 0) > start}
+    entry = resumed[0].entries[-1] if resumed[0].entries else {}
+    keys = [key for key in entry if key.startswith("train/loss/")] or ["train/loss"]
+    for key in keys:
+        head = key.removeprefix("train/loss").removeprefix("/")
+        total = units = largest = 0.0
+        for step, of_step in by_step.items():
+            counts = [units_of(recording.units.get(step, {}), head) for recording in undisturbed]
+            counts = counts if any(counts) or head else [sum(one.units.get(step, {}).values()) for one in undisturbed]
+            if key in of_step and math.isfinite(of_step[key]):
+                total, units = total + of_step[key] * sum(counts), units + sum(counts)
+                largest = max(largest, abs(of_step[key]))
+        if units and key in entry and not abs(entry[key] - total / units) <= _LOGGED * largest:
+            return (
+                f"the {key} that is logged for steps {start + 1} to {int(entry['step'])} together is {entry[key]:.9g}; "
+                f"the mean over their units is {total / units:.9g}"
+            )
+    return ""
 
 
 def elastic(experiments: Experiments) -> CheckResult:

@@ -58,8 +58,13 @@ class SavedState:
 
 def newest(folder: str | Path) -> SavedState | None:
     """The newest complete checkpoint in a run directory."""
-    complete = [manifest.parent for manifest in Path(folder).glob("checkpoints/step-*/manifest.json")]
-    return SavedState(max(complete)) if complete else None
+    found = complete(folder)
+    return SavedState(found[-1]) if found else None
+
+
+def complete(folder: str | Path) -> list[Path]:
+    """The folders of the complete checkpoints in a run directory, the newest last."""
+    return sorted(manifest.parent for manifest in Path(folder).glob("checkpoints/step-*/manifest.json"))
 
 
 def load_trained_weights(state: SavedState, model: nn.Module) -> None:
