@@ -257,7 +257,11 @@ def test_a_model_that_counts_its_passes_elsewhere_is_an_obstacle():
 def test_a_loss_without_labels_that_compares_samples_is_an_obstacle():
     found = probe("FixedTemperature", LOSSES)
     assert found.compares_samples
+    assert found.without_labels
     assert "as with in-batch negatives" in found.obstacle()
+    found = probe("Triplets", LOSSES)
+    assert (found.without_labels, found.compares_samples) == (True, False)
+    assert not probe("Base", RIGHT).without_labels
     found = probe("Coupled")  # has labels
     assert (found.compares_samples, found.obstacle()) == (False, None)
     found = probe("CoupledInModel")

@@ -17,7 +17,7 @@ from tests.verify.unusual_models import _Classifier, points
 class ThreeSamples(_Regression):
     """Three training samples and two of evaluation."""
 
-    overrides = {"optim.lr": "0.02", "batch.global": "2"}  # noqa: RUF012
+    overrides = {"optim.lr": "0.005", "batch.global": "2"}  # noqa: RUF012
 
     def __init__(self):
         self.train, self.held_out = self.data(3, 0), self.data(2, 1)

@@ -253,15 +253,15 @@ class StochasticDepth(_Classifier):
         return self.Net()
 
 
-class SparseEmbedding(_Classifier):
-    """An embedding with sparse gradients, trained by SGD."""
+class BagOfWords(_Classifier):
+    """Sums of embeddings, of which some rows are used in no batch."""
 
-    overrides = {"optim.name": "SGD", "optim.lr": "1.0", "optim.clip_norm": "null", "optim.weight_decay": "0"}  # noqa: RUF012
+    overrides = {"optim.lr": "0.03"}  # noqa: RUF012
 
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.head = nn.EmbeddingBag(50, 16, mode="sum", sparse=True), nn.Linear(16, 4)
+            self.words, self.head = nn.EmbeddingBag(50, 16, mode="sum"), nn.Linear(16, 4)
 
         def forward(self, tokens):
             return self.head(self.words(tokens))
@@ -274,17 +274,6 @@ class SparseEmbedding(_Classifier):
 
     def model(self):
         return self.Net()
-
-
-class DenseEmbedding(SparseEmbedding):
-    """The same with ordinary gradients; some rows are used in no batch."""
-
-    overrides = {"optim.lr": "0.03"}  # noqa: RUF012
-
-    def model(self):
-        net = self.Net()
-        net.words.sparse = False
-        return net
 
 
 class LanguageModel(Task):

@@ -88,6 +88,8 @@ class TaskProbe:
     """Buffers that a training pass moves, so that a second pass over the same batch has another loss."""
     moving: float = 0.0
     """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
+    without_labels: bool = False
+    """Whether every tensor of a batch goes into the model."""
     compares_samples: bool = False
     """Whether the loss compares the samples of a batch with each other: it has no labels, and outputs do not couple."""
     collectives: list[str] = field(default_factory=list)
@@ -355,10 +357,10 @@ def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
     return operations.names
 
 
-def _compares_samples(task: Task, model: nn.Module, batches: list[Any]) -> bool:
-    """Whether the loss has no labels, and the model's outputs for a sample do not depend on other samples.
+def _find_comparisons(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Any]) -> None:
+    """Find out whether the loss has no labels, and whether it compares the samples of a batch with each other.
 
-    Such a loss can only learn from comparing samples with each other.
+    The second is so where the loss couples samples, and the model's outputs do not.
 
     Args:
         batches: a batch and its halves.
@@ -378,13 +380,15 @@ def _compares_samples(task: Task, model: nn.Module, batches: list[Any]) -> bool:
     finally:
         handle.remove()
     if len(outputs) != len(batches):
-        return False
+        return
     entered = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    if any(tensor.untyped_storage().data_ptr() not in entered for tensor in data.tensors(batches[0])):
-        return False
+    tensors = data.tensors(batches[0])
+    probe.without_labels = all(tensor.untyped_storage().data_ptr() in entered for tensor in tensors)
+    if not probe.without_labels or probe.mean_heads or probe.coupling <= _COUPLED * probe.epsilon:
+        return
     whole, first, second = outputs
     parts = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-    return bool(whole) and all(
+    probe.compares_samples = bool(whole) and all(
         one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
         for one, other in zip(whole, parts, strict=True)
     )
@@ -416,7 +420,5 @@ def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: l
         means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
             probe.mean_heads.append(head)
-    if probe.coupling > _COUPLED * probe.epsilon and not probe.mean_heads:
-        probe.compares_samples = _compares_samples(
-            task, model, [to_float64(batch) if probe.float64 else batch for batch, _ in batches]
-        )
+    converted = [to_float64(batch) if probe.float64 else batch for batch, _ in batches]
+    _find_comparisons(probe, task, model, converted)

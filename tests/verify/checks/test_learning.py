@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lockstep.verify.checks import learning
 from lockstep.verify.checks.learning import t_of_slope
 from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
@@ -111,7 +112,7 @@ def test_a_loss_that_does_not_fall_is_a_fault():
 
 
 def test_a_loss_that_falls_from_epoch_to_epoch_passes_where_steps_differ_more():
-    of_steps = [5.0, -5.0, 3.0, -3.0, 0.0]  # what the samples of a step make of its loss, in each epoch
+    of_steps = [15.0, 5.0, 13.0, 7.0, 10.0]  # what the samples of a step make of its loss, in each epoch
     order = [random.Random(epoch).sample(of_steps, 5) for epoch in range(12)]
     curve = [loss + 2.0 / (1 + epoch) ** 2 for epoch in range(12) for loss in order[epoch]]
     flat = [loss for epoch in range(12) for loss in order[epoch]]
@@ -120,7 +121,7 @@ def test_a_loss_that_falls_from_epoch_to_epoch_passes_where_steps_differ_more():
         result = learning.loss(experiments(answers | {"baseline": baseline()}))
         assert result.status == status
     result = learning.loss(experiments({"learned-1": recording(curve, steps_per_epoch=5)}))
-    assert result.reason == "falls from 2 to 0.01389, the means of 12 epochs; steps differ more"
+    assert result.reason == "falls from 12 to 10.01, the means of 12 epochs; steps differ more"
     assert result.value < -10
 
 
@@ -151,8 +152,10 @@ def test_a_loss_that_explodes_on_the_way_is_a_fault():
 
 def test_steps_that_differ_from_the_beginning_are_no_explosion():
     """As where few steps have units of a head, or batches are tiny."""
-    curve = [step_loss + 8.0 * (step % 3 == 0) / (1 + step / 30) for step, step_loss in enumerate(FALLING)]
-    assert learning.loss(experiments({"learned-1": recording(curve)})).status == "passed"
+    curve = [step_loss + 9.0 * (step % 6 == 5) / (1 + step / 30) for step, step_loss in enumerate(FALLING)]
+    assert learning.loss(experiments({"learned-1": recording(curve, steps_per_epoch=6)})).status == "passed"
+    exploded = [1.6, *(1000.0 / step for step in range(1, 60))]
+    assert not learning._are_calm(learning._means_of_epochs(exploded, 6), exploded[0])
 
 
 def test_a_loss_that_is_not_finite_is_a_fault():
@@ -165,12 +168,13 @@ def test_a_loss_that_is_not_finite_is_a_fault():
 # ---- metric
 
 
-def measured(loss, accuracy, **more):
+def measured(loss, accuracy, probe=None, **more):
     after = {"loss": loss, "accuracy": accuracy}
     return learning.metric(
         experiments(
             {
                 "baseline": baseline(**more),
+                "task-probe": probe or TaskProbe(epsilon=1e-16),
                 "learned-1": recording(FALLING),
                 "evaluated-1": after,
                 "learned-4": recording(FALLING),
@@ -189,6 +193,15 @@ def test_a_model_better_than_a_constant_output_passes():
 def test_a_model_no_better_than_a_constant_output_is_a_fault():
     assert "no better than a constant output" in measured(1.0, 0.9).reason
     assert measured(math.nan, 0.9).status == "fault"
+
+
+def test_a_loss_without_labels_that_a_constant_output_solves_shows_nothing():
+    values = {"values": {"loss": 0.0, "accuracy": 0.5}}
+    assert measured(0.1, 0.9, **values).status == "fault"
+    result = measured(0.1, 0.9, probe=TaskProbe(without_labels=True), **values)
+    assert result.status == "not shown"
+    assert "a constant output has almost no loss" in result.reason
+    assert measured(1.5, 0.9, probe=TaskProbe(without_labels=True)).status == "fault"
 
 
 def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
