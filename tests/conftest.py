@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 
 gc.disable()  # until all tests are imported: collecting garbage takes a fifth of that time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # under nohup, or in the background of a script
+        signal.signal(number, handler)
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-cache-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # ranks and commands that tests start inherit it
 
