@@ -62,6 +62,7 @@ def main(case, folder):
         warm_process.start()
     if case == "killed":
         os.kill(warm_process._warm_pid, signal.SIGKILL)
+        os.waitid(os.P_PID, warm_process._warm_pid, os.WEXITED | os.WNOWAIT)  # it has ended, and can still be asked how
     del os.environ["GONE"]
     outs = [f"{folder}/{rank}" for rank in range(2)]
     target = {"wait": wait, "threads": work_in_threads}.get(case, describe)
