@@ -24,7 +24,7 @@ ALLOWED = {
     "engine.schedule": set(),
     "distributed": {"errors", "distributed.launch"},
     "distributed.launch": {"errors", "distributed", "__main__"},  # a rank runs the command
-    "data": {"errors", "atomic", "locks", "data"},
+    "data": {"errors", "atomic", "locks", "plugins", "data"},
     "sources": {"errors", "atomic", "locks", "data.order", "data", "images", "volumes"},
     "images": {"errors", "atomic", "locks", "config_section"},
     "volumes": {"errors", "atomic", "data", "images"},

@@ -22,6 +22,10 @@ T = TypeVar("T")
 # ---- classes in a file
 
 
+USER_PREFIX = "lockstep_user_"
+"""Begins the names of modules that are files of the user outside of packages."""
+
+
 def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -> ModuleType:
     """Import a Python file. A file in a package (a folder with `__init__.py`) is imported as a part of the package.
 
@@ -45,7 +49,7 @@ def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -
     other = _other_package(packages[0], root) if packages else None
     try:
         if not packages or other is not None:
-            return _execute(path, f"{prefix}{path.stem}")
+            return execute(path, f"{prefix}{path.stem}")
         name = ".".join([*packages, path.stem])
         return importlib.reload(sys.modules[name]) if is_main and name in sys.modules else importlib.import_module(name)
     except ImportError as error:
@@ -62,7 +66,7 @@ def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -
                 sys.path.append(folder)
 
 
-def _execute(path: Path, name: str) -> ModuleType:
+def execute(path: Path, name: str) -> ModuleType:
     """Execute a file as the module `name`."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

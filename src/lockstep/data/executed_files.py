@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
-_PREFIX = "lockstep_user_"  # names that `plugins.import_file` gives to files outside of packages
+from lockstep import plugins
 
 
 class ExecutedFiles:
@@ -17,15 +17,13 @@ class ExecutedFiles:
 
     def __reduce__(self) -> tuple[Callable[[Mapping[str, str]], ExecutedFiles], tuple[Mapping[str, str]]]:
         modules = list(sys.modules.items())
-        return _execute, ({name: str(module.__file__) for name, module in modules if name.startswith(_PREFIX)},)
+        return _execute, (
+            {name: str(module.__file__) for name, module in modules if name.startswith(plugins.USER_PREFIX)},
+        )
 
 
 def _execute(files: Mapping[str, str]) -> ExecutedFiles:
     for name, path in files.items():
         if name not in sys.modules:
-            spec = importlib.util.spec_from_file_location(name, path)
-            assert spec is not None
-            assert spec.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(sys.modules[name])
+            plugins.execute(Path(path), name)
     return ExecutedFiles()

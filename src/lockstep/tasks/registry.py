@@ -165,7 +165,7 @@ def _class_in_file(kind: str) -> type[Task]:
     if not Path(path).is_file():
         remedy = "the task's Python file must be where it was when the run began"
         raise UsageError("no such file", where=path, remedy=remedy)
-    module = plugins.import_file(Path(path).resolve(), prefix="lockstep_user_", where=path, is_main=True)
+    module = plugins.import_file(Path(path).resolve(), prefix=plugins.USER_PREFIX, where=path, is_main=True)
     return plugins.class_of(module, name, Task, where=path)  # type: ignore[type-abstract]  # a base may be abstract
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.verify import generators
+from lockstep.verify.comparable_task import buffers_put_back
 from lockstep.verify.reference import data
 
 _SEED = 1
@@ -130,16 +131,9 @@ def _words(first: list[Tensor], second: list[Tensor]) -> str:
     return "tensors of different shapes"
 
 
-@contextlib.contextmanager
-def unchanged_buffers(model: nn.Module) -> Generator[None, None, None]:
-    """Afterwards, the buffers of the model have the values that they had before. Spectral norm moves its buffers."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+def unchanged_buffers(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Afterwards, the model has the buffers that it had before. Spectral norm moves its buffers."""
+    return buffers_put_back(model, [name for name, _ in model.named_buffers()])
 
 
 @contextlib.contextmanager

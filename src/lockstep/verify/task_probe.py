@@ -332,22 +332,20 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
 def _find_moving_buffers(probe: TaskProbe, task: Task, model: nn.Module, batch: Any) -> None:
     """Find out whether a second training pass over the same batch has another loss, and which buffers moved."""
 
-    def passes() -> float:
-        """The relative difference of the losses of two passes."""
-        first, second = (sum_of_heads(data.heads(task.loss(model, batch))).item() for _ in range(2))
-        return abs(first - second) / max(abs(first), abs(second), 1e-30)
+    def loss() -> float:
+        return sum_of_heads(data.heads(task.loss(model, batch))).item()
 
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with torch.no_grad():
-        if probe.random_without_dropout or passes() == 0:
+        if probe.random_without_dropout or loss() == loss():
             return
         moved = [name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])]
-        with buffers_put_back(model, moved):
-            first = sum_of_heads(data.heads(task.loss(model, batch))).item()
-        with buffers_put_back(model, moved):
-            second = sum_of_heads(data.heads(task.loss(model, batch))).item()
+        losses = []
+        for _ in range(2):
+            with buffers_put_back(model, moved):
+                losses.append(loss())
     probe.moving_buffers = moved
-    probe.moving = abs(first - second) / max(abs(first), abs(second), 1e-30)
+    probe.moving = abs(losses[0] - losses[1]) / max(*map(abs, losses), 1e-30)
 
 
 def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:

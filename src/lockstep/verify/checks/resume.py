@@ -50,9 +50,8 @@ def _same_random_numbers(experiments: Experiments) -> str:
     seen: dict[str, tuple[int, int, tuple[int, ...]]] = {}
     for rank, recording in enumerate(experiments.undisturbed()):
         for step, _, indices in recording.samples:
-            for state in recording.generators.get(step, [])[
-                -1:
-            ]:  # the first step may begin with a pass that only tries
+            # The last state of a step: the first step may begin with a pass that only tries.
+            for state in recording.generators.get(step, [])[-1:]:
                 other_step, other_rank, others = seen.setdefault(state, (step, rank, indices))
                 if (step, indices) != (other_step, others):
                     return (
