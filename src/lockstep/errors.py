@@ -74,6 +74,12 @@ class MemoryShortage(TrainingError):
     retryable = retries_differently = True
 
 
+class DeviceError(LockstepError):
+    """A GPU reported an error. The process in which it did so cannot use the GPU any more."""
+
+    retryable = True  # `distributed.device_errors` sets it to False where the same step would fail again
+
+
 class CheckpointError(LockstepError):
     """A checkpoint that is missing or damaged, or belongs to another model."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -25,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.distributed import heartbeat, warm_process
+from lockstep.distributed.rank_output import RankOutput, call_with_stderr
 
 _LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
@@ -33,6 +35,9 @@ _ENDS_S = 2.0  # from the moment when a process closes its files to the moment w
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _SAVE_S = 30  # between SIGTERM and SIGKILL
 _ADDRESS = "127.0.0.1"
+_QUOTED_LINES = 12
+_OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals by which a process ends itself. It may have said why on stderr."""
 
 
 class OneMachine(RendezvousHandler):
@@ -84,14 +89,19 @@ class RankAgent(SimpleElasticAgent):
         self.folder = folder
         self.processes: dict[int, BaseProcess] = {}
         """The processes of this machine by global rank."""
+        self.output = RankOutput()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         assert callable(spec.entrypoint)
         self.processes = {}
         for worker in worker_group.workers:
-            variables = self._variables(worker_group, worker)
-            self.processes[worker.global_rank] = warm_process.start_process(spec.entrypoint, *spec.args, **variables)
+            variables, rank = self._variables(worker_group, worker), worker.global_rank
+            with self.output.writer(rank) as writer:
+                self.processes[rank] = warm_process.start_process(
+                    call_with_stderr, writer, spec.entrypoint, *spec.args, **variables
+                )
+        self.output.start()
         return {worker.local_rank: self.processes[worker.global_rank].pid for worker in worker_group.workers}
 
     def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
@@ -132,6 +142,10 @@ class RankAgent(SimpleElasticAgent):
         if all((process.exitcode or 0) >= 0 for process in self.processes.values()):  # no rank was killed
             self._wait_for_all(_REPORT_S)
         self._shutdown()
+        self.output.close()
+        for rank, process in self.processes.items():
+            if process.exitcode in [-number for number in _OWN_SIGNALS]:
+                self._keep_last_lines(rank)
         failures = {
             rank: ProcessFailure(
                 local_rank=worker_group.workers[place].local_rank,
@@ -143,6 +157,13 @@ class RankAgent(SimpleElasticAgent):
             if process.exitcode
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _keep_last_lines(self, rank: int) -> None:
+        """Put the last lines of a rank's stderr where its report would be, if it left no report."""
+        lines, report = self.output.tails[rank].last(_QUOTED_LINES), self._report(rank)
+        if lines and not report.exists():
+            extra = {"last_lines": lines, "timestamp": str(int(time.time()))}
+            report.write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
 
     def _warm_process_is_gone(self) -> bool:
         """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""
@@ -211,5 +232,9 @@ def run_ranks(entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder
         monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
         local_addr=_ADDRESS,
     )
-    result: RunResult = RankAgent(spec, folder).run()
+    agent = RankAgent(spec, folder)
+    try:
+        result: RunResult = agent.run()
+    finally:
+        agent.output.close()
     return result.failures

@@ -65,6 +65,7 @@ class FailureBoard:
                     "rank": self.rank,
                     "text": text,
                     "retryable": error.retryable if isinstance(error, LockstepError) else True,
+                    "retries_differently": isinstance(error, LockstepError) and error.retries_differently,
                 }
                 first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own_failure)))
                 self.first = first
@@ -90,6 +91,7 @@ class FailureBoard:
             f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
         )
         other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["retryable"])
+        other.retries_differently = bool(first["retries_differently"])
         return other
 
     def _count_as_informed(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.distributed import torch_internals
 from lockstep.distributed import world as worlds
 from lockstep.distributed.meta_init import build_on_meta, materialise
 from lockstep.distributed.sharded_tensor import is_sharded
@@ -194,5 +195,9 @@ def _mesh(world: World, shard_ranks: int | None) -> Any:
     if size == world.size:
         shape, names = shape[1:], names[1:]
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-    worlds.retire([mesh.get_group(name) for name in names])
+    groups = [mesh.get_group(name) for name in names]
+    if world.timeout is not None:  # groups of a hybrid mesh would have torch's own timeout
+        for group in groups:
+            torch_internals.set_timeout(group, world.timeout)
+    worlds.retire(groups)
     return mesh

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -211,12 +212,29 @@ def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError,
         causes.append((distance, failure.timestamp, rank, failure))
     _, _, rank, failure = min(causes, key=lambda cause: cause[:3])
     report = _report_of(failure)
-    if failure.exitcode < 0:
-        hint = _NO_MEMORY if failure.exitcode == -signal.SIGKILL else None
-        what = f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-        return RankError(what, remedy=hint), True, False
+    if failure.exitcode < 0 and (report.get("stopped") or not report.get("text")):
+        return _killed(rank, failure, report.get("last_lines") or [])
     text = report.get("text") or "it gave no reason; see its output above"
     rank, text = report.get("origin") or (rank, text)
     cause = RankError(f"rank {rank} failed: {text}")
-    cause.exit_code = failure.exitcode
+    cause.exit_code = max(1, failure.exitcode)  # a rank that has reported its error may be killed while it ends
     return cause, bool(report.get("retryable", True)), bool(report.get("retries_differently", False))
+
+
+def _killed(rank: int, failure: ProcessFailure, last_lines: Sequence[str]) -> tuple[LockstepError, bool, bool]:
+    """The same as `_first_cause`, for a rank that a signal ended before it could report an error.
+
+    Args:
+        last_lines: of its stderr.
+    """
+    output = "\n".join(last_lines)
+    what = f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+    if output:
+        what += "; the last lines of its stderr:\n" + textwrap.indent(output, "    ")
+    remedy = _NO_MEMORY if failure.exitcode == -signal.SIGKILL else None
+    if output:
+        from lockstep.distributed import device_errors
+
+        remedy = device_errors.advice(output)
+        return RankError(what, remedy=remedy), not device_errors.is_deterministic(output), False
+    return RankError(what, remedy=remedy), True, False

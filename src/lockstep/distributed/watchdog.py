@@ -2,8 +2,9 @@
 
 On every rank, a thread counts signs of life in a store that all ranks reach. A rank that sees no sign of life, neither
 its own nor another rank's, for `timeout_s` seconds declares a hang. Every rank then writes its stack into the store and
-ends. Where not even this thread can run (the interpreter's lock is held, the host of the store is frozen), the C thread
-of faulthandler dumps the stacks into the folder of the report and ends the process.
+ends. The report also holds the last collectives of each rank, and says where they differ. Where not even this thread
+can run (the interpreter's lock is held, the host of the store is frozen), the C thread of faulthandler dumps the stacks
+into the folder of the report and ends the process.
 """
 
 from __future__ import annotations
@@ -22,13 +23,17 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep.distributed import flight_recorder
 from lockstep.distributed.heartbeat import Heartbeat, Phase, is_orphan
 from lockstep.distributed.launch import report_failure
 from lockstep.distributed.signals import LAUNCHED
+from lockstep.distributed.torch_internals import MainThread
 from lockstep.errors import RankError
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
+_COLLECTIVES = "collectives/"
 _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
+_RECORDER_S = 5.0  # a rank waits so long for its flight recorder
 _BUSY = 0.2  # share of a core at which the main thread counts as working
 _LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it starts or evaluates
 
@@ -37,7 +42,8 @@ class Watchdog:
     """Watches the heartbeat of this rank.
 
     In phases in which one piece of work may take long (building and compiling, evaluating, saving), a main thread that
-    computes counts as alive for up to 6 timeouts. In training, only batches count.
+    computes counts as alive for up to 6 timeouts: it uses the CPU, and it executes Python code. A thread that waits for
+    a GPU uses the CPU too, but stays inside one C function. In training, only batches count.
 
     Args:
         store: a store that all ranks reach; None where there is only one rank.
@@ -67,7 +73,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         with contextlib.ExitStack() as stack:
-            last_resort = None
+            last_resort, main_thread = None, MainThread()
             cpu = time.pthread_getcpuclockid(self.main)
             worked = time.clock_gettime(cpu)
             while not self.closed.wait(self.tick_s):
@@ -81,6 +87,7 @@ class Watchdog:
                     faulthandler.dump_traceback_later(self.timeout_s + 3 * _ANSWER_S, exit=True, file=last_resort)
                 now, before, worked = time.monotonic(), worked, time.clock_gettime(cpu)
                 working = self.heartbeat.phase != Phase.TRAINING and worked - before > _BUSY * self.tick_s
+                working = working and main_thread.has_moved()
                 if self.heartbeat.beats != self.beats:
                     self.beats, self.own_since = self.heartbeat.beats, now
                     self.worked_since = now
@@ -115,6 +122,7 @@ class Watchdog:
             self.store.set_timeout(datetime.timedelta(seconds=3 * _ANSWER_S))
             author = int(self.store.compare_set(_HANG, "", str(self.rank)))
             self.store.set(f"{_STACK}{self.rank}", text)
+            self.store.set(f"{_COLLECTIVES}{self.rank}", _last_collectives())
             if author != self.rank:
                 self.store.wait([_REPORT])
                 self._end(f"stopped because the run hung; see the report of rank {author}", author)
@@ -129,16 +137,22 @@ class Watchdog:
         self._end(report, self.rank)
 
     def _collect(self) -> str:
+        """The stacks of all ranks, and their last collectives."""
+        stacks = self._answers(_STACK, _ANSWER_S)
+        silent = "rank {}: no answer: its process is gone or frozen"
+        text = "\n".join(stacks[rank] or silent.format(rank) for rank in range(self.size))
+        with contextlib.suppress(Exception):  # another torch may record something else, and the stacks must be shown
+            text = f"{text}\n{flight_recorder.describe(self._answers(_COLLECTIVES, _RECORDER_S + 1))}"
+        return text
+
+    def _answers(self, prefix: str, wait_s: float) -> dict[int, str]:
+        """What each rank wrote under `prefix`; an empty text for ranks that write nothing within `wait_s` seconds."""
         assert self.store is not None
-        keys = [f"{_STACK}{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + _ANSWER_S
+        keys = [f"{prefix}{rank}" for rank in range(self.size)]
+        deadline = time.monotonic() + wait_s
         while not self.store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.1)
-        silent = "rank {}: no answer: its process is gone or frozen"
-        return "\n".join(
-            self.store.get(key).decode() if self.store.check([key]) else silent.format(rank)
-            for rank, key in enumerate(keys)
-        )
+        return {rank: self.store.get(key).decode() if self.store.check([key]) else "" for rank, key in enumerate(keys)}
 
     def _stack(self) -> str:
         """The phase and step of this rank, and the stack of its main thread."""
@@ -177,3 +191,17 @@ class Watchdog:
         while self.rank == 0 and read < self.size and time.monotonic() < deadline:
             time.sleep(0.05)
             read = self.store.add(_READ, 0)
+
+
+def _last_collectives() -> str:
+    """Of this rank. Empty where the recorder gives no answer: it asks the driver of the GPU, which may hang too."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            answers.append(flight_recorder.of_this_rank())
+
+    thread = threading.Thread(target=ask, name="lockstep-flight-recorder", daemon=True)
+    thread.start()
+    thread.join(_RECORDER_S)
+    return answers[0] if answers else ""

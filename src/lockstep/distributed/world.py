@@ -7,7 +7,9 @@ import contextlib
 import datetime
 import gc
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,14 +19,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lockstep.distributed import heartbeat
+from lockstep.distributed import device_errors, flight_recorder, heartbeat, torch_internals
 from lockstep.distributed.failure import FailureBoard
 from lockstep.distributed.heartbeat import Heartbeat
+from lockstep.distributed.launch import report_failure
 from lockstep.distributed.rendezvous import store_of_ranks
+from lockstep.distributed.signals import LAUNCHED
 from lockstep.distributed.watchdog import Watchdog
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, Preempted, UsageError, short_traceback
 
 T = TypeVar("T")
+_ABORT_S = 10.0  # after a failure, so long for the end of the process groups
 _retired: list[dist.ProcessGroup | None] = []
 
 
@@ -66,6 +71,8 @@ class World:
     """Where this rank notes its progress, for the launcher and the watchdog."""
     group: dist.ProcessGroup | None = None
     """The process group of the collectives. None: the default group."""
+    timeout: datetime.timedelta | None = None
+    """How long a collective waits for other ranks. None: torch's default."""
     model_parallel_size: int = 1
     """Neighbouring ranks that see the same samples, as with tensor parallelism. 1: every rank sees its own samples."""
     data_rank: int = field(init=False)
@@ -173,6 +180,9 @@ class World:
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
     """The device of a local rank: `auto` takes CUDA where there is a GPU.
 
+    Where a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
+    alone (srun --gpus-per-task=1). `join_world` checks that no other rank has the same GPU.
+
     Args:
         wanted: auto, cpu, cuda or mps.
         local_size: ranks on this machine.
@@ -189,11 +199,19 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
     gpus = torch.cuda.device_count()
     if gpus == 0:
         raise UsageError("no CUDA device is visible", where="device=cuda", remedy="use device=cpu or device=auto")
+    if gpus == 1 and LAUNCHED not in os.environ:  # our launcher gives all ranks the same environment
+        return torch.device("cuda", 0)
     if local_size > gpus:
         raise UsageError(
-            f"{local_size} ranks on a machine with {gpus} GPUs",
+            f"{local_size} ranks on a machine with {gpus} GPU{'s' * (gpus > 1)}",
             where="--nproc",
             remedy=f"use --nproc {gpus}, or device=cpu",
+        )
+    if local_rank >= gpus:
+        raise UsageError(
+            f"local rank {local_rank} needs a GPU of its own, and {gpus} GPUs are visible, numbered from 0",
+            where=f"LOCAL_RANK={local_rank}",
+            remedy=f"start at most {gpus} ranks on a machine, or let the scheduler bind one GPU to each rank",
         )
     return torch.device("cuda", local_rank)
 
@@ -230,38 +248,103 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    world = World(rank, size, local_rank, place, heartbeat.own())
+    # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others wait.
+    patience = datetime.timedelta(seconds=timeout_s) if folder is None else datetime.timedelta(days=7)
+    world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
     if size == 1:
-        with _watched(world, None, timeout_s, folder):
+        with _watched(world, None, timeout_s, folder), device_errors.explained():
             yield world
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
     backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    failures = FailureBoard(store, rank, size)
+    flight_recorder.switch_on()
+    # The failure board and the watchdog live until the group is gone: to leave a group may take for ever, too.
+    with (
+        contextlib.closing(FailureBoard(store, rank, size)) as failures,
+        _watched(world, PrefixStore("watchdog", store), timeout_s, folder),
+    ):
+        try:
+            with device_errors.explained():
+                _check_own_device(world, PrefixStore("devices", store))
+                dist.init_process_group(
+                    backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
+                )
+                _release_groups()
+                _retired.append(dist.group.WORLD)
+                yield world
+        except Preempted:  # all ranks stop together
+            _leave()
+            raise
+        except BaseException as error:
+            other = failures.explain(error) if isinstance(error, Exception) else None
+            _leave_after(other or error, rank)
+            if other is not None:
+                raise other from error
+            raise
+        _leave()
+
+
+def _leave() -> None:
+    """Leave the process groups, when all collectives have ended."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _forget_meshes()
+
+
+def _leave_after(error: BaseException, rank: int) -> None:
+    """Leave the process groups after a failure, without waiting for collectives, which may never end.
+
+    A rank that has failed may be missing in them. Even giving them up takes for ever where a driver hangs. So the
+    failure is reported first, and this process ends if the groups are not gone after `_ABORT_S`.
+    """
+    if dist.is_initialized():
+        text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
+        report_failure(error, text)
+        thread = threading.Thread(target=_abort, name="lockstep-abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+        if thread.is_alive():
+            if LAUNCHED not in os.environ:
+                print(f"[rank {rank}] error: {text}", file=sys.stderr, flush=True)
+            os._exit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1))
+    _forget_meshes()
+
+
+def _abort() -> None:
     try:
-        with _watched(world, PrefixStore("watchdog", store), timeout_s, folder):
-            # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others
-            # wait.
-            patience = timeout if folder is None else datetime.timedelta(days=7)
-            dist.init_process_group(
-                backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
-            )
-            _release_groups()
-            _retired.append(dist.group.WORLD)
-            yield world
-    except Exception as error:
-        other = failures.explain(error)
-        if other is not None:
-            raise other from error
-        raise
-    finally:
-        failures.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _forget_meshes()
+        torch_internals.abort_groups()
+    except Exception as error:  # the failure of the run matters more
+        print(f"note: the process groups could not be given up: {error}", file=sys.stderr, flush=True)
+
+
+def _check_own_device(world: World, store: Store) -> None:
+    """Check that no other rank computes on this rank's GPU.
+
+    A rank that sees a single GPU cannot know whether the other ranks of its machine see another GPU, or the same. Two
+    parts of a divided GPU (MIG) may have the same identity, but not the same environment.
+
+    Raises:
+        UsageError: another rank has this GPU; names both ranks.
+    """
+    if world.device.type != "cuda":
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    name = f"{socket.gethostname()}/{_identity(world.device)}/{visible}"
+    owner = int(store.compare_set(name, "", str(world.rank)))
+    if owner != world.rank:
+        raise UsageError(
+            f"ranks {owner} and {world.rank} on {socket.gethostname()} have the same GPU",
+            where=f"LOCAL_RANK={world.local_rank}, CUDA_VISIBLE_DEVICES={visible or 'not set'}",
+            remedy="give each rank a GPU: start fewer ranks, set LOCAL_RANK to 0, 1, ... on each machine, or let the "
+            "scheduler bind a GPU to each task (srun --gpus-per-task=1)",
+        )
+
+
+def _identity(device: torch.device) -> str:
+    """What tells this GPU from all others."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _forget_meshes() -> None:
