@@ -310,7 +310,7 @@ def verify(
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Check that a training is right, on its own model and data. The exit code is 3 if a check finds a fault."""
+    """Check that a training is right, on its own model and data. Exit code 3: a fault; 1: nothing could be shown."""
     with _reporting(debug):
         from lockstep import config_file
 
@@ -343,6 +343,8 @@ def verify(
         print(f"written: {folder}/verify.json, {folder}/verify.html")
         if result.faults:
             raise typer.Exit(3)
+        if result.shows_nothing:
+            raise typer.Exit(1)
 
 
 def _on_machine(

@@ -136,9 +136,38 @@ def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
 
 def test_what_is_not_shown_is_no_fault(monkeypatch, call):
     monkeypatch.setitem(CHECKS, "loss", lambda experiments: not_shown("it is dark"))
-    done = call("Classes", "--checks", "loss")
+    monkeypatch.setitem(CHECKS, "metric", lambda experiments: passed("it is light"))
+    done = call("Classes", "--checks", "loss,metric")
     assert done.exit_code == 0
     assert "it is dark" in done.stdout
+
+
+def test_where_nothing_is_shown_the_command_fails_and_says_so(monkeypatch, tmp_path, call):
+    for name in ("loss", "metric"):
+        monkeypatch.setitem(CHECKS, name, lambda experiments: not_shown("it is dark"))
+    done = call("Classes", "--checks", "loss,metric")
+    assert done.exit_code == 1
+    assert "nothing is shown about this training" in done.stdout
+    assert json.loads((tmp_path / "out" / "verify.json").read_text())["passed"] is False
+
+
+def test_fewer_gpus_than_ranks_are_not_used_and_this_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda *_: pytest.fail("verify itself uses a GPU"))
+    monkeypatch.setitem(CHECKS, "loss", lambda experiments: passed(experiments.config["device"]))
+    told = []
+    config = settings() | {"device": "auto"}
+    result = command.verify(config, 2, tmp_path / "a", checks=["loss"], tell=told.append, workers=Here())
+    assert (result.device, result.checks[0].reason) == ("cpu", "cpu")
+    assert told[0].startswith("note: 1 GPU for 2 ranks, so the checks are made on the CPU; --nproc 1 ")
+    with pytest.raises(UsageError, match="this machine has 1 GPU for 2 ranks") as caught:
+        command.verify(config | {"device": "cuda"}, 2, tmp_path / "b", checks=["loss"], workers=Here())
+    assert "device=cpu" in caught.value.remedy
+    here = Here()
+    monkeypatch.setattr(command.worker_functions, "device_name", lambda wanted: f"a GPU for {wanted}")
+    result = command.verify(config, 1, tmp_path / "c", checks=["loss"], tell=told.append, workers=here)
+    assert result.checks[0].reason == "auto"
+    assert result.device == "a GPU for auto"
 
 
 def test_where_a_loss_communicates_a_failed_experiment_names_that_as_a_cause(monkeypatch):

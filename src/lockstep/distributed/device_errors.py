@@ -52,6 +52,20 @@ def is_fatal(error: BaseException) -> bool:
     return _fatal_cause(error) is not None
 
 
+_lost: list[str] = []
+
+
+def note(error: BaseException) -> None:
+    """Remember where `error` says that this process cannot use its GPU any more."""
+    if is_fatal(error):
+        _lost.append(str(error))
+
+
+def has_lost_device() -> bool:
+    """Whether an error that was noted says that this process cannot use its GPU any more."""
+    return bool(_lost)
+
+
 def _fatal_cause(error: BaseException) -> BaseException | None:
     seen: list[BaseException] = []
     link: BaseException | None = error
@@ -79,6 +93,7 @@ def explained() -> Iterator[None]:
         yield
     except Exception as error:
         cause = _fatal_cause(error)
+        note(error)
         if cause is None or isinstance(cause, DeviceError):
             raise
         text = short_traceback(error)

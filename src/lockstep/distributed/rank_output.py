@@ -39,7 +39,7 @@ class Tail:
         return list(self.lines)[-count:]
 
     def _add(self, line: str) -> None:
-        line = line.rpartition("\r")[2].rstrip()[:_LONGEST_LINE]
+        line = line.rstrip().rpartition("\r")[2][:_LONGEST_LINE]
         if line and not _NOISE.match(line) and all(_PLACE.sub("", line) != _PLACE.sub("", old) for old in self.lines):
             self.lines.append(line)
 

@@ -23,9 +23,9 @@ def set_timeout(group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def timeouts(group: dist.ProcessGroup) -> list[datetime.timedelta]:
-    """How long the collectives of `group` wait for other ranks, for each of its backends."""
-    return [group._get_backend(device).options._timeout for device in group._device_types]
+def timeouts(group: dist.ProcessGroup) -> set[datetime.timedelta]:
+    """How long the collectives of `group` wait for other ranks, on each kind of device."""
+    return {group._get_backend(device).options._timeout for device in group._device_types}
 
 
 def recorded_collectives() -> list[dict[str, Any]]:

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import datetime
 import gc
+import io
 import os
+import pickle
 import socket
 import sys
 import threading
@@ -110,12 +112,15 @@ class World:
         return self.all_sum(values if self.counts_samples else [0.0] * len(values))
 
     def gather(self, value: Any) -> list[Any] | None:
-        """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object."""
+        """The `value` of every rank, in rank order, on rank 0; None elsewhere. Any picklable object.
+
+        Tensors in it arrive on the CPU.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.group)
-        return values
+        dist.gather_object(_packed(value), values, group=self.group)
+        return None if values is None else [pickle.loads(packed) for packed in values]
 
     def data_gather(self, value: Any) -> list[Any] | None:
         """As `gather`, for values that come from samples: one value for each `data_rank`, in their order."""
@@ -123,12 +128,12 @@ class World:
         return None if values is None else values[:: self.model_parallel_size]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank. Any picklable object."""
+        """Rank 0's `value`, on every rank. Any picklable object. On other ranks, tensors in it arrive on the CPU."""
         if self.size == 1:
             return value
-        box = [value]
+        box = [_packed(value) if self.rank == 0 else None]
         dist.broadcast_object_list(box, group=self.group)
-        return box[0]
+        return value if self.rank == 0 else pickle.loads(box[0] or b"")
 
     def on_rank0(self, call: Callable[[], T]) -> T:
         """The value that `call` returns on rank 0, on every rank.
@@ -175,6 +180,22 @@ class World:
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
         retire([group])
         return replace(self, group=group)
+
+
+class _HostPickler(pickle.Pickler):
+    """Writes tensors as tensors on the CPU. A tensor on a GPU would arrive on the same GPU, which has another owner."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
+            on_host = value.detach().cpu().requires_grad_(value.requires_grad)
+            return on_host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _packed(value: Any) -> bytes:
+    file = io.BytesIO()
+    _HostPickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:

@@ -52,7 +52,8 @@ def verify(
         workers: for tests: workers that have started already.
 
     Raises:
-        UsageError: an unknown check, a folder that cannot be written, a config that does not fit the model.
+        UsageError: an unknown check, a folder that cannot be written, a config that does not fit the model, fewer GPUs
+            than ranks.
         LockstepError: the task does not run, or the results cannot be written.
     """
     _check_arguments(checks, steps)
@@ -62,8 +63,9 @@ def verify(
             where="device=mps",
             remedy="use device=cpu: the checks are about the training, and not about the device",
         )
+    config = _on_device_for(config, nproc, tell)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
+    result = VerifyResult(str(config["name"]), nproc, "cpu", quick, dict(config), versions)
     start = time.perf_counter()
     folder = _make_folder(run_dir)
     own_workers = Workers(run_dir / _LOG) if workers is None else workers
@@ -78,6 +80,8 @@ def verify(
             wrap=wrap,
         )
         _check_that_task_runs(experiments, run_dir)
+        if config["device"] != "cpu" and torch.cuda.device_count():
+            (result.device,) = experiments.run("device", 1, worker_functions.device_name, config["device"])
         for name in checks or CHECKS:
             _announce(name)
             check = _make_check(name, experiments)
@@ -170,7 +174,25 @@ def _announce(name: str) -> None:
         print(f"{name} ...", end="\r", flush=True)
 
 
-def _device(config: Mapping[str, Any]) -> str:
-    if config["device"] == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    return torch.cuda.get_device_name(0)
+def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    """`config` with a device on which `nproc` ranks can compute.
+
+    Most checks compare ranks. So `auto` stands for the CPU where there are GPUs, but fewer than ranks. This process
+    only counts the GPUs: it starts none, whose memory it would take.
+
+    Raises:
+        UsageError: device=cuda, and fewer GPUs than ranks.
+    """
+    gpus = torch.cuda.device_count() if config["device"] in ("auto", "cuda") else 0
+    if not 0 < gpus < nproc:
+        return dict(config)
+    counted = f"{gpus} GPU{'s' * (gpus > 1)} for {nproc} ranks"
+    if config["device"] == "cuda":
+        raise UsageError(
+            f"this machine has {counted}",
+            where="device=cuda",
+            remedy=f"use device=cpu, which shows the same about the training, or --nproc {gpus}"
+            + (" for the checks that a single rank can show" if gpus == 1 else ""),
+        )
+    tell(f"note: {counted}, so the checks are made on the CPU; --nproc {gpus} makes them on the GPU{'s' * (gpus > 1)}")
+    return {**config, "device": "cpu"}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.build import PreparedRun
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, map_tensors
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
@@ -295,6 +295,8 @@ class TrainingRecorder(Recorder):
         """The losses of rank 0's batch on every rank, as exact hexadecimal numbers; the same list on all ranks."""
         state, world = prepared.state, prepared.state.world
         batch = world.broadcast(batch)
+        if world.rank and world.device.type != "cpu":  # it arrived on the CPU
+            batch = map_tensors(batch, lambda tensor: tensor.to(world.device))
         state.strategy.sync_buffers()
         with state.strategy.inference() as forward:
             forward.eval()

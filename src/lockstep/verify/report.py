@@ -19,7 +19,7 @@ def to_json(result: VerifyResult) -> dict[str, Any]:
 
     - schema: 1; a larger number where a key changes its meaning
     - name: of the training
-    - passed: whether no check found a fault
+    - passed: whether no check found a fault, and at least one check passed
     - nproc: number of ranks
     - device, quick: as asked for
     - seconds: of all checks
@@ -31,7 +31,7 @@ def to_json(result: VerifyResult) -> dict[str, Any]:
     values = {
         "schema": 1,
         "name": result.name,
-        "passed": not result.faults,
+        "passed": not result.faults and not result.shows_nothing,
         "nproc": result.nproc,
         "device": result.device,
         "quick": result.quick,
@@ -78,9 +78,11 @@ def line(check: CheckResult) -> str:
 
 
 def summary(result: VerifyResult) -> str:
-    """The number of checks by status in one line, and below it a line for each fault."""
+    """The number of checks by status in one line, and below it a line for each fault, or where nothing is shown."""
     number = counts(result)
     faults = [f"FAULT {_one_line(check.name)}: {_one_line(check.reason)}" for check in result.faults]
+    if result.shows_nothing:
+        faults = ["nothing is shown about this training: no check could decide, for the reasons above"]
     first = counts_in_words(f"{number['passed']} passed", number, not_shown="not shown")
     return "\n".join([f"{first} in {result.seconds:.0f} s", *faults])
 

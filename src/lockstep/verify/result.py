@@ -57,6 +57,11 @@ class VerifyResult:
         """Checks that found a broken promise."""
         return [check for check in self.checks if check.status == "fault"]
 
+    @property
+    def shows_nothing(self) -> bool:
+        """Whether no check could decide anything."""
+        return all(check.status == "not shown" for check in self.checks)
+
 
 def passed(reason: str, **more: Any) -> CheckResult:
     """The promise holds. `more`: further fields of the result."""

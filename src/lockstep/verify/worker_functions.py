@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lockstep.checkpoint import files
 from lockstep.data.order import EvaluationPlan, StepPlan
+from lockstep.distributed import device_errors
 from lockstep.distributed.world import join_world
 from lockstep.errors import LockstepError, Preempted, UsageError
 from lockstep.trainer import Trainer
@@ -139,9 +141,11 @@ def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
     try:
         return Answer(function(*arguments))
     except LockstepError as error:
+        device_errors.note(error)
         traceback.print_exc()
         return Answer(error=str(error), known=True, refused=isinstance(error, UsageError))
     except Exception as error:
+        device_errors.note(error)
         traceback.print_exc()
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Answer(error=f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})")
@@ -244,3 +248,13 @@ def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     task = Trainer(config, quiet=True).task()
     data = task.eval_data()
     return len(task.train_data()), 0 if data is None else len(data)  # type: ignore[arg-type]
+
+
+def device_name(wanted: str) -> str:
+    """The name of the device on which a single rank computes.
+
+    Args:
+        wanted: auto, cpu or cuda.
+    """
+    with join_world(wanted) as world:
+        return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type

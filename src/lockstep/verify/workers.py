@@ -27,6 +27,7 @@ from lockstep.distributed import warm_process
 _TIMEOUT_S = 1800.0  # of one function on all ranks
 # For the other ranks after one rank failed. A rank that waits in a collective notices the failure sooner by itself.
 _TIMEOUT_AFTER_FAILURE_S = 30.0
+_ENDS_S = 10.0  # for a process that ends by itself, with its GPU
 
 
 class Workers:
@@ -46,6 +47,9 @@ class Workers:
         self, world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = _TIMEOUT_S
     ) -> list[Any]:
         """Call `function(*arguments)` on ranks 0 to `world` - 1 of a world of that size.
+
+        A process whose GPU has reported an error ends after its answer, and another process takes its place in the next
+        call: it could not use the GPU any more.
 
         The call ends within `timeout_s`. After a rank has failed, the other ranks get 30 s more.
 
@@ -87,7 +91,13 @@ class Workers:
         """The answer of a rank, or a `WorkerEnded` where its connection is closed."""
         process, connection = self._workers[rank]
         try:
-            return pickle.loads(connection.recv_bytes())
+            ends, answer = pickle.loads(connection.recv_bytes())
+            if ends:
+                process.join(_ENDS_S)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+            return answer
         except (EOFError, OSError):
             process.join(2)
             if process.is_alive():
@@ -154,7 +164,7 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     import torch
 
-    from lockstep.distributed import rendezvous
+    from lockstep.distributed import device_errors, rendezvous
 
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # ranks that each use all cores slow each other down
@@ -177,5 +187,9 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
             traceback.print_exc()
             os._exit(1)
         # Plain pickle: the pickler of multiprocessing would share tensors by file handles.
+        ends = device_errors.has_lost_device()
         with contextlib.suppress(BrokenPipeError):
-            connection.send_bytes(pickle.dumps(answer))
+            connection.send_bytes(pickle.dumps((ends, answer)))
+        if ends:
+            connection.close()
+            os._exit(1)  # the ordinary end may wait for the GPU

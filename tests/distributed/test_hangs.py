@@ -1,0 +1,224 @@
+"""Ranks that hang: what counts as life, what the report says of collectives, and failures whose groups never end."""
+
+import datetime
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from lockstep.distributed import failure, flight_recorder, launch, torch_internals, watchdog, world
+from lockstep.distributed.heartbeat import Heartbeat
+from lockstep.distributed.torch_internals import MainThread
+from lockstep.distributed.world import join_world
+from lockstep.errors import MemoryShortage
+from tests import ranks
+from tests.ranks import run_ranks
+
+# ---- life
+
+
+def test_main_thread_inside_a_c_function_does_not_move():
+    main, answers = MainThread(), []
+    reading, writing = os.pipe()
+
+    def look():
+        while len(answers) < 4 or any(answers[-2:]):  # the first answers may come before the call
+            answers.append(main.has_moved())
+            time.sleep(0.002)
+        os.write(writing, b".")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    os.read(reading, 1)
+    thread.join()
+    assert main.has_moved()
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.fixture
+def reported(monkeypatch, tmp_path):
+    """A watchdog with a timeout of 0.3 s, and the event that it would report a hang."""
+    event = threading.Event()
+    monkeypatch.setattr(watchdog, "_LENIENCE", 100)
+    monkeypatch.setattr(watchdog.Watchdog, "_report", lambda self: (event.set(), self.closed.set()))
+    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=0.3, folder=tmp_path / "none")
+    yield event
+    made.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="spins in a lock of glibc")
+def test_thread_that_spins_in_a_c_function_is_no_sign_of_life(reported):
+    """As cudaStreamSynchronize does: it uses the CPU and does not return."""
+    libc, lock = ctypes.CDLL(None), ctypes.c_int()
+    libc.pthread_spin_init(ctypes.byref(lock), 0)
+    libc.pthread_spin_lock(ctypes.byref(lock))
+    found = []
+
+    def unlock():
+        found.append(reported.wait(10))
+        libc.pthread_spin_unlock(ctypes.byref(lock))
+
+    thread = threading.Thread(target=unlock)
+    thread.start()
+    libc.pthread_spin_lock(ctypes.byref(lock))
+    thread.join()
+    assert found == [True]
+
+
+def test_thread_that_computes_in_python_is_alive(reported):
+    deadline = time.monotonic() + 0.7
+    number = 0
+    while time.monotonic() < deadline:
+        number += 1
+    assert not reported.is_set()
+
+
+# ---- collectives in the report
+
+
+def test_last_collectives_are_recorded_for_each_group():
+    (text,) = run_ranks(1, recorded)
+    groups = json.loads(text)
+    (entries,) = groups.values()
+    assert "default_pg" in next(iter(groups))
+    assert entries[-1]["name"] == "gloo:all_reduce"
+    assert entries[-1]["sizes"] == [[2, 3]]
+    assert entries[-1]["state"] == "completed"
+    assert entries[-1]["number"] == entries[-2]["number"] + 1
+
+
+def recorded():
+    flight_recorder.switch_on()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(2, 3))
+    text = flight_recorder.of_this_rank()
+    dist.destroy_process_group()
+    return text
+
+
+def test_what_differs_between_ranks_is_named():
+    def text(*entries):
+        keys = ("name", "number", "sizes", "dtypes", "state")
+        return json.dumps({"default_pg (0)": [dict(zip(keys, entry, strict=True)) for entry in entries]})
+
+    reduce = ("nccl:all_reduce", 17, [[3, 4]], ["Float"], "started")
+    other = ("nccl:all_reduce", 17, [[3, 5]], ["Float"], "scheduled")
+    before = ("nccl:broadcast", 16, [[9]], ["Byte"], "completed")
+    told = flight_recorder.describe({0: text(before, reduce), 1: text(before), 2: text(before, other), 3: ""})
+    assert (
+        "default_pg (0): rank 1 made only 16 collectives, and ranks 0, 2 made 17: "
+        "rank 1 did not come to nccl:all_reduce 17\n"
+    ) in told
+    assert (
+        "number 17 is not the same collective on all ranks: "
+        "nccl:all_reduce [3, 4] Float on rank 0, nccl:all_reduce [3, 5] Float on rank 2\n"
+    ) in told
+    assert "rank 0, default_pg (0): nccl:broadcast 16 [9] Byte done; nccl:all_reduce 17 [3, 4] Float NOT DONE" in told
+    assert "no answer from rank 3" in told
+    assert flight_recorder.describe({0: "{}", 1: ""}) == ""
+    same = flight_recorder.describe({0: text(reduce), 1: text(reduce)})
+    assert "did not come" not in same
+    assert "not the same" not in same
+
+
+def test_recorder_is_switched_on_before_the_first_group(monkeypatch):
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE", raising=False)
+    flight_recorder.switch_on()
+    assert int(os.environ["TORCH_FR_BUFFER_SIZE"]) > 0
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
+    flight_recorder.switch_on()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+
+
+# ---- failures
+
+
+def failing(how):
+    """Joins with a group that can never be given up, and fails."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = how
+    world._ABORT_S = 0.2
+    torch_internals.abort_groups = lambda: threading.Event().wait()
+    with join_world("cpu"):
+        raise ValueError("the cat sat on the cable")
+
+
+def test_failure_is_reported_and_the_process_ends_where_the_groups_never_end(tmp_path):
+    told, ended = ranks._ranks.run(2, failing_on_rank_1, str(tmp_path / "error.json"))
+    assert "rank 1 failed" in told
+    assert "the cat sat on the cable" in told
+    assert ended.exit_code == 1
+    report = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert "ValueError: the cat sat on the cable" in report["message"]
+
+
+def failing_on_rank_1(path):
+    if os.environ["RANK"] == "1":
+        return failing(path)
+    try:
+        with join_world("cpu") as here:
+            here.all_sum([1.0])
+    except Exception as error:
+        return str(error)
+
+
+def order_of_leaving():
+    """What is still alive while the groups are left."""
+    seen = []
+    leave = dist.destroy_process_group
+
+    def destroy():
+        seen.append(sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("lockstep-")))
+        leave()
+
+    dist.destroy_process_group = destroy
+    try:
+        with join_world("cpu", folder=world.Path("/nowhere")):
+            pass
+    finally:
+        dist.destroy_process_group = leave
+    return seen, dist.is_initialized()
+
+
+def test_watchdog_and_failure_board_live_until_the_groups_are_gone():
+    for answer in run_ranks(2, order_of_leaving):
+        assert answer == ([["lockstep-failures", "lockstep-watchdog"]], False)
+
+
+def test_restart_that_does_something_else_is_known_to_all_ranks(monkeypatch, tmp_path):
+    monkeypatch.setattr(failure.FailureBoard, "_watch", lambda board: None)
+    monkeypatch.setattr(failure, "_POLL_S", 0.01)
+    store = HashStore()
+    first, second = (failure.FailureBoard(store, rank, 2) for rank in range(2))
+    assert first.explain(MemoryShortage("out of memory")) is None
+    second.first = json.loads(store.get("failure"))
+    error = second._error_of(second.first)
+    assert error.retries_differently
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    launch.report_failure(error, str(error))
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["extraInfo"]["retries_differently"]
+
+
+# ---- timeouts of groups
+
+
+def timeouts_of_a_hybrid_mesh():
+    from lockstep.distributed.fsdp import _mesh
+
+    with join_world("cpu", timeout_s=77) as here:
+        mesh = _mesh(here, 1)
+        return [torch_internals.timeouts(mesh.get_group(name)) for name in ("replicate", "shard")]
+
+
+def test_groups_of_a_hybrid_mesh_have_the_timeout_of_the_world():
+    for found in run_ranks(2, timeouts_of_a_hybrid_mesh):
+        assert found == [{datetime.timedelta(seconds=77)}] * 2

@@ -1,0 +1,35 @@
+"""The private functions of torch that Lockstep calls: these tests fail where another torch has changed them."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from lockstep.distributed import torch_internals
+
+
+def test_functions_do_what_they_are_used_for():
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.zeros(5))
+        newest = torch_internals.recorded_collectives()[-1]
+        assert newest["process_group"] == ["0", "default_pg"]
+        assert (newest["profiling_name"], newest["input_sizes"]) == ("gloo:all_reduce", [[5]])
+        assert (newest["input_dtypes"], newest["retired"], newest["is_p2p"]) == (["Float"], True, False)
+        assert {"collective_seq_id", "p2p_seq_id", "state"} <= newest.keys()
+        torch_internals.set_timeout(dist.group.WORLD, datetime.timedelta(seconds=5))
+        assert torch_internals.timeouts(dist.group.WORLD) == {datetime.timedelta(seconds=5)}
+    finally:
+        torch_internals.abort_groups()
+    assert not dist.is_initialized()
+
+
+def test_every_recorder_of_this_torch_is_asked(monkeypatch):
+    """Builds with NCCL have a recorder of their own, with the same format."""
+    module = torch._C._distributed_c10d
+    expected = {"_dump_fr_trace_json"} | ({"_dump_nccl_trace_json"} if dist.is_nccl_available() else set())
+    assert {name for name in torch_internals._RECORDERS if hasattr(module, name)} == expected
+    content = b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
+    monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda: content, raising=False)
+    assert torch_internals.recorded_collectives()[-1] == {"profiling_name": "nccl:all_reduce"}
