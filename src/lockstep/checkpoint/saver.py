@@ -136,15 +136,15 @@ class Saver:
         owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
         mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
-        device, on_device = devices.of(self.world.device), False
+        device, host, on_device = devices.of(self.world.device), devices.of(torch.device("cpu")), False
         staged: dict[str, LocalShard] = {}
         for name in (name for name in tensors if name in mine):
             shard, buffer = shards[name], self.buffers.get(name)
-            pinned = device.holds(shard.local)
+            apart = device.holds(shard.local)
             if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
-                buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=pinned)
-            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=pinned))
-            on_device |= pinned
+                buffer = (device if apart else host).host_buffer(shard.local.shape, shard.local.dtype)
+            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=apart))
+            on_device |= apart
         if on_device:
             device.current_stream().synchronize()
         self.buffers = {name: shard.local for name, shard in staged.items()}

@@ -99,5 +99,9 @@ class Device(abc.ABC):
         """Give memory that torch keeps but does not use back to the device."""
 
     @abc.abstractmethod
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor in the host's memory, with any values, into which copies from the device do not hold up the host."""
+
+    @abc.abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the device's own memory: copies to and from the host then need pinned memory."""
+        """Whether a tensor is in the device's own memory, apart from the host's."""

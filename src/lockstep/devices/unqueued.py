@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lockstep.devices import host_memory
@@ -40,6 +41,9 @@ class Unqueued(Device):
 
     def reserved_peak(self) -> int:
         return 0
+
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
 
     def holds(self, tensor: Tensor) -> bool:
         return False
