@@ -38,7 +38,7 @@ def train(device, folder, changes):
 
 
 def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_path):
-    changes = {"optim": {"lr": 0.1, "clip_norm": 1.0, "ema_decay": 0.9}}
+    changes = {"optim": {"lr": 0.1, "clip_norm": 1.0}, "train": {"steps": 4, "ema_decay": 0.9}}
     reads, operations = run_on_python_device(train, str(tmp_path / "run"), changes)
     files = {where.split(":")[0] for _, where in reads}
     assert files <= {"checkpoint/finite.py", "engine/dry_run.py", "engine/log_window.py", "checkpoint/saver.py"}
