@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.devices import Cuda
 from lockstep.distributed import agent, device_errors, launch, rank_output, world
 from lockstep.distributed.rank_output import Tail
 from lockstep.errors import DeviceError, UsageError
@@ -155,7 +156,7 @@ def test_local_rank_without_a_gpu_is_an_error(monkeypatch):
 
 def test_two_ranks_with_the_same_gpu_are_an_error(monkeypatch):
     store = torch.distributed.HashStore()
-    monkeypatch.setattr(world, "_identity", lambda device: "GPU-1")
+    monkeypatch.setattr(Cuda, "identity", lambda device: "GPU-1")
     first, second = (world.World(rank, 2, rank, torch.device("cuda", 0)) for rank in range(2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     world._check_own_device(first, store)
@@ -165,6 +166,6 @@ def test_two_ranks_with_the_same_gpu_are_an_error(monkeypatch):
     assert "--gpus-per-task=1" in caught.value.remedy
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-2")
     world._check_own_device(second, store)
-    monkeypatch.setattr(world, "_identity", lambda device: "GPU-2")
+    monkeypatch.setattr(Cuda, "identity", lambda device: "GPU-2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     world._check_own_device(second, store)

@@ -1,7 +1,7 @@
 """Ranks that hang: what counts as life, what the report says of collectives, and failures whose groups never end."""
 
-import datetime
 import ctypes
+import datetime
 import json
 import os
 import sys

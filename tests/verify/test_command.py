@@ -152,7 +152,7 @@ def test_where_nothing_is_shown_the_command_fails_and_says_so(monkeypatch, tmp_p
 
 
 def test_fewer_gpus_than_ranks_are_not_used_and_this_is_said(monkeypatch, tmp_path):
-    monkeypatch.setattr(command.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(command.devices, "gpus", lambda: 1)
     monkeypatch.setattr(command.torch.cuda, "get_device_name", lambda *_: pytest.fail("verify itself uses a GPU"))
     monkeypatch.setitem(CHECKS, "loss", lambda experiments: passed(experiments.config["device"]))
     told = []

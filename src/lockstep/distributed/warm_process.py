@@ -61,8 +61,6 @@ def start(modules: Sequence[str] = ()) -> None:
     global _warm_pid
     if _warm_pid is not None or not is_possible():
         return
-    # torch then counts GPUs without the driver, which does not work any more after a fork.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     multiprocessing.set_forkserver_preload([preload.__name__])
     os.environ[preload.PRELOAD] = ",".join((*MODULES, *modules))
     if threading.current_thread() is threading.main_thread():

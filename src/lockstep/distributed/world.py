@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from lockstep import devices
 from lockstep.distributed import device_errors, flight_recorder, heartbeat, torch_internals
 from lockstep.distributed.failure import FailureBoard
 from lockstep.distributed.heartbeat import Heartbeat
@@ -188,7 +189,7 @@ class _HostPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type not in ("cpu", "meta"):
             on_host = value.detach().cpu().requires_grad_(value.requires_grad)
-            return on_host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return on_host.__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return NotImplemented
 
 
@@ -267,8 +268,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    devices.of(place).select()
     # A rank that waits is not at fault. Where there is a watchdog, it finds the rank that makes the others wait.
     patience = datetime.timedelta(seconds=timeout_s) if folder is None else datetime.timedelta(days=7)
     world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
@@ -279,7 +279,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = devices.of(place).group_backend
     flight_recorder.switch_on()
     # The failure board and the watchdog live until the group is gone: to leave a group may take for ever, too.
     with (
@@ -341,7 +341,7 @@ def _abort() -> None:
 
 
 def _check_own_device(world: World, store: Store) -> None:
-    """Check that no other rank computes on this rank's GPU.
+    """Check that no other rank computes on this rank's device, where a device takes one rank.
 
     A rank that sees a single GPU cannot know whether the other ranks of its machine see another GPU, or the same. Two
     parts of a divided GPU (MIG) may have the same identity, but not the same environment.
@@ -349,10 +349,11 @@ def _check_own_device(world: World, store: Store) -> None:
     Raises:
         UsageError: another rank has this GPU; names both ranks.
     """
-    if world.device.type != "cuda":
+    identity = devices.of(world.device).identity()
+    if identity is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    name = f"{socket.gethostname()}/{_identity(world.device)}/{visible}"
+    name = f"{socket.gethostname()}/{identity}/{visible}"
     owner = int(store.compare_set(name, "", str(world.rank)))
     if owner != world.rank:
         raise UsageError(
@@ -361,11 +362,6 @@ def _check_own_device(world: World, store: Store) -> None:
             remedy="give each rank a GPU: start fewer ranks, set LOCAL_RANK to 0, 1, ... on each machine, or let the "
             "scheduler bind a GPU to each task (srun --gpus-per-task=1)",
         )
-
-
-def _identity(device: torch.device) -> str:
-    """What tells this GPU from all others."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _forget_meshes() -> None:

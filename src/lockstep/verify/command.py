@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep import atomic
+from lockstep import atomic, devices
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.verify import html_report, report, worker_functions
 from lockstep.verify.checks import CHECKS
@@ -80,7 +80,7 @@ def verify(
             wrap=wrap,
         )
         _check_that_task_runs(experiments, run_dir)
-        if config["device"] != "cpu" and torch.cuda.device_count():
+        if config["device"] != "cpu" and devices.gpus():
             (result.device,) = experiments.run("device", 1, worker_functions.device_name, config["device"])
         for name in checks or CHECKS:
             _announce(name)
@@ -183,7 +183,7 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
     Raises:
         UsageError: device=cuda, and fewer GPUs than ranks.
     """
-    gpus = torch.cuda.device_count() if config["device"] in ("auto", "cuda") else 0
+    gpus = devices.gpus() if config["device"] in ("auto", "cuda") else 0
     if not 0 < gpus < nproc:
         return dict(config)
     counted = f"{gpus} GPU{'s' * (gpus > 1)} for {nproc} ranks"

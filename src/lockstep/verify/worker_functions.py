@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from lockstep import devices
 from lockstep.checkpoint import files
 from lockstep.data.order import EvaluationPlan, StepPlan
 from lockstep.distributed import device_errors
@@ -257,4 +257,4 @@ def device_name(wanted: str) -> str:
         wanted: auto, cpu or cuda.
     """
     with join_world(wanted) as world:
-        return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type
+        return devices.of(world.device).name()
