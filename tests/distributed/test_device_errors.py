@@ -95,11 +95,15 @@ def test_rank_that_aborts_is_quoted_and_advised_and_not_started_again(tmp_path, 
     assert capfd.readouterr().err.count("Loss.cu:250") == 1  # the terminal has it too
 
 
-def killed(number, lines=(), text=""):
+def ended(code, lines=(), text=""):
     words = {"message": {"message": text, "extraInfo": {"last_lines": list(lines)}}} if lines or text else {}
-    failure = SimpleNamespace(exitcode=-number, error_file_data=words, timestamp=1)
-    failure.signal_name = lambda: signal.Signals(number).name
-    return launch._first_cause({3: failure})
+    failure = SimpleNamespace(exitcode=code, error_file_data=words, timestamp=1)
+    failure.signal_name = lambda: signal.Signals(-code).name
+    return failure
+
+
+def killed(number, lines=(), text=""):
+    return launch._first_cause({3: ended(-number, lines, text)})
 
 
 def test_end_by_nccl_is_advised_and_tried_again():
@@ -107,6 +111,16 @@ def test_end_by_nccl_is_advised_and_tried_again():
     assert "look at the other ranks first" in cause.remedy
     assert retryable
     assert killed(signal.SIGABRT)[0].remedy is None
+
+
+def test_rank_that_nccl_ended_is_not_the_cause_where_another_rank_failed():
+    by_nccl = ended(-signal.SIGABRT, ["[Rank 0] NCCL watchdog thread terminated with exception: remote process exited"])
+    cause, _, _ = launch._first_cause({0: by_nccl, 1: ended(1, text="ValueError: the cat")})
+    assert cause.what == "rank 1 failed: ValueError: the cat"
+    asserted = ended(-signal.SIGABRT, ["NCCL watchdog thread terminated", *ASSERT.split("\n")])
+    cause, retryable, _ = launch._first_cause({0: by_nccl, 1: asserted})
+    assert cause.what.startswith("rank 1 was killed by signal 6")
+    assert not retryable
 
 
 def test_rank_that_was_killed_after_its_report_is_named_with_its_own_words():

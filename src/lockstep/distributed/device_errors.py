@@ -47,6 +47,11 @@ def advice(text: str) -> str | None:
     return _ADVICE_NCCL if "NCCL" in text else None
 
 
+def is_of_another_rank(text: str) -> bool:
+    """Whether NCCL ended a rank, whose output `text` is, because another rank or the network failed."""
+    return "NCCL" in text and not (_FATAL.search(text) or _ASSERT.search(text) or "ncclUnhandledCudaError" in text)
+
+
 def is_fatal(error: BaseException) -> bool:
     """Whether `error` or a cause of it says that this process cannot use its GPU any more."""
     return _fatal_cause(error) is not None

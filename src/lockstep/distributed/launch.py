@@ -191,9 +191,21 @@ def _failed_by_itself(failure: ProcessFailure) -> bool:
     report = _report_of(failure)
     if failure.exitcode in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
         return False
+    if _ended_by_nccl(report):
+        return False
     if failure.exitcode == 1 and not report:  # `signals` ends a rank so, after the agent's SIGTERM
         return False
     return not report.get("origin")
+
+
+def _ended_by_nccl(report: Mapping[str, Any]) -> bool:
+    """Whether the last lines of a rank that a signal ended say that NCCL did so because of another rank."""
+    output = "\n".join(report.get("last_lines") or [])
+    if "NCCL" not in output:
+        return False
+    from lockstep.distributed import device_errors
+
+    return device_errors.is_of_another_rank(output)
 
 
 def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError, bool, bool]:

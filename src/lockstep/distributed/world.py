@@ -322,7 +322,8 @@ def _leave_after(error: BaseException, rank: int) -> None:
     """
     if dist.is_initialized():
         text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
-        report_failure(error, text)
+        if isinstance(error, Exception):
+            report_failure(error, text)
         thread = threading.Thread(target=_abort, name="lockstep-abort", daemon=True)
         thread.start()
         thread.join(_ABORT_S)
