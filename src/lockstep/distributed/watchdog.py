@@ -178,9 +178,9 @@ class Watchdog:
         report_failure(error, text)
         if author == self.rank and LAUNCHED not in os.environ:
             print(f"[rank {self.rank}] error: {text}", file=sys.stderr, flush=True)
+        self.dump.unlink(missing_ok=True)  # first: the agent may end this process when it sees another rank end
         if self.store is not None:
             self._linger()
-        self.dump.unlink(missing_ok=True)
         os._exit(1)
 
     def _linger(self) -> None:
