@@ -8,6 +8,7 @@ from lockstep import errors
 from lockstep.errors import (
     CheckpointError,
     DataError,
+    DeviceError,
     LockstepError,
     MemoryShortage,
     RankError,
@@ -29,6 +30,7 @@ def test_these_are_all_the_kinds():
         DataError,
         TrainingError,
         MemoryShortage,
+        DeviceError,
         CheckpointError,
         RankError,
     }

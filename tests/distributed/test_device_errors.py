@@ -10,7 +10,9 @@ import torch
 from lockstep.devices import Cuda
 from lockstep.distributed import agent, device_errors, launch, rank_output, world
 from lockstep.distributed.rank_output import Tail
-from lockstep.errors import DeviceError, UsageError
+from lockstep.errors import DeviceError, LockstepError, UsageError
+from tests.distributed import abort_cases
+from tests.ranks import run_ranks
 
 ASSERT = """CUDA error: device-side assert triggered
 CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
@@ -39,6 +41,25 @@ def test_other_errors_of_a_gpu_are_tried_again():
         raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
     assert "Xid" in caught.value.remedy
     assert caught.value.retryable
+
+
+def asserting():
+    """On rank 1, a kernel asserts while rank 0 waits for it. What each rank raises."""
+    try:
+        with world.join_world("cpu") as here:
+            if here.rank == 1:
+                raise torch.AcceleratorError(ASSERT)
+            here.all_sum([1.0])
+    except LockstepError as error:
+        return type(error).__name__, error.retryable, str(error)
+
+
+def test_all_ranks_know_that_an_assertion_would_come_again():
+    other, own = run_ranks(2, asserting)
+    assert (own[0], own[1]) == ("DeviceError", False)
+    assert (other[0], other[1]) == ("RankError", False)
+    assert "rank 1 failed" in other[2]
+    assert "number of classes" in other[2]
 
 
 @pytest.mark.parametrize(
@@ -77,16 +98,9 @@ def test_last_lines_leave_out_what_repeats():
     assert tail.last(1) == ["unfinished"]
 
 
-def abort(folder):
-    """The main function of a rank whose GPU asserts: NCCL's thread ends the process."""
-    if os.environ["RANK"] == "1":
-        os.write(2, (KERNEL.format(5) + "\n" + TERMINATED + "\n").encode())
-        os.abort()
-    signal.pause()
-
-
 def test_rank_that_aborts_is_quoted_and_advised_and_not_started_again(tmp_path, capfd):
-    failures = agent.run_ranks(abort, (str(tmp_path),), nproc=2, folder=tmp_path)
+    said = f"{KERNEL.format(5)}\n{TERMINATED}\n"
+    failures = agent.run_ranks(abort_cases.abort_on_rank_1, (said,), nproc=2, folder=tmp_path)
     cause, retryable, _ = launch._first_cause(failures)
     assert "rank 1 was killed by signal 6 (SIGABRT); the last lines of its stderr:\n    Loss.cu:250" in cause.what
     assert "device-side assert triggered" in cause.what
