@@ -34,7 +34,7 @@ _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-r
 _COLLECTIVES = "collectives/"
 _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _RECORDER_S = 5.0  # a rank waits so long for its flight recorder
-_BUSY = 0.2  # share of a core at which the main thread counts as working
+_BUSY = 0.03  # share of a core at which the main thread counts as working; other processes may leave it little
 _LENIENCE = 6  # timeouts for which a rank may compute without a beat, while it starts or evaluates
 
 
