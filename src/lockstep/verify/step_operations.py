@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.distributed.pretended import pretended_world
@@ -32,6 +33,7 @@ _REDUCTIONS = {  # by operator, the position of the argument that holds its inpu
     "c10d::allreduce_coalesced_": 0,
     "c10d::reduce_scatter_tensor_coalesced_": 1,
 }
+_PRODUCTS = ("matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "linear", "cdist", "cosine_similarity")
 
 
 @dataclass
@@ -148,6 +150,38 @@ class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.names.append(name.strip("_"))
         return func(*args, **(kwargs or {}))
+
+
+class PairOperations(TorchFunctionMode):
+    """Inside, results that have a number for each pair of samples are recorded, such as similarities in a batch.
+
+    These are matrix products and distances, and operations that combine a tensor with itself, such as
+    `labels[:, None] == labels`. Outputs that are combined with labels are not recorded: there, an output of shape
+    (N, 1) and labels of shape (N,) make pairs by mistake.
+
+    Args:
+        samples: in the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples, self.is_paused = samples, False
+        self.found: list[tuple[str, str, int]] = []
+        """Name of the operation, its file and line, and how many rows each sample has."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.is_paused or not isinstance(result, Tensor) or result.ndim < 2:
+            return result
+        sides = [size // self.samples for size in result.shape if size and size % self.samples == 0]
+        rows = [side for side in sides if sides.count(side) > 1]
+        name = str(getattr(func, "__name__", "")).strip("_")
+        operands = [value.data_ptr() for value in args if isinstance(value, Tensor)]
+        if rows and (name in _PRODUCTS or len(set(operands)) < len(operands)):
+            self.found.append((name, _place_of_caller()[0], rows[0]))
+        return result
 
 
 @contextlib.contextmanager
