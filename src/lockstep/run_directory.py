@@ -22,7 +22,7 @@ from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import RESTARTS
 from lockstep.distributed.world import World
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.observe import metric_arrays, model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
@@ -201,6 +201,16 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
             )
         found |= keys
     return found
+
+
+def is_verified(folder: Path, config: RunConfig) -> bool:
+    """Whether `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    try:
+        written = json.loads((folder / "verify.json").read_text())
+        verified = config_file.parse(written["config"], needs_task=False)
+    except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it
+        return False
+    return _as_json(training_keys(verified)) == _as_json(training_keys(config))
 
 
 def _home(config: RunConfig) -> Path:

@@ -83,8 +83,8 @@ def differs(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any)
 def depends_on_rank(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
     """How the losses that `call` returns differ on rank 0 and on rank 1; empty if not at all.
 
-    The environment variable RANK says so, and `torch.distributed`, where torch can pretend to have two ranks. The loss
-    must make no collectives.
+    The environment variable RANK says so, and torch's process group, where torch can pretend to have two ranks. The
+    loss must make no collectives.
 
     Parameters that get a gradient other than zero on one rank alone are named, too.
     """
