@@ -352,7 +352,11 @@ def verify(
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite the same files
+
+        def tell(holder: str) -> None:
+            print(f"waiting for {holder}, which verifies in {folder}", file=sys.stderr, flush=True)
+
+        with run_directory.locked(folder, ".verify-lock", tell):  # a second verification would overwrite the same files
             config = settings.model_dump(by_alias=True)
             result = command.verify(config, count, folder, checks=names, quick=quick, steps=steps)
         print(report.summary(result))

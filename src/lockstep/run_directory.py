@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +115,11 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
+
+    Args:
+        tell: gets the name of the other process, if there is one, before the wait for its end begins.
 
     Raises:
         UsageError: another process holds the lock, or the folder cannot be written.
@@ -124,7 +127,7 @@ def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2))
+            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2, tell=tell))
         except locks.LockedError as error:
             remedy = "wait for it, stop it, or give another --run-dir"
             raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None

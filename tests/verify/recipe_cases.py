@@ -1,4 +1,7 @@
-"""The shipped recipes on small data, with small models, each with the overrides that make it so."""
+"""The shipped recipes on small data, with small models, each with the overrides that make it so.
+
+Learning rates are those of small new models where a recipe has rates for pretrained models or for large batches.
+"""
 
 import csv
 from pathlib import Path
@@ -29,7 +32,7 @@ SMALL_VOLUMES = ["task.image_size=16", "task.max_slices=6", "data.workers=0"]
 
 def overrides(recipe, folder):
     """`key=value` for a recipe that the command line takes, with data and models in `folder`, which are made here."""
-    return [*_CASES[recipe](Path(folder)), "device=cpu"]
+    return [*CASES[recipe](Path(folder)), "device=cpu"]
 
 
 def _texts(folder, count=96):
@@ -58,7 +61,14 @@ def _ag_news(folder):
     task.train_data()
     task.model().save_pretrained(folder / "bert")
     task.tokenizer.save_pretrained(folder / "bert")
-    return [*options, f"task.model={folder}/bert", "task.max_length=16", "batch.per_rank=4", "batch.accumulate=2"]
+    return [
+        *options,
+        f"task.model={folder}/bert",
+        "task.max_length=16",
+        "batch.per_rank=4",
+        "batch.accumulate=2",
+        "optim.lr=0.02",
+    ]
 
 
 def _text(folder):
@@ -90,7 +100,7 @@ def _imagenet(folder):
     _pictures(folder)
     sizes = ["task.image_size={0: 12, 1: 12, 2: 16}", "task.eval_size=16", "task.eval_resize=18"]
     small = [f"task.scratch={RESNET}", *sizes, "batch.global=16", "batch.micro=8", "data.workers=0"]
-    return [f"data.train={folder}", *small]
+    return [f"data.train={folder}", *small, "optim.lr=10", "train.ema_decay=0.9"]
 
 
 def _detection(folder):
@@ -127,10 +137,11 @@ def _nlst(folder):
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_ratio": 2}
     Dinov2Model(Dinov2Config(image_size=16, patch_size=8, **sizes)).save_pretrained(folder / "dinov2")
     small = [f"task.model={folder}/dinov2", "task.aggregator={width: 16, layers: 1, heads: 2, dropout: 0.1}"]
-    return [*_volumes(folder), *small, "batch.accumulate=2", "train.unfreeze=[{match: [backbone.*], epoch: 1}]"]
+    rates = ["optim.lr=0.003", "optim.groups=[{name: backbone, match: [backbone.*], lr: 0.001}]"]
+    return [*_volumes(folder), *small, *rates, "batch.accumulate=2", "train.unfreeze=[{match: [backbone.*], epoch: 1}]"]
 
 
-_CASES = {
+CASES = {
     "ag_news": _ag_news,
     "cifar": _cifar,
     "ct_small": _ct_small,
