@@ -632,7 +632,8 @@ class MeanClassContrast(Classes):
         positives = (batch[1][:, None] == batch[1]) & ~itself
         logs = (outputs @ outputs.T * 5).masked_fill(itself, -1e9).log_softmax(dim=1)
         has_one = positives.any(dim=1)
-        return -((logs * positives).sum(dim=1)[has_one] / positives.sum(dim=1)[has_one]).mean()
+        losses = (logs * positives).sum(dim=1) / positives.sum(dim=1).clamp(min=1)
+        return -losses.sum() / has_one.sum().clamp(min=1)
 
 
 class MeanOfPairs(Classes):

@@ -272,9 +272,16 @@ def test_a_loss_without_labels_that_compares_samples_is_an_obstacle():
 
 @pytest.mark.parametrize(
     ("name", "operation"),
-    [("ClassContrast", "eq"), ("TwoCalls", "matmul"), ("PairsOfScores", "sub"), ("RiskSets", "ge")],
+    [
+        ("ClassContrast", "eq"),
+        ("TwoCalls", "matmul"),
+        ("PairsOfScores", "sub"),
+        ("RiskSets", "ge"),
+        ("SortedRiskSets", "argsort"),
+        ("HardestHalf", "topk"),
+    ],
 )
-def test_a_loss_with_labels_that_compares_pairs_of_samples_is_an_obstacle(name, operation):
+def test_a_loss_with_labels_that_compares_samples_is_an_obstacle(name, operation):
     found = probe(name, LOSSES)
     assert found.compares_samples.startswith(f"with {operation} at unusual_losses.py:")
     assert not found.without_labels

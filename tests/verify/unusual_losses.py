@@ -282,6 +282,27 @@ class RiskSets(_Regression):
         return (seen * (total - risk)).sum()
 
 
+class SortedRiskSets(RiskSets):
+    """The same by a cumulative sum over the samples, from the last time to the first."""
+
+    def loss(self, model, batch):
+        inputs, times, seen = batch
+        order = times.argsort(descending=True)
+        risk = model(inputs)[order, 0]
+        return (seen[order] * (risk.logcumsumexp(dim=0) - risk)).sum()
+
+
+class HardestHalf(_Classifier):
+    """The harder half of each micro-batch counts."""
+
+    def weight(self, batch):
+        return torch.tensor(-(-len(batch[1]) // 2))
+
+    def loss(self, model, batch):
+        losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses.topk(-(-len(losses) // 2)).values.sum()
+
+
 class Triplets(_TwoViews):
     """Triplets of an anchor, a positive and a negative, made by the data set."""
 

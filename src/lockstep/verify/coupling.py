@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lockstep.tasks.task import Task
 from lockstep.verify.comparable_task import sum_of_heads
 from lockstep.verify.reference import data
-from lockstep.verify.step_operations import PairOperations
+from lockstep.verify.step_operations import ComparingOperations
 
 COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
 _IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
@@ -35,8 +35,8 @@ class Coupling:
     """Heads whose loss of a batch is a mean, instead of a sum."""
     without_labels: bool = False
     """Whether every tensor of a batch goes into the model."""
-    in_pairs: bool = False
-    """Whether the loss makes a number for each pair of samples from outputs that do not couple samples themselves."""
+    has_comparison: bool = False
+    """Whether the loss makes a number for each pair of samples, or sorts them, and outputs do not couple samples."""
     compares_samples: str = ""
     """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
 
@@ -74,10 +74,10 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
             found.mean_heads.append(head)
     found.without_labels = record.has_all(data.tensors(whole))
     if not found.mean_heads and found.coupling > COUPLED * found.epsilon and record.is_uncoupled(records):
-        pairs = _pairs(record, records)
-        found.in_pairs = bool(pairs)
-        # With labels, a loss that mixes samples otherwise than in pairs does so by mistake more often than not.
-        found.compares_samples = pairs or ("as it has no labels" if found.without_labels else "")
+        comparison = _comparison(record, records)
+        found.has_comparison = bool(comparison)
+        # With labels, a loss that mixes samples in another way does so by mistake more often than not.
+        found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
     return found
 
 
@@ -115,7 +115,7 @@ class _Record:
     def __init__(self, samples: int) -> None:
         self.inputs: list[Tensor] = []
         self.outputs: list[Tensor] = []
-        self.pairs = PairOperations(samples)
+        self.comparing = ComparingOperations(samples)
 
     def has_all(self, tensors: Sequence[Tensor]) -> bool:
         """Whether all of these tensors, or views of them, went into the model."""
@@ -148,7 +148,7 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
         if not calls:
             record.inputs.extend(data.tensors((args, kwargs)))
         calls += 1
-        record.pairs.is_paused = True
+        record.comparing.is_paused = True
 
     def leave(_: nn.Module, args: Any, output: Any) -> None:
         nonlocal calls
@@ -156,19 +156,19 @@ def _recorded(model: nn.Module, samples: int) -> Iterator[_Record]:
         if not calls:
             found = [tensor.detach() for tensor in data.tensors(output)]
             record.outputs.extend(tensor for tensor in found if tensor.is_floating_point() and tensor.ndim)
-            record.pairs.is_paused = False
+            record.comparing.is_paused = False
 
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             # Before and after all hooks of a task.
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        stack.enter_context(record.pairs)
+        stack.enter_context(record.comparing)
         yield record
 
 
-def _pairs(whole: _Record, halves: Sequence[_Record]) -> str:
-    """Where a loss makes a number for each pair of samples; empty where it makes none."""
-    pairs = [set(half.pairs.found) for half in halves]
-    common = (found for found in whole.pairs.found if all(found in of_half for of_half in pairs))
+def _comparison(whole: _Record, halves: Sequence[_Record]) -> str:
+    """The operation by which a loss compares samples, and its place; empty where there is none."""
+    of_halves = [set(half.comparing.found) for half in halves]
+    common = (found for found in whole.comparing.found if all(found in of_half for of_half in of_halves))
     return next((f"with {name} at {place}" for name, place, _ in common), "")

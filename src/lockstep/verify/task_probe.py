@@ -91,8 +91,8 @@ class TaskProbe:
     """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
     without_labels: bool = False
     """Whether every tensor of a batch goes into the model."""
-    in_pairs: bool = False
-    """Whether the loss makes a number for each pair of samples. Then its weight may count pairs, and not add up."""
+    has_comparison: bool = False
+    """Whether the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
     compares_samples: str = ""
     """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
@@ -309,19 +309,19 @@ def _look_at_coupling(
         return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
 
     found = measure_coupling(task, model, converted(batches))
-    if found.in_pairs:
+    if found.has_comparison:
         samples = read(most=_COMPARED_SAMPLES)
         found.mean_heads = shrinking_heads(
             task, model, converted(_batches(task, samples, next(model.parameters()).device))
         )
     probe.coupling, probe.epsilon, probe.mean_heads = found.coupling, found.epsilon, found.mean_heads
-    probe.without_labels, probe.in_pairs = found.without_labels, found.in_pairs
+    probe.without_labels, probe.has_comparison = found.without_labels, found.has_comparison
     probe.compares_samples = "" if found.mean_heads else found.compares_samples
 
 
 def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
     """Find out whether the weight of a batch is the sum over its samples."""
-    if probe.random_in_collate or probe.in_pairs:
+    if probe.random_in_collate or probe.has_comparison:
         return
     with contextlib.suppress(Exception):  # a task may refuse single samples
         of_samples = data.count_units(task, [(task.collate([sample]), 1) for sample in samples])
