@@ -288,6 +288,14 @@ def test_a_loss_with_labels_that_compares_samples_is_an_obstacle(name, operation
     assert found.obstacle().startswith("the loss of a batch is not the sum over its parts (off by ")
 
 
+@pytest.mark.parametrize("seed", [0, 4, 8, 10])
+def test_a_cut_that_shows_no_coupling_by_chance_is_not_the_last(seed):
+    """With these seeds, the hardest half of all samples is the hardest half of both halves."""
+    found = probe("HardestHalf", LOSSES, part=400 if seed == 0 else 160, seed=seed)
+    assert found.compares_samples
+    assert found.obstacle()
+
+
 @pytest.mark.parametrize("name", ["MeanContrast", "MeanClassContrast", "MeanOfPairs"])
 def test_a_mean_over_samples_that_are_compared_is_no_obstacle(name):
     found = probe(name, BROKEN)

@@ -73,11 +73,12 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
         if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
             found.mean_heads.append(head)
     found.without_labels = record.has_all(data.tensors(whole))
-    if not found.mean_heads and found.coupling > COUPLED * found.epsilon and record.is_uncoupled(records):
+    if not found.mean_heads and record.is_uncoupled(records):
         comparison = _comparison(record, records)
         found.has_comparison = bool(comparison)
-        # With labels, a loss that mixes samples in another way does so by mistake more often than not.
-        found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
+        if found.coupling > COUPLED * found.epsilon:
+            # With labels, a loss that mixes samples in another way does so by mistake more often than not.
+            found.compares_samples = comparison or ("as it has no labels" if found.without_labels else "")
     return found
 
 

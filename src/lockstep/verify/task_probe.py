@@ -274,9 +274,9 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
     ]
 
 
-def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:
-    """A batch of all samples, and its two halves. A single sample has one half."""
-    half = len(samples) // 2
+def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
+    """A batch of all samples, and its two parts, cut behind one in `share` samples. A single sample has one part."""
+    half = len(samples) // share
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
     return [(data.to_device(batch, device), size) for batch, size in batches]
 
@@ -309,13 +309,16 @@ def _look_at_coupling(
         return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
 
     found = measure_coupling(task, model, converted(batches))
-    if found.has_comparison:
-        samples = read(most=_COMPARED_SAMPLES)
-        found.mean_heads = shrinking_heads(
-            task, model, converted(_batches(task, samples, next(model.parameters()).device))
-        )
+    if found.has_comparison:  # a cut may show no coupling by chance
+        samples, device = read(most=_COMPARED_SAMPLES), next(model.parameters()).device
+        for share in (2, 4, 8):
+            found = measure_coupling(task, model, converted(_batches(task, samples, device, share)))
+            if found.compares_samples:
+                found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
+                break
     probe.coupling, probe.epsilon, probe.mean_heads = found.coupling, found.epsilon, found.mean_heads
-    probe.without_labels, probe.has_comparison = found.without_labels, found.has_comparison
+    probe.without_labels = found.without_labels
+    probe.has_comparison = found.has_comparison and bool(found.compares_samples)
     probe.compares_samples = "" if found.mean_heads else found.compares_samples
 
 
