@@ -25,6 +25,7 @@ if multiprocessing.parent_process() is None:  # ranks import this module too, an
     warm_process.start(["torchmetrics", "lockstep.verify.worker_functions"])
 _folder = tempfile.TemporaryDirectory(prefix="lockstep-tests-")
 _ranks = Workers(Path(_folder.name, "ranks.log"))
+_with_device = Workers(Path(_folder.name, "with-device.log"))
 
 
 class RankFailed(AssertionError):
@@ -37,7 +38,25 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     Raises:
         RankFailed: a rank raised, its process ended, or it gave no answer within `timeout_s`.
     """
-    answers = _ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s)
+    return _values(_ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s))
+
+
+def run_on_python_device(function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> Any:
+    """What `function(device, *arguments)` returned in a process that has the device of `tests/python_device.py`.
+
+    Raises:
+        RankFailed: as `run_ranks`.
+    """
+    return _values(_with_device.run(1, _answer, _on_device, function, *arguments, timeout_s=timeout_s))[0]
+
+
+def _on_device(function: Callable[..., Any], *arguments: Any) -> Any:
+    from tests import python_device
+
+    return function(python_device.install(), *arguments)
+
+
+def _values(answers: list[Any]) -> list[Any]:
     failed = {
         rank: str(answer) if isinstance(answer, WorkerEnded) else answer.error
         for rank, answer in enumerate(answers)
@@ -68,4 +87,5 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> Answer:
 
 def close() -> None:
     _ranks.close()
+    _with_device.close()
     _folder.cleanup()

@@ -12,24 +12,25 @@ import lockstep
 PACKAGE = Path(lockstep.__file__).parent
 
 # What is composed into a run.
-COMPOSED = {"errors", "config", "checkpoint", "data", "distributed", "engine", "observe", "tasks"}
+COMPOSED = {"errors", "config", "checkpoint", "data", "devices", "distributed", "engine", "observe", "tasks"}
 
 # The parts that each part may import, besides itself. A part is a module or a folder.
 ALLOWED = {
     "errors": set(),
     "atomic": set(),
+    "devices": {"devices"},
     "locks": set(),
     "plugins": {"errors"},
     "data.order": set(),
     "engine.schedule": set(),
-    "distributed": {"errors", "distributed.launch"},
+    "distributed": {"errors", "devices", "distributed.launch"},
     "distributed.launch": {"errors", "distributed", "__main__"},  # a rank runs the command
-    "data": {"errors", "atomic", "locks", "plugins", "data"},
+    "data": {"errors", "devices", "atomic", "locks", "plugins", "data"},
     "sources": {"errors", "atomic", "locks", "data.order", "data", "images", "volumes"},
     "images": {"errors", "atomic", "locks", "config_section"},
     "volumes": {"errors", "atomic", "data", "images"},
-    "checkpoint": {"errors", "atomic", "distributed"},
-    "engine": {"errors", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
+    "checkpoint": {"errors", "devices", "atomic", "distributed"},
+    "engine": {"errors", "devices", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
     "observe": {"errors", "atomic", "plugins", "observe"},
     "tasks.task": {"errors", "tasks.presenter"},
     "tasks.presenter": {"errors"},
@@ -71,6 +72,7 @@ ALLOWED = {
     "build": COMPOSED,
     "run_directory": {
         "errors",
+        "devices",
         "atomic",
         "locks",
         "config",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from lockstep import devices
 from lockstep.checkpoint import finite
 from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.export import load_weights
@@ -145,7 +146,7 @@ def prepare_run(
         must_agree_on_weights=config.data.on_error == "skip",
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
-        guard=Guard(built.strategy, precision, config.compute.halve_on_oom and world.device.type == "cuda"),
+        guard=Guard(built.strategy, precision, config.compute.halve_on_oom and devices.of(world.device).has_own_memory),
     )
     checkpoint_state.capture(
         built.model, state.optimizer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lockstep
-from lockstep import atomic, config_file, locks
+from lockstep import atomic, config_file, devices, locks
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
@@ -307,9 +307,7 @@ def retention(config: RunConfig) -> Retention:
 
 
 def _environment(world: World) -> dict[str, Any]:
-    device = platform.processor() or platform.machine()
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
+    device = devices.of(world.device).name()
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}

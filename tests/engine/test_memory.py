@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.devices import host_memory
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import memory as engine_memory
 from lockstep.engine.memory import MB, MemoryGauge, MemoryMonitor, mib, table
@@ -92,9 +93,9 @@ def test_lines_of_the_log_show_no_more_of_memory_than_the_peak():
 
 def test_steps_that_do_not_log_measure_nothing(monkeypatch):
     counted, measured = [], []
-    count, status = MemoryMonitor._count, engine_memory._status
+    count, status = MemoryMonitor._count, host_memory._status
     monkeypatch.setattr(MemoryMonitor, "_count", lambda self: counted.append(self.state.step) or count(self))
-    monkeypatch.setattr(engine_memory, "_status", lambda name: measured.append(name) or status(name))
+    monkeypatch.setattr(host_memory, "_status", lambda name: measured.append(name) or status(name))
     runs.fit(own_tasks.Plain(), runs.config())  # 20 steps, an entry after each 5th
     assert counted == [0, 5, 20]
     few = len(measured)
@@ -296,8 +297,8 @@ def test_entry_on_cuda_has_what_was_reserved(monkeypatch):
 
 def test_where_the_system_has_no_proc_a_part_shows_what_it_added(tmp_path, monkeypatch):
     mark = SimpleNamespace(ru_maxrss=100 * 1024)
-    monkeypatch.setattr(engine_memory, "_PROC", tmp_path / "absent")
-    monkeypatch.setattr(engine_memory.sys, "platform", "linux")
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "absent")
+    monkeypatch.setattr(host_memory.sys, "platform", "linux")
     monkeypatch.setattr(resource, "getrusage", lambda _: mark)
     monkeypatch.setattr(engine_memory, "_highest", {})
     run = training(nn.Linear(2, 2))
@@ -332,7 +333,7 @@ def test_peak_begins_anew_and_the_most_is_remembered():
 def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
     (tmp_path / "status").write_text("Name:\tpython\nVmHWM:\t  2048 kB\nVmRSS:\t  1024 kB\n")
     (tmp_path / "clear_refs").mkdir()  # cannot be written
-    monkeypatch.setattr(engine_memory, "_PROC", tmp_path)
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path)
     monkeypatch.setattr(engine_memory, "_highest", {})
     gauge = MemoryGauge(torch.device("cpu"))
     assert (gauge.reset_peak(), gauge.peak(), gauge.current(), gauge.highest_peak(), gauge.highest_reserved()) == (
@@ -356,7 +357,7 @@ def rows(peaks, **columns):
 
 
 def test_table_has_a_line_for_each_rank():
-    assert table(rows([100, 110]), 50, "cpu") == [
+    assert table(rows([100, 110]), 50, False) == [
         "memory at step 50 in MiB, resident:",
         "rank  paragauges  activations        peak",
         "   0        10.0         50.0       100.0",
@@ -365,7 +366,7 @@ def test_table_has_a_line_for_each_rank():
 
 
 def test_table_of_many_ranks_shows_the_extremes():
-    lines = table(rows([1000 + (17 * rank) % 40 for rank in range(40)]), 50, "cuda")
+    lines = table(rows([1000 + (17 * rank) % 40 for rank in range(40)]), 50, True)
     assert lines == [
         "memory at step 50 in MiB, allocated on the device:",
         "  rank  paragauges  activations        peak",
@@ -382,7 +383,7 @@ def test_table_of_many_ranks_shows_the_extremes():
     [([100, 119, 110], None), ([100, 110, 130], "at its peak, rank 2 held 30.0 MiB more than rank 0: ")],
 )
 def test_imbalance_is_told_from_a_fifth_on(peaks, hint):
-    last = table(rows(peaks), 50, "cpu")[-1]
+    last = table(rows(peaks), 50, False)[-1]
     assert last.startswith(hint) if hint else last.split() == ["2", "10.0", "55.0", "110.0"]
 
 
@@ -392,10 +393,10 @@ def test_imbalance_names_the_column_that_makes_most_of_it():
         for size, peak in ((5, 100), (85, 200), (6, 200))
     )
     assert (
-        table([heavy, light], 50, "cpu")[-1]
+        table([heavy, light], 50, False)[-1]
         == "at its peak, rank 0 held 100.0 MiB more than rank 1: mostly in activations"
     )
-    assert table([elsewhere, light], 50, "cpu")[-1].endswith(": before training, in saving, or in several columns")
+    assert table([elsewhere, light], 50, False)[-1].endswith(": before training, in saving, or in several columns")
 
 
 def test_the_memory_before_and_after_an_evaluation(monkeypatch):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep import devices
 from lockstep.checkpoint import files, finite, store
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed.faults import fail_at
@@ -135,16 +136,17 @@ class Saver:
         owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
         mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
-        on_device = False
+        device, host, on_device = devices.of(self.world.device), devices.of(torch.device("cpu")), False
         staged: dict[str, LocalShard] = {}
         for name in (name for name in tensors if name in mine):
             shard, buffer = shards[name], self.buffers.get(name)
+            apart = device.holds(shard.local)
             if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
-                buffer = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=shard.local.is_cuda)
-            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=shard.local.is_cuda))
-            on_device |= shard.local.is_cuda
+                buffer = (device if apart else host).host_buffer(shard.local.shape, shard.local.dtype)
+            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=apart))
+            on_device |= apart
         if on_device:
-            torch.cuda.current_stream(self.world.device).synchronize()
+            device.current_stream().synchronize()
         self.buffers = {name: shard.local for name, shard in staged.items()}
         return staged
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from lockstep import devices
 from lockstep.data import worker_deaths
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
@@ -226,11 +227,11 @@ class Loader:
     def __init__(
         self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
-        self.micro_batches, self.device, self.channels_last = micro_batches, device, channels_last
+        self.micro_batches, self.device, self.channels_last = micro_batches, devices.of(device), channels_last
         self.order, self.workers = _Order(), workers
         self.tell: Callable[[str], None] = print_warning
         """Shows a warning. By default, it goes to stderr."""
-        self.copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self.copies = self.device.new_stream()
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[MicroBatch]:
@@ -240,7 +241,7 @@ class Loader:
             sampler=self.order,
             num_workers=self.workers,
             collate_fn=_identity,
-            pin_memory=self.device.type == "cuda",
+            pin_memory=self.copies is not None,
             persistent_workers=self.workers > 0,
             worker_init_fn=_leave_signals_to_the_rank,
             generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
@@ -317,7 +318,7 @@ class Loader:
                 generator=torch.Generator(),
             )
 
-        with restored_generators(self.device):
+        with restored_generators(self.device.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
         return {key: pair for key, pair in pairs.items() if pair is not None}
 
@@ -330,14 +331,14 @@ class Loader:
             micro_batch.batch = map_tensors(
                 micro_batch.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
             )
-        if self.device.type == "mps":
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: _without_float64(t).to(self.device))
+        if not self.device.has_float64:
+            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: _without_float64(t).to(self.device.device))
         if self.copies is None:
             return micro_batch
         # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
-        compute = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.copies):
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: t.to(self.device, non_blocking=True))
+        compute = self.device.current_stream()
+        with self.device.on_stream(self.copies):
+            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: t.to(self.device.device, non_blocking=True))
         compute.wait_stream(self.copies)
         map_tensors(micro_batch.batch, lambda t: t.record_stream(compute))
         return micro_batch

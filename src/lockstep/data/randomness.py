@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lockstep import devices
+
 _ANY = torch.empty((), dtype=torch.int64)
 
 
@@ -63,19 +65,15 @@ def seed_all(seed: int) -> None:
 def seed_forward(seed: int, device: torch.device) -> None:
     """Seed the generators that a forward pass may draw from, such as for dropout: of the CPU and of `device`."""
     seed_all(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)
-    elif device.type == "mps":
-        torch.mps.manual_seed(seed)
+    devices.of(device).seed(seed)
 
 
 @contextlib.contextmanager
 def restored_generators(device: torch.device) -> Generator[None, None, None]:
     """At the end, the global generators of torch (on the CPU and on `device`), NumPy and Python are as before."""
     python, numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type in ("cuda", "mps") else []
     try:
-        with torch.random.fork_rng(devices):
+        with devices.of(device).restored_generators():
             yield
     finally:
         random.setstate(python)

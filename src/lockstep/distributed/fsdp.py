@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import devices
 from lockstep.distributed import world as worlds
 from lockstep.distributed.meta_init import build_on_meta, materialise
 from lockstep.distributed.sharded_tensor import is_sharded
@@ -124,7 +125,9 @@ class FSDP(Single):
         )
         policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
         offload = (
-            CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+            CPUOffloadPolicy(pin_memory=devices.of(self.world.device).has_own_memory)
+            if options.cpu_offload
+            else OffloadPolicy()
         )
         # Annotated, because the types of the options differ between torch versions.
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}

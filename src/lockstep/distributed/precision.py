@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from lockstep import devices
 from lockstep.errors import UsageError
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -22,19 +23,10 @@ def check_supported(name: PrecisionName, device: torch.device) -> None:
     """
     if name != "bf16":
         return
-    if device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            gpu = torch.cuda.get_device_name(device)
-            raise UsageError(
-                f"{gpu} has no bf16: its compute capability is {'.'.join(map(str, capability))}, and bf16 needs 8.0",
-                where="precision=bf16",
-                remedy="use precision=fp16, as --preset p3 does",
-            )
-    if device.type == "mps" and not torch.backends.mps.is_macos_or_newer(14, 0):
-        raise UsageError(
-            "mps has bf16 from macOS 14 on", where="precision=bf16", remedy="use precision=fp16 or precision=fp32"
-        )
+    missing = devices.of(device).why_no_bf16()
+    if missing is not None:
+        what, remedy = missing
+        raise UsageError(what, where="precision=bf16", remedy=remedy)
 
 
 class Precision:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from lockstep import devices
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward, Losses, backward_roots
@@ -42,7 +43,7 @@ class Single:
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         model = make()
-        if self.world.device.type == "mps":
+        if not devices.of(self.world.device).has_float64:
             _check_no_float64(model)
         return model.to(self.world.device), []
 
@@ -121,7 +122,7 @@ class Single:
 
 
 def _check_no_float64(model: nn.Module) -> None:
-    """Raises UsageError if a parameter or buffer is float64, which mps does not have."""
+    """Raises UsageError if a parameter or buffer is float64, which the device does not have."""
     named = (*model.named_parameters(), *model.named_buffers())
     names = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
     if names:

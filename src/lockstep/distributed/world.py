@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from lockstep import devices
 from lockstep.distributed import heartbeat
 from lockstep.distributed.failure import FailureBoard
 from lockstep.distributed.heartbeat import Heartbeat
@@ -228,8 +229,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     place = pick_device(device, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), size=size)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    devices.of(place).select()
     world = World(rank, size, local_rank, place, heartbeat.own())
     if size == 1:
         with _watched(world, None, timeout_s, folder):
@@ -239,7 +239,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
     shared, numbers = store_of_ranks(rank, size, timeout_s)
     store = PrefixStore(f"lockstep/{next(numbers)}", shared)
-    backend = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    backend = devices.of(place).group_backend
     failures = FailureBoard(store, rank, size)
     try:
         with _watched(world, PrefixStore("watchdog", store), timeout_s, folder):

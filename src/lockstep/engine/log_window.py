@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep import devices
 from lockstep.distributed.world import World
 from lockstep.engine.evaluate import combine
 from lockstep.engine.memory import RANKS_SHOWN, MemoryGauge, mib
@@ -101,7 +102,7 @@ class LogWindow:
         entry["memory/peak_mb"] = max(peaks)
         if 1 < size <= RANKS_SHOWN:
             entry |= {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)}
-        if self.world.device.type == "cuda":
+        if self.gauge.device.has_own_memory:
             entry["memory/reserved_mb"] = max(reserved)
         if self.sums_epochs:
             self._add_to_epoch()
@@ -208,7 +209,7 @@ def _total(values: list[Tensor]) -> float:
 
 
 def _as_float64(values: list[Tensor]) -> Tensor:
-    """Scalars on a device as one tensor of float64: on their device, or on the CPU if the device is mps."""
-    if values[0].device.type == "mps":  # it has no float64
+    """Scalars on a device as one tensor of float64: on their device, or on the CPU if the device has no float64."""
+    if not devices.of(values[0].device).has_float64:
         return torch.stack([value.float() for value in values]).cpu().double()
     return torch.stack([value.double() for value in values])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import resource
 import statistics
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lockstep import devices
 from lockstep.distributed.sharded_tensor import local
 
 if TYPE_CHECKING:
@@ -30,45 +27,35 @@ RANKS_SHOWN = 16
 """With more ranks, the log has only the largest figure of all ranks, and not a figure for each rank."""
 _IMBALANCE = 1.2  # the table names an imbalance where the largest peak is more than 1.2 times the smallest
 _CHANGE = 0.1  # a second table is shown where a figure changed by more than a tenth of itself
-_PROC = Path("/proc/self")
 
 _highest: dict[str, int] = {}  # by device and kind of peak, because resetting the system's peaks loses their values
 
 
 class MemoryGauge:
-    """How much memory this process holds, in bytes: allocated on a CUDA device, or resident (RSS) on the CPU.
+    """How much memory this process holds, in bytes: allocated on a device with its own memory, or else resident (RSS).
 
     Reading does not wait for the device. The peaks are those of the allocator and of the kernel. `reset_peak` resets
-    them, so that a part of the run has a peak of its own. On the CPU this needs Linux's /proc/self/clear_refs. Without
-    that file the peak comes from getrusage and only grows: a part of the run then shows only by how much it raised it.
+    them, so that a part of the run has a peak of its own. Where the system cannot reset the peak, a part of the run
+    shows only by how much it raised the peak.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = devices.of(device)
 
     def current(self) -> int:
         """Bytes held now. Where the system does not tell, the most bytes held so far."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        return _status("VmRSS") or _max_rss()
+        return self.device.allocated()
 
     def peak(self) -> int:
         """Most bytes held since `reset_peak`."""
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-        else:
-            peak = _status("VmHWM") or _max_rss()
+        peak = self.device.peak()
         self._update_highest("peak", peak)
         return peak
 
     def reset_peak(self) -> int:
         """Begin a new peak. Returns the bytes at which it begins."""
         self.peak(), self.highest_reserved()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            with contextlib.suppress(OSError):
-                (_PROC / "clear_refs").write_text("5")
+        self.device.reset_peak()
         return self.peak()
 
     def highest_peak(self) -> int:
@@ -76,12 +63,11 @@ class MemoryGauge:
         return self._update_highest("peak", self.peak())
 
     def highest_reserved(self) -> int:
-        """Most bytes that torch's allocator has reserved on a CUDA device since the process began; 0 on the CPU."""
-        reserved = torch.cuda.max_memory_reserved(self.device) if self.device.type == "cuda" else 0
-        return self._update_highest("reserved", reserved)
+        """Most bytes that torch's allocator has reserved on the device since the process began."""
+        return self._update_highest("reserved", self.device.reserved_peak())
 
     def _update_highest(self, kind: str, value: int) -> int:
-        key = f"{self.device} {kind}"
+        key = f"{self.device.device} {kind}"
         _highest[key] = max(_highest.get(key, 0), value)
         return _highest[key]
 
@@ -89,19 +75,6 @@ class MemoryGauge:
 def mib(size: float) -> float:
     """`size` bytes in MiB, with enough digits to give back the bytes."""
     return round(size / MB, 7)
-
-
-def _status(name: str) -> int | None:
-    try:
-        match = re.search(rf"^{name}:\s+(\d+) kB", (_PROC / "status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 2**10 if match else None
-
-
-def _max_rss() -> int:
-    unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class MemoryMonitor:
@@ -189,7 +162,7 @@ class MemoryMonitor:
     def _count_after_update(self) -> None:
         self.counted = self._count()
         # On the CPU a process keeps memory that was freed, so `other` stays the figure from before the training.
-        if self.gauge.device.type == "cuda":
+        if self.gauge.device.has_own_memory:
             self.other = max(0, self.gauge.current() - sum(self.counted.values()))
 
     def _count(self) -> dict[str, int]:
@@ -200,7 +173,7 @@ class MemoryMonitor:
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "optimizer": list(self.state.optimizer.state.values()),
         }
-        return {column: _bytes_of(held, self.gauge.device.type, seen) for column, held in by_column.items()}
+        return {column: _bytes_of(held, self.gauge.device.device.type, seen) for column, held in by_column.items()}
 
     def report(self, evaluated: bool = False) -> tuple[dict[str, float], list[str]]:
         """The figures for the log, and a table for people. All ranks call it at the same time.
@@ -225,7 +198,7 @@ class MemoryMonitor:
         figures = {f"memory/{name}_mb": mib(max(row[name] for row in rows)) for name in rows[0]}
         if 1 < len(rows) <= RANKS_SHOWN:
             figures |= {f"memory/{name}_mb/rank{rank}": mib(row[name]) for rank, row in enumerate(rows) for name in row}
-        return figures, table(rows, self.state.step, self.gauge.device.type)
+        return figures, table(rows, self.state.step, self.gauge.device.has_own_memory)
 
     def _gather(self) -> list[Row]:
         """The rows of all ranks, on every rank. Empty where some rank has not counted yet."""
@@ -240,7 +213,7 @@ class MemoryMonitor:
         if "evaluation" in self.peaks:
             row["evaluation"] = self.peaks["evaluation"]
         row["peak"] = self.gauge.highest_peak()
-        if self.gauge.device.type == "cuda":
+        if self.gauge.device.has_own_memory:
             row["reserved"] = self.gauge.highest_reserved()
         width = len(row)
         packed = [0.0] * (world.size * width)
@@ -296,7 +269,7 @@ def _differ(old: Sequence[Row], new: Sequence[Row]) -> bool:
     )
 
 
-def table(rows: Sequence[Row], step: int, device: str) -> list[str]:
+def table(rows: Sequence[Row], step: int, has_own_memory: bool) -> list[str]:
     """The memory of all ranks as lines for people, in MiB, and a line that names an imbalance between ranks.
 
     The table has a line for each rank. With many ranks it has lines for the two ranks with the smallest and the largest
@@ -309,7 +282,7 @@ def table(rows: Sequence[Row], step: int, device: str) -> list[str]:
         for name, choose in (("min", min), ("median", statistics.median), ("max", max)):
             shown[name] = {column: choose(row[column] for row in rows) for column in rows[0]}
     width = max(len(name) for name in [*shown, "rank"])
-    lines = [f"memory at step {step} in MiB, {'allocated on the device' if device == 'cuda' else 'resident'}:"]
+    lines = [f"memory at step {step} in MiB, {'allocated on the device' if has_own_memory else 'resident'}:"]
     lines.append("  ".join(["rank".rjust(width), *(name.rjust(10) for name in rows[0])]))
     for name, row in shown.items():
         cells = (f"{row[column] / MB:,.1f}".rjust(max(10, len(column))) for column in row)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep import devices
 from lockstep.data.loader import map_tensors
 from lockstep.distributed.world import World
 
@@ -25,7 +26,7 @@ def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device
 
     On mps, metrics stay on the CPU and get copies: mps has no float64, and lacks operations that some metrics use.
     """
-    if device.type != "mps":
+    if devices.of(device).has_float64:
         metrics.to(device)
         return update
 

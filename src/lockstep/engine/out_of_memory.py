@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lockstep import devices
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Strategy
@@ -98,5 +99,4 @@ class Guard:
 def free_memory(device: torch.device) -> None:
     """Give unused memory back to the device."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    devices.of(device).empty_cache()

@@ -1,0 +1,48 @@
+"""What differs between the kinds of devices on which a rank computes. No other part asks which kind a device is.
+
+`of(device)` gives the `Device` of a `torch.device`: its streams, memory, generators, errors and names. There is a class
+for the CPU, for GPUs with torch's CUDA interface (NVIDIA, and AMD through ROCm, which also calls itself cuda), and for
+the GPU of a Mac (mps). `register` adds a kind.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from lockstep.devices.accelerator import Accelerator
+from lockstep.devices.cpu import Cpu
+from lockstep.devices.cuda import Cuda
+from lockstep.devices.device import Device
+from lockstep.devices.mps import Mps
+
+__all__ = ["Accelerator", "Cpu", "Cuda", "Device", "Mps", "gpus", "of", "register"]
+
+_KINDS: dict[str, type[Device]] = {"cpu": Cpu, "cuda": Cuda, "mps": Mps}
+_devices: dict[torch.device, Device] = {}
+
+
+def of(device: torch.device) -> Device:
+    """The `Device` of a `torch.device`. It is made once in each process.
+
+    Raises:
+        KeyError: the kind of the device is not registered.
+    """
+    if device not in _devices:
+        _devices[device] = _KINDS[device.type](device)
+    return _devices[device]
+
+
+def register(kind: str, device: type[Device]) -> None:
+    """Add a kind of devices, such as a device in Python for tests.
+
+    Args:
+        kind: `type` of the `torch.device`.
+    """
+    _KINDS[kind] = device
+    for known in [known for known in _devices if known.type == kind]:
+        del _devices[known]
+
+
+def gpus() -> int:
+    """How many GPUs with torch's CUDA interface this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

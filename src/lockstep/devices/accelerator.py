@@ -1,0 +1,69 @@
+"""Devices with memory and queues of their own, which torch drives by a module like torch.cuda."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.devices.device import Device
+
+
+class Accelerator(Device):
+    """A device with memory and queues of its own.
+
+    It uses torch's module of this kind of devices (`torch.get_device_module`), which has the functions of torch.cuda.
+    """
+
+    has_float64 = True
+    has_own_memory = True
+    has_own_generator = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.module: Any = torch.get_device_module(device)
+
+    def name(self) -> str:
+        return str(self.module.get_device_name(self.device))
+
+    def select(self) -> None:
+        self.module.set_device(self.device)
+
+    def seed(self, seed: int) -> None:
+        self.module.default_generators[self.device.index].manual_seed(seed)
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.device)
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.device)
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream(self.device)
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        inside: contextlib.AbstractContextManager[Any] = self.module.stream(stream)
+        return inside
+
+    def allocated(self) -> int:
+        return int(self.module.memory_allocated(self.device))
+
+    def peak(self) -> int:
+        return int(self.module.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        self.module.reset_peak_memory_stats(self.device)
+
+    def reserved_peak(self) -> int:
+        return int(self.module.max_memory_reserved(self.device))
+
+    def empty_cache(self) -> None:
+        self.module.empty_cache()
+
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self.device.type

@@ -1,0 +1,107 @@
+"""The interface of a device: everything that depends on its kind."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+
+class Device(abc.ABC):
+    """A device on which this rank computes.
+
+    Args:
+        device: with an index, if its kind has several devices.
+    """
+
+    has_float64: ClassVar[bool]
+    """Whether it computes in float64."""
+    has_own_memory: ClassVar[bool]
+    """Whether its memory is apart from the host's, and torch's allocator counts it. Otherwise `allocated` and `peak`
+    are the memory of the process."""
+    has_own_generator: ClassVar[bool]
+    """Whether it has a random number generator of its own, besides the CPU's."""
+    group_backend: ClassVar[str]
+    """The backend of process groups whose ranks compute on such devices, as `init_process_group` takes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The name of the model, such as NVIDIA H100. For a CPU, its architecture."""
+
+    @abc.abstractmethod
+    def select(self) -> None:
+        """Make it the current device of this process, where a kind has several devices."""
+
+    @abc.abstractmethod
+    def why_no_bf16(self) -> tuple[str, str] | None:
+        """Why it cannot compute in bf16, and the remedy; None if it can."""
+
+    # ---- random numbers
+
+    @abc.abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed its own generator, if it has one, with 64 bits."""
+
+    def restored_generators(self) -> contextlib.AbstractContextManager[None]:
+        """At the end, torch's generators of the CPU and of this device are as before."""
+        if not self.has_own_generator:
+            return torch.random.fork_rng([], device_type="cpu")
+        return torch.random.fork_rng([self.device], device_type=self.device.type)
+
+    # ---- queues
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until it has done everything that was queued."""
+
+    @abc.abstractmethod
+    def new_stream(self) -> Any | None:
+        """A queue for copies beside the computation. None: copies cannot run beside it."""
+
+    @abc.abstractmethod
+    def current_stream(self) -> Any:
+        """The queue of the computation, of a device that has queues.
+
+        Raises:
+            RuntimeError: it has none.
+        """
+
+    @abc.abstractmethod
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        """Inside, operations are queued on `stream`, which `new_stream` returned."""
+
+    # ---- memory
+
+    @abc.abstractmethod
+    def allocated(self) -> int:
+        """Bytes held now. Where the system does not tell, the most bytes held so far."""
+
+    @abc.abstractmethod
+    def peak(self) -> int:
+        """Most bytes held since `reset_peak`."""
+
+    @abc.abstractmethod
+    def reset_peak(self) -> None:
+        """Begin a new peak, where the system can. Otherwise `peak` only grows."""
+
+    @abc.abstractmethod
+    def reserved_peak(self) -> int:
+        """Most bytes that torch's allocator has reserved since `reset_peak`; 0 where it has no memory of its own."""
+
+    @abc.abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that torch keeps but does not use back to the device."""
+
+    @abc.abstractmethod
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor in the host's memory, with any values, into which copies from the device do not hold up the host."""
+
+    @abc.abstractmethod
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the device's own memory, apart from the host's."""

@@ -1,0 +1,35 @@
+"""The GPU of a Mac."""
+
+from __future__ import annotations
+
+import platform
+from typing import final
+
+import torch
+
+from lockstep.devices.unqueued import Unqueued
+
+
+@final
+class Mps(Unqueued):
+    """The GPU of a Mac, which shares the memory of the host. It takes one rank."""
+
+    has_float64 = False
+    has_own_generator = True
+
+    def name(self) -> str:
+        return f"mps ({platform.processor() or platform.machine()})"
+
+    def why_no_bf16(self) -> tuple[str, str] | None:
+        if torch.backends.mps.is_macos_or_newer(14, 0):
+            return None
+        return "mps has bf16 from macOS 14 on", "use precision=fp16 or precision=fp32"
+
+    def seed(self, seed: int) -> None:
+        torch.mps.manual_seed(seed)
+
+    def synchronize(self) -> None:
+        torch.mps.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.mps.empty_cache()

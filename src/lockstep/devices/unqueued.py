@@ -1,0 +1,49 @@
+"""Devices without a memory and without queues that Lockstep uses: the CPU, and the GPU of a Mac."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.devices import host_memory
+from lockstep.devices.device import Device
+
+
+class Unqueued(Device):
+    """A device that shares the memory of the process, and takes copies in order with its other operations."""
+
+    has_own_memory = False
+    group_backend = "gloo"
+
+    def select(self) -> None:
+        pass
+
+    def new_stream(self) -> None:
+        return None
+
+    def current_stream(self) -> Any:
+        raise RuntimeError(f"{self.device.type} has no queues")
+
+    def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        raise RuntimeError(f"{self.device.type} has no queues")
+
+    def allocated(self) -> int:
+        return host_memory.resident()
+
+    def peak(self) -> int:
+        return host_memory.peak()
+
+    def reset_peak(self) -> None:
+        host_memory.reset_peak()
+
+    def reserved_peak(self) -> int:
+        return 0
+
+    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return False
