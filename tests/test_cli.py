@@ -1,12 +1,13 @@
 """The command line in this process: commands, exit codes, and what is said of wrong input."""
 
 import json
+import shlex
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from lockstep import cli
+from lockstep import Trainer, cli, config_file
 from lockstep.cli import app
 from lockstep.errors import Preempted
 from tests.users_file import OWN
@@ -35,6 +36,39 @@ def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_pat
     rows = call("predict", "runs/toy", "--samples", "2").stdout.splitlines()
     assert len(rows) == 2
     assert {"sample", "truth", "y0"} <= json.loads(rows[0]).keys()
+
+
+def test_the_last_line_of_a_training_invites_to_verify_it(call, tmp_path):
+    arguments = ["toy", "train.steps=2", "log.writers=[text_log, json_lines]"]
+    last = call("train", *arguments, "--run-dir", "my run").stdout.splitlines()[-1]
+    assert last.startswith("Check this training: ")
+    command = shlex.split(last.partition(": ")[2])
+    assert command == ["lockstep", "verify", *arguments, "--run-dir", "my run"]
+    # The config as `verify` writes it, with another key that does not determine the training.
+    config = config_file.load("toy", ["train.steps=2", "optim.lr=0.01", "log.every_steps=7"]).model_dump(by_alias=True)
+    (tmp_path / "my run" / "verify.json").write_text(json.dumps({"config": config}))
+    assert "Check this training" not in call("train", *arguments, "--run-dir", "my run").stdout
+    another = json.dumps({"config": config | {"seed": 5}})
+    for content in (another, "no JSON", "{}", '{"config": {"of": "another version"}}'):
+        (tmp_path / "my run" / "verify.json").write_text(content)
+        assert "Check this training" in call("train", *arguments, "--run-dir", "my run").stdout
+
+
+def test_only_a_training_that_ended_well_invites_to_verify_it(call):
+    assert "Check this training" not in call("train", "toy", "optim.lr=1e30").stdout
+
+
+def test_the_invitation_is_a_command_for_this_machine(tmp_path, monkeypatch, capsys):
+    trainer = Trainer("digits", run_dir=tmp_path)
+    trainer.config = config_file.load("digits", ["device=mps"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cli._invite_to_verify(trainer, "digits", ["device=mps"], ["--preset", "m 1"])
+    line = "Check this training: lockstep verify digits device=mps device=cpu --nproc 4 --preset 'm 1'\n"
+    assert capsys.readouterr().out == line
+    assert config_file.load("digits", ["device=mps", "device=cpu"]).device == "cpu"
+    monkeypatch.setenv("RANK", "1")
+    cli._invite_to_verify(trainer, "digits", [], [])
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

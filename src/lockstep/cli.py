@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -118,21 +119,36 @@ def train(
 
             settings = config_file.load(target, overrides or [])
             settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
+            shared = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
             if not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
-                Trainer(settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or ()).fit()
+                trainer = Trainer(settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or ())
+                trainer.fit()
+                _invite_to_verify(trainer, target, overrides or [], shared)
                 return
-        options = [
-            *(["--run-dir", str(run_dir)] if run_dir else []),
-            *(["--fresh"] if fresh else []),
-            *(["--debug"] if debug else []),
-            *(["--preset", preset] if preset else []),
-        ]
+        options = [*shared, *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         restarts = 3 if max_restarts is None else max_restarts
         arguments = ["train", target, *(overrides or []), *options]
         _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
+
+
+def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], options: Sequence[str]) -> None:
+    """Print the command that checks this training, to be pasted into a shell, unless the training was checked already.
+
+    Args:
+        options: those of the command line that `verify` takes, so that it writes into the same folder.
+    """
+    from lockstep import run_directory
+
+    if not _is_first() or run_directory.is_verified(trainer.run_dir, trainer.config):
+        return
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    nproc = ["--nproc", str(ranks)] if ranks > 2 else []  # 2 is the default
+    device = ["device=cpu"] if trainer.config.device == "mps" else []  # which verify does not take
+    command = ["lockstep", "verify", target, *overrides, *device, *nproc, *options]
+    print(f"Check this training: {shlex.join(command)}", flush=True)
 
 
 @app.command()
@@ -336,7 +352,11 @@ def verify(
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
-        with run_directory.locked(folder, ".verify-lock"):  # a second verification would overwrite the same files
+
+        def tell(holder: str) -> None:
+            print(f"waiting for {holder}, which verifies in {folder}", file=sys.stderr, flush=True)
+
+        with run_directory.locked(folder, ".verify-lock", tell):  # a second verification would overwrite the same files
             config = settings.model_dump(by_alias=True)
             result = command.verify(config, count, folder, checks=names, quick=quick, steps=steps)
         print(report.summary(result))

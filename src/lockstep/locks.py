@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # the file system has none
@@ -17,7 +17,9 @@ class LockedError(Exception):
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, wait_s: float | None = None, poll_s: float = 0.1) -> Iterator[bool]:
+def locked(
+    path: Path, *, wait_s: float | None = None, poll_s: float = 0.1, tell: Callable[[str], None] | None = None
+) -> Iterator[bool]:
     """Hold the lock of the file `path`, which is made if it is not there, and stays.
 
     A forked child, such as a loader worker, does not share the lock: `filelock` closes the file in the child.
@@ -25,6 +27,7 @@ def locked(path: Path, *, wait_s: float | None = None, poll_s: float = 0.1) -> I
     Args:
         wait_s: how long to wait for another process, in seconds; None: without limit.
         poll_s: seconds between two attempts. Signals are handled in between.
+        tell: gets the name of the other process before the wait begins.
 
     Yields:
         False where the file system knows no locks: then nobody is kept out.
@@ -38,12 +41,24 @@ def locked(path: Path, *, wait_s: float | None = None, poll_s: float = 0.1) -> I
     lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False, preserve_lock_file=True)
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(lock.acquire(timeout=-1 if wait_s is None else wait_s, poll_interval=poll_s))
+            if tell is not None:
+                with contextlib.suppress(filelock.Timeout):
+                    lock.acquire(blocking=False)
+                if not lock.is_locked:
+                    tell(_holder(path))
+            if not lock.is_locked:
+                lock.acquire(timeout=-1 if wait_s is None else wait_s, poll_interval=poll_s)
+            held.callback(lock.release)
         except filelock.Timeout:
-            raise LockedError(path.read_text().strip() or "another process") from None
+            raise LockedError(_holder(path)) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
         else:
             path.write_text(f"process {os.getpid()} on {platform.node()}\n")
         yield lock.is_locked
+
+
+def _holder(path: Path) -> str:
+    """The process that wrote its name into a lock's file."""
+    return path.read_text().strip() or "another process"

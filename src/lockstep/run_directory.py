@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import RESTARTS
 from lockstep.distributed.world import World
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.observe import metric_arrays, model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
@@ -115,8 +115,11 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
+def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
+
+    Args:
+        tell: gets the name of the other process, if there is one, before the wait for its end begins.
 
     Raises:
         UsageError: another process holds the lock, or the folder cannot be written.
@@ -124,7 +127,7 @@ def locked(folder: Path, name: str = ".lock") -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2))
+            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2, tell=tell))
         except locks.LockedError as error:
             remedy = "wait for it, stop it, or give another --run-dir"
             raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
@@ -201,6 +204,16 @@ def _allowed(allow_change: Sequence[str], known: set[str]) -> set[str]:
             )
         found |= keys
     return found
+
+
+def is_verified(folder: Path, config: RunConfig) -> bool:
+    """Whether `verify.json` in `folder` tells of a training with the training keys of `config`."""
+    try:
+        written = json.loads((folder / "verify.json").read_text())
+        verified = config_file.parse(written["config"], needs_task=False)
+    except (OSError, ValueError, LookupError, TypeError, LockstepError):  # there is none, or another version wrote it
+        return False
+    return _as_json(training_keys(verified)) == _as_json(training_keys(config))
 
 
 def _home(config: RunConfig) -> Path:

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -548,6 +549,15 @@ class BranchOnFirstRank(Classes):
         return functional.cross_entropy(outputs, batch[1], reduction="sum")
 
 
+class BranchOnFirstRankOfGroup(BranchOnFirstRank):
+    """A layer of the network is used on rank 0 of the process group alone."""
+
+    def loss(self, model, batch):
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        outputs = model(batch[0]) + (model.second(batch[0]) if is_first else 0.0)
+        return functional.cross_entropy(outputs, batch[1], reduction="sum")
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(context, inputs):
@@ -596,6 +606,46 @@ class CoupledLoss(Classes):
     def loss(self, model, batch):
         logits = model(batch[0])
         return functional.cross_entropy(logits - 0.5 * logits.mean(dim=0), batch[1], reduction="sum")
+
+
+class OutputsAgainstAllLabels(Classes):
+    """Outputs of shape (N, 1) are compared with labels of shape (N,), and so with the labels of all samples."""
+
+    def loss(self, model, batch):
+        return (model(batch[0])[:, :1] - batch[1]).square().sum()
+
+
+class MeanContrast(Classes):
+    """The loss has the other samples of the batch as negatives, and is a mean where a sum is asked for."""
+
+    def loss(self, model, batch):
+        outputs = functional.normalize(model(batch[0]), dim=1)
+        return functional.cross_entropy(outputs @ outputs.T * 5, torch.arange(len(outputs)))
+
+
+class MeanClassContrast(Classes):
+    """The loss attracts samples of the same class, and is a mean over those that have one where a sum is asked for."""
+
+    def loss(self, model, batch):
+        outputs = functional.normalize(model(batch[0]), dim=1)
+        itself = torch.eye(len(outputs), dtype=torch.bool)
+        positives = (batch[1][:, None] == batch[1]) & ~itself
+        logs = (outputs @ outputs.T * 5).masked_fill(itself, -1e9).log_softmax(dim=1)
+        has_one = positives.any(dim=1)
+        losses = (logs * positives).sum(dim=1) / positives.sum(dim=1).clamp(min=1)
+        return -losses.sum() / has_one.sum().clamp(min=1)
+
+
+class MeanOfPairs(Classes):
+    """The loss is a mean over all pairs of samples. The weight counts the pairs."""
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch[1]) ** 2))
+
+    def loss(self, model, batch):
+        distances = torch.cdist(model(batch[0]), model(batch[0]))
+        same = batch[1][:, None] == batch[1]
+        return torch.where(same, distances, (4 - distances).clamp(min=0)).square().mean()
 
 
 class MaskedMean(Masked):

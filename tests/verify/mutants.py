@@ -685,8 +685,11 @@ _engine(
     ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
 _task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
-_task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss reads RANK")
+_task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss depends on the rank")
 _task("samples influence each other", "ranks", "CoupledLoss")
+_task(
+    "outputs compared with the labels of all samples", "ranks", "OutputsAgainstAllLabels", says="influence each other"
+)
 
 # ---- accumulation: another model with several micro-batches
 
@@ -743,6 +746,9 @@ _engine(
 )
 _task("mean where a sum is asked for", "accumulation", "MeanLoss", says="must return a SUM")
 _task("mean over valid targets of the micro-batch", "accumulation", "MaskedMean")
+_task("mean over samples with their negatives", "accumulation", "MeanContrast", says="must return a SUM")
+_task("mean over samples with their class", "accumulation", "MeanClassContrast", says="must return a SUM")
+_task("mean over pairs of samples", "accumulation", "MeanOfPairs", says="must return a SUM")
 _task("mean in one of two heads", "accumulation", "MeanOfOneHead", base="heads")
 _task("weight that does not add up", "accumulation", "WeightIsShare", says="Task.weight must add up")
 _task("weight of small batches rounded up", "accumulation", "WeightAtLeastFour", says="Task.weight")
@@ -1454,7 +1460,14 @@ _engine(
     ),
     says="initial weights",
 )
-_task("a branch of the model on rank 0 alone", "ranks", "BranchOnFirstRank", base="unused", says="RANK")
+_task("a branch of the model on rank 0 alone", "ranks", "BranchOnFirstRank", base="unused", says="depends on the rank")
+_task(
+    "a branch of the model on rank 0 of the group alone",
+    "ranks",
+    "BranchOnFirstRankOfGroup",
+    base="unused",
+    says="depends on the rank",
+)
 _task("padding counted by the weight", "gradients", "PaddingCounted", base="tokens", says="Task.weight", note=True)
 _task("evaluation data among the training data", "metric", "EvaluatesTraining", says="training data", note=True)
 _task("label among the inputs", "metric", "LabelAmongInputs", says="label", note=True)

@@ -1,12 +1,13 @@
 """`lockstep verify` as a command: what it refuses, its exit code, and what it leaves behind."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import config_file
+from lockstep import config_file, locks, run_directory
 from lockstep.cli import app
 from lockstep.errors import LockstepError, UsageError
 from lockstep.verify import command
@@ -292,3 +293,24 @@ def test_an_experiment_that_fails_is_a_fault_of_its_check_and_others_go_on(tmp_p
     assert "the cat sat on the cable" in result.checks[0].reason
     assert len(told) == 2
     assert result.seconds >= 0
+
+
+def test_a_second_verification_in_the_same_folder_waits_and_says_for_which_process(call, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_directory, "_DYING_S", 0.0)
+    (tmp_path / "run").mkdir()
+    with locks.locked(tmp_path / "run" / ".verify-lock"):
+        done = call("Classes", "--run-dir", "run", "--checks", "loss")
+    assert done.exit_code == 2
+    assert f"waiting for process {os.getpid()} on " in done.stderr
+    assert "which verifies in run" in done.stderr
+    assert f"in use by process {os.getpid()} on " in done.stderr
+
+
+def test_a_verification_goes_on_while_the_folder_trains_and_beside_other_verifications(call, tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(command, "verify", lambda *_, **__: made.append(1) or VerifyResult("x", 1, "cpu", True, {}, {}))
+    for folder, lock in (("run", ".lock"), ("other", ".verify-lock")):
+        (tmp_path / folder).mkdir()
+        with locks.locked(tmp_path / folder / lock):
+            assert call("Classes", "--run-dir", "run").exit_code == 0
+    assert len(made) == 2

@@ -227,3 +227,36 @@ def test_listening_ends_where_a_step_fails(tmp_path):
         engine._factors = factors
     torch.ones(1).item()
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize(
+    ("operation", "found"),
+    [
+        (lambda outputs, labels: outputs @ outputs.T, ("matmul", 1)),
+        (lambda outputs, labels: torch.cat([outputs, outputs]) @ torch.cat([outputs, outputs]).T, ("matmul", 2)),
+        (lambda outputs, labels: torch.cdist(outputs, outputs), ("cdist", 1)),
+        (lambda outputs, labels: labels[:, None] == labels, ("eq", 1)),
+        (lambda outputs, labels: outputs[:, :1] - outputs[:, 0], ("sub", 1)),
+        (lambda outputs, labels: labels.argsort(), ("argsort", 1)),
+        (lambda outputs, labels: outputs.sort(dim=0), ("sort", 1)),
+        (lambda outputs, labels: outputs[:, 0].topk(3), ("topk", 1)),
+        (lambda outputs, labels: outputs.logcumsumexp(0), ("logcumsumexp", 1)),
+        (lambda outputs, labels: outputs.topk(2), None),
+        (lambda outputs, labels: outputs.sort(), None),
+        (lambda outputs, labels: outputs.cumsum(dim=1), None),
+        (lambda outputs, labels: outputs.log_softmax(dim=0), None),
+        (lambda outputs, labels: outputs[:, :1] - labels, None),  # by mistake
+        (lambda outputs, labels: outputs.T @ outputs, None),
+        (lambda outputs, labels: outputs * outputs, None),
+    ],
+)
+def test_operations_that_compare_samples_are_found(operation, found):
+    outputs, labels = torch.randn(7, 5), torch.arange(7.0)
+    with step_operations.ComparingOperations(7) as operations:
+        operation(outputs, labels)
+    assert [(name, rows) for name, _, rows in operations.found] == ([found] if found else [])
+    assert all(place.startswith("test_step_operations.py:") for _, place, _ in operations.found)
+    with step_operations.ComparingOperations(7) as operations:
+        operations.is_paused = True
+        operation(outputs, labels)
+    assert operations.found == []

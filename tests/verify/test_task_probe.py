@@ -221,7 +221,8 @@ def test_a_weight_that_does_not_add_up_is_noticed(name):
         ("ModeByClock", "model_difference", "body.scale is 1."),
         ("NoisyLoss", "loss_difference", " and "),
         ("NoisyInEvaluation", "prediction_difference", " and "),
-        ("BranchOnFirstRank", "rank_difference", "second.bias is unused with RANK=1 alone"),
+        ("BranchOnFirstRankOfGroup", "rank_difference", "second.bias is unused on rank 1 alone"),
+        ("BranchOnFirstRank", "rank_difference", "second.bias is unused on rank 1 alone"),
     ],
 )
 def test_the_cause_of_a_difference_is_found(monkeypatch, name, field, said):
@@ -256,17 +257,59 @@ def test_a_model_that_counts_its_passes_elsewhere_is_an_obstacle():
 
 def test_a_loss_without_labels_that_compares_samples_is_an_obstacle():
     found = probe("FixedTemperature", LOSSES)
-    assert found.compares_samples
+    assert "with matmul at unusual_losses.py:" in found.compares_samples
     assert found.without_labels
     assert "as with in-batch negatives" in found.obstacle()
     found = probe("Triplets", LOSSES)
-    assert (found.without_labels, found.compares_samples) == (True, False)
+    assert (found.without_labels, found.compares_samples) == (True, "")
     assert not probe("Base", RIGHT).without_labels
     found = probe("Coupled")  # has labels
-    assert (found.compares_samples, found.obstacle()) == (False, None)
+    assert (found.compares_samples, found.obstacle()) == ("", None)
     found = probe("CoupledInModel")
     assert found.coupling > 1e-3
-    assert (found.compares_samples, found.obstacle()) == (False, None)
+    assert (found.compares_samples, found.obstacle()) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("ClassContrast", "eq"),
+        ("TwoCalls", "matmul"),
+        ("PairsOfScores", "sub"),
+        ("RiskSets", "ge"),
+        ("SortedRiskSets", "argsort"),
+        ("HardestHalf", "topk"),
+    ],
+)
+def test_a_loss_with_labels_that_compares_samples_is_an_obstacle(name, operation):
+    found = probe(name, LOSSES)
+    assert found.compares_samples.startswith(f"with {operation} at unusual_losses.py:")
+    assert not found.without_labels
+    assert found.obstacle().startswith("the loss of a batch is not the sum over its parts (off by ")
+
+
+@pytest.mark.parametrize("seed", [0, 4, 8, 10])
+def test_a_cut_that_shows_no_coupling_by_chance_is_not_the_last(seed):
+    """With these seeds, the hardest half of all samples is the hardest half of both halves."""
+    found = probe("HardestHalf", LOSSES, part=400 if seed == 0 else 160, seed=seed)
+    assert found.compares_samples
+    assert found.obstacle()
+
+
+@pytest.mark.parametrize("name", ["MeanContrast", "MeanClassContrast", "MeanOfPairs"])
+def test_a_mean_over_samples_that_are_compared_is_no_obstacle(name):
+    found = probe(name, BROKEN)
+    assert found.mean_heads == ["loss"]
+    assert found.obstacle() is None
+    assert "Task.loss must return a SUM over its units" in found.diagnosis()
+
+
+@pytest.mark.parametrize("name", ["SoftmaxOverSamples", "CoupledLoss", "OutputsAgainstAllLabels"])
+def test_a_loss_that_mixes_samples_by_mistake_is_no_obstacle(name):
+    found = probe(name, BROKEN)
+    assert found.compares_samples == ""
+    assert found.obstacle() is None
+    assert "samples influence each other" in found.diagnosis()
 
 
 def test_collectives_of_the_loss_are_found_without_other_ranks():

@@ -204,6 +204,105 @@ class GatheredNegatives(FixedTemperature):
         return functional.cross_entropy(first @ candidates.T * 5, labels, reduction="sum")
 
 
+class ClassContrast(_Classifier):
+    """Supervised contrastive learning (Khosla et al. 2020). The unit is the sample that has another of its class."""
+
+    def positives(self, labels):
+        return (labels[:, None] == labels).logical_and(~torch.eye(len(labels), dtype=torch.bool))
+
+    def weight(self, batch):
+        return self.positives(batch[1]).any(dim=1).sum()
+
+    def loss(self, model, batch):
+        embedded = functional.normalize(model(batch[0]), dim=1)
+        positives = self.positives(batch[1])
+        others = (embedded @ embedded.T / 0.2).masked_fill(torch.eye(len(embedded), dtype=torch.bool), -1e9)
+        logs = others.log_softmax(dim=1)
+        return -((logs * positives).sum(dim=1) / positives.sum(dim=1).clamp(min=1)).sum()
+
+    def metrics(self):
+        return None
+
+
+class TwoCalls(_TwoViews):
+    """In-batch negatives; the model is called once for each view, and labels weigh the samples."""
+
+    def __init__(self):
+        self.train, self.held_out = (
+            TensorDataset(*views.tensors, 1.0 + torch.arange(len(views)) % 3)
+            for views in (self.views(400, 0), self.views(120, 1))
+        )
+
+    def model(self):
+        return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def weight(self, batch):
+        return batch[1].sum()
+
+    def loss(self, model, batch):
+        first, second = (functional.normalize(model(view), dim=-1) for view in batch[0].unbind(1))
+        losses = functional.cross_entropy(first @ second.T * 5, torch.arange(len(first)), reduction="none")
+        return (losses * batch[1]).sum()
+
+    def predict(self, model, batch):
+        return model(batch[0][:, 0])
+
+
+class PairsOfScores(_Regression):
+    """The order of each pair of samples in the micro-batch is learned. The unit is the pair of different targets."""
+
+    def ordered(self, batch):
+        return batch[1] > batch[1].T
+
+    def weight(self, batch):
+        return self.ordered(batch).sum()
+
+    def loss(self, model, batch):
+        scores = model(batch[0])
+        return (functional.softplus(-(scores - scores.T)) * self.ordered(batch)).sum()
+
+
+class RiskSets(_Regression):
+    """Cox's partial likelihood (1972): at each event, the samples of the micro-batch that are still at risk."""
+
+    def data(self, count, seed):
+        inputs = self.inputs(count, seed)
+        generator = torch.Generator().manual_seed(seed + 7)
+        times = torch.empty(count).exponential_(generator=generator) * (-2 * self.signal(inputs)[:, 0]).exp()
+        return TensorDataset(inputs, times.clamp(max=3.0), (times < 3.0).float())
+
+    def weight(self, batch):
+        return batch[2].sum()
+
+    def loss(self, model, batch):
+        inputs, times, seen = batch
+        risk = model(inputs)[:, 0]
+        at_risk = times[None, :] >= times[:, None]
+        total = risk.expand(len(risk), -1).masked_fill(~at_risk, -1e9).logsumexp(dim=1)
+        return (seen * (total - risk)).sum()
+
+
+class SortedRiskSets(RiskSets):
+    """The same by a cumulative sum over the samples, from the last time to the first."""
+
+    def loss(self, model, batch):
+        inputs, times, seen = batch
+        order = times.argsort(descending=True)
+        risk = model(inputs)[order, 0]
+        return (seen[order] * (risk.logcumsumexp(dim=0) - risk)).sum()
+
+
+class HardestHalf(_Classifier):
+    """The harder half of each micro-batch counts."""
+
+    def weight(self, batch):
+        return torch.tensor(-(-len(batch[1]) // 2))
+
+    def loss(self, model, batch):
+        losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        return losses.topk(-(-len(losses) // 2)).values.sum()
+
+
 class Triplets(_TwoViews):
     """Triplets of an anchor, a positive and a negative, made by the data set."""
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def pretended_world(size: int) -> Iterator[bool]:
-    """Inside, this process is rank 0 of `size` ranks. Collectives return at once, with this rank's own numbers.
+def pretended_world(size: int, rank: int = 0) -> Iterator[bool]:
+    """Inside, this process is rank `rank` of `size` ranks. Collectives return at once, with this rank's own numbers.
 
     Yields:
         Whether this is so. It is not where a process group exists already, or where torch has no such group.
@@ -23,7 +23,7 @@ def pretended_world(size: int) -> Iterator[bool]:
     except ImportError:  # it is private, and torch may move it
         yield False
         return
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield True
     finally:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.distributed.pretended import pretended_world
 from lockstep.verify import generators
 from lockstep.verify.comparable_task import buffers_put_back
 from lockstep.verify.reference import data
@@ -80,20 +81,24 @@ def differs(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any)
 
 
 def depends_on_rank(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> str:
-    """How the losses that `call` returns differ where the environment variable RANK is 0 and 1; empty if not at all.
+    """How the losses that `call` returns differ on rank 0 and on rank 1; empty if not at all.
+
+    The environment variable RANK says so, and torch's process group, where torch can pretend to have two ranks. The
+    loss must make no collectives.
 
     Parameters that get a gradient other than zero on one rank alone are named, too.
     """
     found, used = [], []
-    for rank in ("0", "1"):
-        with _environment(RANK=rank, LOCAL_RANK=rank), unchanged_buffers(model):
+    for rank in (0, 1):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with _environment(**variables), pretended_world(2, rank), unchanged_buffers(model):
             generators.disturb(_SEED)
             losses = list(data.heads(call(model, batch)).values())
         found.append([loss.detach().cpu().double() for loss in losses])
         used.append(_used(losses, model))
     words = [_words(*found)] if _are_different(*found) else []
     for name in sorted(used[0] ^ used[1])[:1]:
-        words.append(f"{name} is unused with RANK={1 if name in used[0] else 0} alone")
+        words.append(f"{name} is unused on rank {1 if name in used[0] else 0} alone")
     return "; ".join(words)
 
 

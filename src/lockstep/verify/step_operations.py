@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.distributed.pretended import pretended_world
@@ -31,6 +32,15 @@ _REDUCTIONS = {  # by operator, the position of the argument that holds its inpu
     "c10d::_reduce_scatter_base_": 1,
     "c10d::allreduce_coalesced_": 0,
     "c10d::reduce_scatter_tensor_coalesced_": 1,
+}
+_PRODUCTS = ("matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "linear", "cdist", "cosine_similarity")
+_ORDERS = {  # by operation, the position of the argument `dim`, and its default
+    "sort": (1, -1),
+    "argsort": (1, -1),
+    "msort": (1, 0),
+    "topk": (2, -1),
+    "cumsum": (1, None),
+    "logcumsumexp": (1, None),
 }
 
 
@@ -148,6 +158,54 @@ class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.names.append(name.strip("_"))
         return func(*args, **(kwargs or {}))
+
+
+class ComparingOperations(TorchFunctionMode):
+    """Inside, operations are recorded that compare the samples of a batch with each other.
+
+    They either order the samples (sort, topk, cumsum along the batch), or their result has a number for each pair of
+    samples: matrix products, distances, and operations that combine a tensor with itself, such as
+    `labels[:, None] == labels`. Outputs that are combined with labels are not recorded: there, an output of shape
+    (N, 1) and labels of shape (N,) make pairs by mistake.
+
+    Args:
+        samples: in the batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples, self.is_paused = samples, False
+        self.found: list[tuple[str, str, int]] = []
+        """Name of the operation, its file and line, and how many rows each sample has."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        result = func(*args, **options)
+        if self.is_paused:
+            return result
+        name = str(getattr(func, "__name__", "")).strip("_")
+        if name in _ORDERS and args and isinstance(args[0], Tensor) and args[0].ndim:
+            place, default = _ORDERS[name]
+            given = options.get("dim", args[place] if len(args) > place else default)
+            size = args[0].shape[given] if isinstance(given, int) and not isinstance(given, bool) else 0
+            sides = [size // self.samples] if size and size % self.samples == 0 else []
+        else:
+            sides = self._sides_of_pairs(name, args, result)
+        if sides:
+            self.found.append((name, _place_of_caller()[0], sides[0]))
+        return result
+
+    def _sides_of_pairs(self, name: str, args: Sequence[Any], result: Any) -> list[int]:
+        """The rows of each sample in a result for each pair of samples; empty for other results."""
+        if not isinstance(result, Tensor) or result.ndim < 2:
+            return []
+        operands = [value.data_ptr() for value in args if isinstance(value, Tensor)]
+        if name not in _PRODUCTS and len(set(operands)) == len(operands):
+            return []
+        sides = [size // self.samples for size in result.shape if size and size % self.samples == 0]
+        return [side for side in sides if sides.count(side) > 1]
 
 
 @contextlib.contextmanager

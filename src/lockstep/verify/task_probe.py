@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.distributed.world import join_world
@@ -27,14 +27,15 @@ from lockstep.verify.comparable_task import (
     sum_of_heads,
     to_float64,
 )
+from lockstep.verify.coupling import COUPLED, Batch, measure_coupling, shrinking_heads
 from lockstep.verify.derivative import wrong_derivative
 from lockstep.verify.reference import data
 from lockstep.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep.verify.step_operations import RandomOperations, pretended_ranks
 from lockstep.verify.zero_outputs import other_units
 
-_COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
-_IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
+_COMPARED_SAMPLES = 32  # for a loss that compares samples
+_NOT_ADDED_UP = 1e-3  # relative difference from which a weight does not add up
 
 
 @dataclass
@@ -80,7 +81,7 @@ class TaskProbe:
     prediction_difference: str = ""
     """How the output for the same batch in evaluation mode differs under the same seed: two values."""
     rank_difference: str = ""
-    """How the loss of the same batch differs where RANK is 0 and 1."""
+    """How the loss of the same batch differs on rank 0 and on rank 1."""
     remarks: list[str] = field(default_factory=list)
     """What may be wrong, and may be meant so, for people."""
 
@@ -90,8 +91,10 @@ class TaskProbe:
     """Difference of the losses of two training passes over the same batch, with those buffers put back, relative."""
     without_labels: bool = False
     """Whether every tensor of a batch goes into the model."""
-    compares_samples: bool = False
-    """Whether the loss compares the samples of a batch with each other: it has no labels, and outputs do not couple."""
+    has_comparison: bool = False
+    """Whether the loss makes a number for each pair of samples, or sorts them. Then its weight need not add up."""
+    compares_samples: str = ""
+    """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
     """Collectives that the loss makes by itself, where there are several ranks."""
 
@@ -128,7 +131,7 @@ class TaskProbe:
 
     def obstacle(self) -> str | None:
         """Why trainings on different numbers of ranks cannot be compared; None where they can."""
-        if self.moving > _COUPLED * self.epsilon:
+        if self.moving > COUPLED * self.epsilon:
             return (
                 f"a second training pass over the same batch has another loss ({self.moving:.2g} off): the model or "
                 "the task counts its passes, and their number depends on how the batch is cut"
@@ -151,22 +154,23 @@ class TaskProbe:
             return f"Task.loss makes collectives of its own ({names}): it depends on which samples other ranks have"
         if self.compares_samples:
             return (
-                "the loss compares the samples of a micro-batch with each other, as with in-batch negatives "
-                f"(off by {self.coupling:.2g} on a batch of two halves): it depends on how the batch is cut"
+                f"the loss of a batch is not the sum over its parts (off by {self.coupling:.2g} on a batch of two "
+                "halves): Task.loss compares the samples of a micro-batch with each other, as with in-batch negatives, "
+                f"{self.compares_samples}"
             )
         return None
 
     def diagnosis(self) -> str:
         """A likely cause where such trainings differ; empty where none is known."""
         if self.rank_difference:
-            return f"Task.loss reads RANK: for the same batch, with RANK=0 and with RANK=1, {self.rank_difference}"
+            return f"Task.loss depends on the rank: for the same batch, on ranks 0 and 1, {self.rank_difference}"
         if self.weight_difference:
             return f"Task.weight must add up over batches, and does not: {self.weight_difference}"
         off = f"off by {self.coupling:.2g} on a batch of two halves"
         if self.mean_heads:
             heads = f" for {', '.join(map(repr, self.mean_heads))}" if self.mean_heads != ["loss"] else ""
             return f"Task.loss must return a SUM over its units (reduction='sum'), and returns a mean{heads}: {off}"
-        if self.coupling > _COUPLED * self.epsilon:
+        if self.coupling > COUPLED * self.epsilon:
             return (
                 f"the loss of a micro-batch is not the sum over its samples ({off}): "
                 "samples influence each other, or Task.weight counts wrongly"
@@ -183,7 +187,8 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
     trainer = Trainer(config, quiet=True)
     task = trainer.task()
     task.eval_data()
-    seed_number, skip = trainer.config.seed, trainer.config.data.on_error != "raise"
+    skip = trainer.config.data.on_error != "raise"
+    read = partial(_samples, train_samples=train_samples, seed=trainer.config.seed, skip=skip)
     with join_world(trainer.config.device) as world:
         built = build_model(trainer.config, task, world, steps_per_epoch=1)
         make_optimizer(trainer.config, built.model, built.blocks)
@@ -197,7 +202,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         model = make()
         probe.batch_norms = len(batch_norm.by_batch(model))
         probe.without_statistics = sum(norm.running_mean is None for norm in batch_norm_modules(model))
-        samples = _samples(task, train_samples, seed=seed_number, skip=skip)
+        samples = read(task)
         _find_seeding(probe, task, train_samples)
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
@@ -211,17 +216,18 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
             probe.prediction_difference = differs(task.predict, model, whole)
         model.train()
         probe.dropouts = disable_dropout(model)
+        probe.collectives = _collectives(task, whole, world.device)
         for float64 in (True, False):
             exact = ComparableTask(task, TaskChanges(exact=True, float64=float64, train_samples=train_samples))
             try:
                 seed_everything(trainer.config)
                 model = exact.model().to(world.device).train()
-                samples = _samples(exact, train_samples, seed=seed_number, skip=skip)
+                samples = read(exact)
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
-                _measure_coupling(probe, exact, model, batches)
+                _look_at_coupling(probe, exact, model, batches, partial(read, exact))
                 probe.loss_difference = differs(exact.loss, model, batches[-1][0])
                 _compare_weights(probe, exact, samples)
                 _find_remarks(probe, exact, model, samples, batches[-1][0])
@@ -231,21 +237,17 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                     raise
                 first_line = str(error).splitlines()[0] if str(error) else ""
                 probe.float64, probe.float64_error = False, f"{type(error).__name__}: {first_line}"
-        probe.collectives = _collectives(task, whole, world.device)
     return probe
-
-
-Batch = tuple[Any, int]  # with its number of samples
 
 
 def _loss(task: Task, batch: Any, model: nn.Module) -> Any:
     return task.loss(model, batch)
 
 
-def _samples(task: Task, train_samples: int, *, seed: int, skip: bool) -> list[Any]:
-    """Up to eight prepared training samples."""
+def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int = 8) -> list[Any]:
+    """Up to `most` prepared training samples."""
     samples_of: Any = task.train_data()
-    first = range(min(8, train_samples, len(samples_of)))
+    first = range(min(most, train_samples, len(samples_of)))
     return data.read(task, samples_of, first, epoch=0, training=True, seed=seed, skip=skip)
 
 
@@ -272,9 +274,9 @@ def _find_seeding(probe: TaskProbe, task: Task, train_samples: int) -> None:
     ]
 
 
-def _batches(task: Task, samples: list[Any], device: torch.device) -> list[Batch]:
-    """A batch of all samples, and its two halves. A single sample has one half."""
-    half = len(samples) // 2
+def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 2) -> list[Batch]:
+    """A batch of all samples, and its two parts, cut behind one in `share` samples. A single sample has one part."""
+    half = len(samples) // share
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
     return [(data.to_device(batch, device), size) for batch, size in batches]
 
@@ -294,15 +296,41 @@ def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, 
     return [name for name in changed if name != "torch"] + by_torch
 
 
+def _look_at_coupling(
+    probe: TaskProbe, task: ComparableTask, model: nn.Module, batches: list[Batch], read: Callable[..., list[Any]]
+) -> None:
+    """Find out how the loss of a batch differs from that of its halves.
+
+    Args:
+        read: up to `most` prepared samples.
+    """
+
+    def converted(batches: list[Batch]) -> list[Batch]:  # so that the tensors of a batch are those in its loss
+        return [(to_float64(batch), size) for batch, size in batches] if task.changes.float64 else batches
+
+    found = measure_coupling(task, model, converted(batches))
+    if found.has_comparison:  # a cut may show no coupling by chance
+        samples, device = read(most=_COMPARED_SAMPLES), next(model.parameters()).device
+        for share in (2, 4, 8):
+            found = measure_coupling(task, model, converted(_batches(task, samples, device, share)))
+            if found.compares_samples:
+                found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
+                break
+    probe.coupling, probe.epsilon, probe.mean_heads = found.coupling, found.epsilon, found.mean_heads
+    probe.without_labels = found.without_labels
+    probe.has_comparison = found.has_comparison and bool(found.compares_samples)
+    probe.compares_samples = "" if found.mean_heads else found.compares_samples
+
+
 def _compare_weights(probe: TaskProbe, task: Task, samples: list[Any]) -> None:
     """Find out whether the weight of a batch is the sum over its samples."""
-    if probe.random_in_collate:
+    if probe.random_in_collate or probe.has_comparison:
         return
     with contextlib.suppress(Exception):  # a task may refuse single samples
         of_samples = data.count_units(task, [(task.collate([sample]), 1) for sample in samples])
         for head, count in data.count_units(task, [(task.collate(samples), len(samples))]).items():
             total = of_samples[head]
-            if abs(count - total) > _IS_MEAN * max(abs(count), abs(total)):
+            if abs(count - total) > _NOT_ADDED_UP * max(abs(count), abs(total)):
                 probe.weight_difference = (
                     f"it is {count:g} for a batch of {len(samples)} samples, and {total:g} for these samples one by one"
                 )
@@ -312,8 +340,8 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
     """Look for what may be wrong, on a model that drops nothing. A task that refuses such a look has no remarks."""
     if probe.loss_difference or probe.random_without_dropout:
         return
-    with contextlib.suppress(Exception):
-        probe.rank_difference = depends_on_rank(task.loss, model, batch)
+    with contextlib.suppress(Exception):  # pretended collectives give arbitrary numbers
+        probe.rank_difference = "" if probe.collectives else depends_on_rank(task.loss, model, batch)
     if not task.changes.float64:
         return
     with contextlib.suppress(Exception):
@@ -353,70 +381,3 @@ def _collectives(task: Task, batch: Any, device: torch.device) -> list[str]:
     with pretended_ranks(2) as operations, contextlib.suppress(Exception):
         task.loss(task.model().to(device).train(), batch)
     return operations.names
-
-
-def _find_comparisons(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Any]) -> None:
-    """Find out whether the loss has no labels, and whether it compares the samples of a batch with each other.
-
-    The second is so where the loss couples samples, and the model's outputs do not.
-
-    Args:
-        batches: a batch and its halves.
-    """
-    inputs: list[Any] = []
-    outputs: list[list[Tensor]] = []
-
-    def record(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs.extend(data.tensors((args, kwargs)))
-        outputs.append([tensor for tensor in data.tensors(output) if tensor.is_floating_point() and tensor.ndim])
-
-    handle = model.register_forward_hook(record, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                task.loss(model, batch)
-    finally:
-        handle.remove()
-    if len(outputs) != len(batches):
-        return
-    entered = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    tensors = data.tensors(batches[0])
-    probe.without_labels = all(tensor.untyped_storage().data_ptr() in entered for tensor in tensors)
-    if not probe.without_labels or probe.mean_heads or probe.coupling <= _COUPLED * probe.epsilon:
-        return
-    whole, first, second = outputs
-    parts = [torch.cat(pair) for pair in zip(first, second, strict=True)]
-    probe.compares_samples = bool(whole) and all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
-        for one, other in zip(whole, parts, strict=True)
-    )
-
-
-def _measure_coupling(probe: TaskProbe, task: Task, model: nn.Module, batches: list[Batch]) -> None:
-    """Find out whether the loss of each head is a sum over samples, with unchanged weights.
-
-    Args:
-        batches: a batch and its halves.
-    """
-    (whole, _), *halves = batches
-    losses = data.heads(task.loss(model, whole))
-    objective = sum_of_heads(losses)
-    torch.autograd.backward(objective)
-    probe.epsilon = torch.finfo(objective.dtype).eps
-    if len(halves) < 2:
-        return
-    with torch.no_grad():
-        losses_of_halves = [data.heads(task.loss(model, batch)) for batch, _ in halves]
-    units = [data.count_units(task, [half]) for half in halves]
-    for head, loss in losses.items():
-        value, first, second = float(loss.detach()), *(float(half[head]) for half in losses_of_halves)
-        scale = max(abs(value), abs(first) + abs(second), 1e-30)
-        coupling = abs(value - first - second) / scale
-        probe.coupling = max(probe.coupling, coupling)
-        # The mean over the units of the head, or over samples, whatever the task counts.
-        weights = [[data.units_of(count, head) for count in units], [float(size) for _, size in halves]]
-        means = [(first * w[0] + second * w[1]) / sum(w) for w in weights if sum(w)]
-        if coupling > _IS_MEAN and any(abs(value - mean) / scale < _IS_MEAN for mean in means):
-            probe.mean_heads.append(head)
-    converted = [to_float64(batch) if probe.float64 else batch for batch, _ in batches]
-    _find_comparisons(probe, task, model, converted)

@@ -70,8 +70,10 @@ def test_a_metric_that_one_side_lacks_or_cannot_compute_is_a_fault(where):
 
 def test_the_loss_may_depend_on_the_cut_where_it_compares_samples_and_metrics_may_not():
     assert evaluated(smaller={"loss": 0.4}).status == "fault"
-    assert evaluated(smaller={"loss": 0.4, "loss/a": 0.1}, compares_samples=True).status == "passed"
-    assert evaluated(smaller={"accuracy": 0.7}, compares_samples=True).status == "fault"
+    assert (
+        evaluated(smaller={"loss": 0.4, "loss/a": 0.1}, compares_samples="with matmul at task.py:3").status == "passed"
+    )
+    assert evaluated(smaller={"accuracy": 0.7}, compares_samples="with matmul at task.py:3").status == "fault"
 
 
 def test_a_metric_that_depends_on_how_samples_are_cut_is_a_fault():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lockstep.verify.checks import learning
 from lockstep.verify.checks.learning import t_of_slope
 from lockstep.verify.constant_baseline import ConstantBaseline
+from lockstep.verify.experiments import ExperimentFailed
 from lockstep.verify.task_probe import TaskProbe
 from lockstep.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
@@ -205,13 +206,10 @@ def test_a_loss_without_labels_that_a_constant_output_solves_shows_nothing():
 
 
 def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
-    def after(samples, loss, losses=FALLING, accuracy=0.9):
+    def after(samples, loss, losses=FALLING, accuracy=0.9, later=None):
         results = {"loss": loss, "accuracy": accuracy, "samples": samples}
-        made = {
-            f"{name}-{factor}": value
-            for name, value in (("learned", recording(losses)), ("evaluated", results))
-            for factor in (1, 4)
-        }
+        made = {"evaluated-1": results, "evaluated-4": results}
+        made |= {"learned-1": recording(losses), "learned-4": recording(later or losses)}
         return learning.metric(experiments({"baseline": baseline(), **made}))
 
     result = after(6, 1.5)
@@ -220,6 +218,7 @@ def test_few_evaluation_samples_show_nothing_where_the_model_is_worse():
     assert after(6, 0.5).status == "passed"
     assert after(6, 0.5, accuracy=0.1).status == "fault"
     assert after(6, 1.5, FLAT).status == "fault"
+    assert after(6, 1.5, FLAT, later=FALLING).status == "not shown"
     assert after(6, math.nan).status == "fault"
     assert after(20, 1.5).status == "fault"
 
@@ -279,3 +278,35 @@ def test_the_loss_is_counted_from_the_least_there_can_be():
 def test_a_learning_rate_that_lets_the_loss_explode_is_not_the_last_that_is_tried():
     exploded = Answer(error="the loss is nan", known=True)
     assert overfitted(**{"1": [2.0, 1.5], "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
+    assert overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 0.05]}).status == "passed"
+    result = overfitted(**{"1": exploded, "10": exploded, "0.1": [2.0, 1.0]})
+    assert result.status == "fault"
+    assert list(result.curves) == ["loss, optim.lr x 0.1"]
+
+
+def test_a_loss_that_explodes_with_each_learning_rate_and_a_crash_are_failures():
+    exploded, crashed = Answer(error="the loss is nan", known=True), Answer(error="KeyError: 3")
+    with pytest.raises(ExperimentFailed, match="the loss is nan"):
+        overfitted(**{"1": exploded, "10": exploded, "0.1": exploded})
+    with pytest.raises(ExperimentFailed, match="KeyError"):
+        overfitted(**{"1": crashed, "10": [2.0, 0.05]})
+
+
+def test_the_learning_rate_of_the_few_samples_is_that_of_the_training(monkeypatch):
+    """A recipe for thousands of samples per step may give the learning rate of such a step."""
+    rates = []
+
+    def train(self, name, world, config, **more):
+        optim = config["optim"]
+        rates.append((optim["lr"], optim["lr_scaling"]))
+        assert [group["lr"] for group in optim["groups"]] == [pytest.approx(0.1 * made.global_batch / 1024), None]
+        return [recording([2.0, 1.0])]
+
+    made = experiments({"least-loss": 0.0})
+    monkeypatch.setattr(type(made), "train", train)
+    groups = [{"name": "slow", "match": ["a.*"], "lr": 0.1}, {"name": "norms", "match": ["b.*"], "lr": None}]
+    made.config["optim"] |= {"groups": groups, "lr": 1.6, "lr_scaling": "linear", "reference_batch": 1024}
+    learning.overfit(made)
+    rate = 1.6 * made.global_batch / 1024
+    assert [scaling for _, scaling in rates] == ["none"] * 3
+    assert [rate for rate, _ in rates] == pytest.approx([rate, 10 * rate, 0.1 * rate])

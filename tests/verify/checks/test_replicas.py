@@ -240,7 +240,7 @@ def test_a_cause_of_indeterminism_shows_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({"rank_difference": "1 and 2"}, "Task.loss reads RANK"),
+        ({"rank_difference": "1 and 2"}, "Task.loss depends on the rank"),
         ({"weight_difference": "it is 4 for a batch, and 4 and 4 for its halves"}, "Task.weight must add up"),
     ],
 )

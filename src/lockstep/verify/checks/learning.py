@@ -11,6 +11,8 @@ from lockstep.verify import worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.free_outputs import least_loss
+from lockstep.verify.recorder import Recording
+from lockstep.verify.reference import schedule
 from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
 _SIGNIFICANT_T = -2.6  # of the slope of a loss; chance alone gives a smaller t once in 200 trainings
@@ -30,7 +32,7 @@ def loss(experiments: Experiments) -> CheckResult:
         curve = recording.losses
         slope = t_of_slope(curve)
         by_epoch = _means_of_epochs(curve, recording.steps_per_epoch)
-        falls = slope < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
+        falls = _falls(recording)
         if falls:
             break
     count = max(3, len(curve) // 10)
@@ -67,6 +69,12 @@ def loss(experiments: Experiments) -> CheckResult:
         more |= {"value": t_of_epochs(by_epoch), "bound": _T_OF_EPOCHS, "what": "t of the later epochs' mean losses"}
         path = f"{by_epoch[0]:.4g} to {by_epoch[-1]:.4g}, the means of {len(by_epoch)} epochs; steps differ more"
     return passed(f"falls from {path}", **more)
+
+
+def _falls(recording: Recording) -> bool:
+    """Whether the loss falls beyond chance, from step to step or from epoch to epoch."""
+    by_epoch = _means_of_epochs(recording.losses, recording.steps_per_epoch)
+    return t_of_slope(recording.losses) < _SIGNIFICANT_T or t_of_epochs(by_epoch) < _T_OF_EPOCHS
 
 
 def _means_of_epochs(curve: Sequence[float], steps_per_epoch: int) -> list[float]:
@@ -118,14 +126,14 @@ def metric(experiments: Experiments) -> CheckResult:
     constant, names = baseline.values, baseline.comparable_metrics
     config, changes = experiments.short_config(), TaskChanges(eval_samples=_EVAL_SAMPLES)
     for factor in (1, experiments.patience):
-        curve = experiments.learned(factor)[0].losses
+        fell = _falls(experiments.learned(factor)[0])
         folder = str(experiments.folder / f"learned-{factor}")
         trained = experiments.run(
             f"evaluated-{factor}", experiments.nproc, worker_functions.evaluate, config, folder, changes
         )[0]
         better = [name for name in names if baseline.is_better(name, trained[name], constant[name])]
         too_few = trained.get("samples", math.inf) < _TOO_FEW_EVAL_SAMPLES
-        if too_few or (trained["loss"] < constant["loss"] and (better or not names)):
+        if (too_few and fell) or (trained["loss"] < constant["loss"] and (better or not names)):
             break
     what = names[0] if names else "loss"
     rows = [
@@ -141,7 +149,6 @@ def metric(experiments: Experiments) -> CheckResult:
     more["notes"] = experiments.data_remarks()
     steps = experiments.learning_steps * factor
     losses = f"loss {trained['loss']:.4g} against {constant['loss']:.4g} after {steps} steps"
-    fell = t_of_slope(curve) < _SIGNIFICANT_T
     if fell and all(math.isclose(trained[name], baseline.untrained[name], rel_tol=1e-5) for name in constant):
         return fault(
             "the evaluation after training gives what the untrained model gave, though the loss fell: "
@@ -173,29 +180,21 @@ def overfit(experiments: Experiments) -> CheckResult:
     """A few training samples without augmentation can be learned by heart."""
     changes = TaskChanges(exact=True, train_samples=_FEW_SAMPLES, no_augmentation=True)
     (least,) = experiments.run("least-loss", 1, least_loss, experiments.short_config(), changes)
-    for factor in (1.0, 10.0, 0.1):
-        config = experiments.short_config(
-            train__steps=experiments.learning_steps * experiments.patience,
-            batch__global=_FEW_SAMPLES,
-            batch__micro=None,
-            train__unfreeze=[],
-        )
-        decay = config["optim"]["weight_decay"]
-        config["schedule"] = {"name": "constant"}
-        config["optim"] |= {"lr": config["optim"]["lr"] * factor, "lr_scaling": "none", "weight_decay": decay and 0.0}
-        until = (_LEFT_OF_LOSS, least)
+    curve: list[float] = []
+    exploded: ExperimentFailed | None = None
+    for tried in (1.0, 10.0, 0.1):
         try:
-            recordings = experiments.train(
-                f"overfit-{factor:g}", experiments.nproc, config, changes=changes, until=until, keep=False
-            )
-        except ExperimentFailed as failed:  # for example a loss that explodes with ten times the learning rate
-            if factor == 1.0 or failed.refused:
+            curve, factor = _overfitted(experiments, changes, factor=tried, least=least), tried
+        except ExperimentFailed as failed:  # such as a loss that explodes, since there is no warm-up here
+            if failed.refused or (tried == 1.0 and not failed.known):
                 raise
+            exploded = exploded or failed
             continue
-        curve = recordings[0].losses
         left = (min(curve) - least) / (curve[0] - least) if curve[0] > least else 0.0
         if left <= _LEFT_OF_LOSS:
             break
+    if exploded is not None and not curve:
+        raise exploded
     more = {
         "value": left,
         "bound": _LEFT_OF_LOSS,
@@ -215,3 +214,27 @@ def overfit(experiments: Experiments) -> CheckResult:
         "look for labels that contradict each other, a part of the model that has no effect, or too small a model",
         **more,
     )
+
+
+def _overfitted(experiments: Experiments, changes: TaskChanges, *, factor: float, least: float) -> list[float]:
+    """The losses of a training on a few samples, with `factor` times the base learning rate of the training itself.
+
+    It ends when the samples are learned by heart. `least` is the smallest loss that any output has.
+    """
+    config = experiments.short_config(
+        train__steps=experiments.learning_steps * experiments.patience,
+        batch__global=_FEW_SAMPLES,
+        batch__micro=None,
+        train__unfreeze=[],
+    )
+    optim = config["optim"]
+    scale, decay = schedule.scaled_lr(optim, experiments.global_batch), optim["weight_decay"]
+    groups = [group | {"lr": group["lr"] and group["lr"] * scale} for group in optim["groups"]]
+    config["schedule"] = {"name": "constant"}
+    optim |= {"lr": optim["lr"] * scale * factor, "groups": groups, "lr_scaling": "none"}
+    optim["weight_decay"] = decay and 0.0
+    until = (_LEFT_OF_LOSS, least)
+    recordings = experiments.train(
+        f"overfit-{factor:g}", experiments.nproc, config, changes=changes, until=until, keep=False
+    )
+    return recordings[0].losses
