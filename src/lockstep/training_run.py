@@ -153,6 +153,7 @@ class TrainingRun:
             self.run_dir / FOLDER,
             rank=state.world.rank,
             step=state.step,
+            stop=self.prepared.stop,
             activities=devices.of(state.world.device).profiled(),
             tell=partial(_tell, self.writers),
         )

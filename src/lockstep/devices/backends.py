@@ -43,5 +43,5 @@ def chosen(
         if sdpa_backends is not None:
             from torch.nn.attention import SDPBackend, sdpa_kernel
 
-            stack.enter_context(sdpa_kernel([SDPBackend[_ATTENTION[name]] for name in sdpa_backends]))
+            stack.enter_context(sdpa_kernel([getattr(SDPBackend, _ATTENTION[name]) for name in sdpa_backends]))
         yield

@@ -62,7 +62,7 @@ class Profiler:
     Args:
         window: the steps.
         folder: gets `rank<r>.json`, for chrome://tracing or ui.perfetto.dev; and from rank 0 `rank0.txt`.
-        step: steps of the training so far.
+        step, stop: steps of the training so far, and at its end.
         activities: what is recorded: the host, and the device if it has events of its own.
         tell: shows lines in the log.
     """
@@ -74,12 +74,14 @@ class Profiler:
         *,
         rank: int,
         step: int,
+        stop: int,
         activities: Sequence[ProfilerActivity],
         tell: Callable[[str], None],
     ) -> None:
         self.folder, self.rank, self.activities, self.tell = folder, rank, activities, tell
         self.first = window.first_after(step)
         self.last = self.first + window.steps - 1
+        self.stop = stop
         self.begun_at = max(self.first, step + 1)
         self.profile: Any = None
         self.label: Any = None
@@ -127,7 +129,7 @@ class Profiler:
         """Before a step, and before its batch is read."""
         from torch.profiler import profile, record_function
 
-        if step > self.last:
+        if step > min(self.last, self.stop):
             self.end(step - 1)
             return
         if self.profile is None and step >= self.first - 1:  # a step early: the profiler's own start takes time
