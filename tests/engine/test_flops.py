@@ -42,7 +42,7 @@ class Sequences(lockstep.Task):
 
 
 def settings(**changes):
-    return runs.config(train={"steps": 7}, log={"every_steps": 3}, **changes)
+    return runs.config(train={"steps": 7}, log={"every_steps": 3, "flops": True}, **changes)
 
 
 def by_torch(task, samples):
@@ -136,7 +136,7 @@ def test_every_strategy_counts_the_same_operations():
 def test_a_model_is_counted_again_when_other_parameters_train(tmp_path):
     counted = []
     changes = {"train": {"steps": 9, "unfreeze": [{"match": ["0.*"], "step": 4}]}}
-    counted_run(Sequences(), runs.config(log={"every_steps": 3}, **changes), tmp_path, counted)
+    counted_run(Sequences(), runs.config(log={"every_steps": 3, "flops": True}, **changes), tmp_path, counted)
     assert counted == [2, 5]
 
 
