@@ -97,6 +97,8 @@ class PythonDevice:
         self.generator = torch.Generator()
         self.default_stream = None
         self.stream_now = None
+        self.at_shortage = []
+        """Called before an error about too little memory."""
 
     # ---- what tests use
 
@@ -117,6 +119,8 @@ class PythonDevice:
             return
         if not self.held[address]:
             if self.limit is not None and self.bytes + size > self.limit:
+                for call in self.at_shortage:
+                    call()
                 raise torch.OutOfMemoryError(f"{NAME}: out of memory. Tried to allocate {size} bytes")
             self.bytes += size
             self.most = max(self.most, self.bytes)
@@ -326,3 +330,17 @@ class PythonGpu(Accelerator):
     def host_buffer(self, shape, dtype):
         DEVICE.note("host_buffer")
         return torch.empty(shape, dtype=dtype)
+
+    @contextlib.contextmanager
+    def snapshot_at_shortage(self, file):
+        DEVICE.at_shortage.append(lambda: file.parent.mkdir(exist_ok=True) or file.write_text(str(DEVICE.bytes)))
+        try:
+            yield
+        finally:
+            DEVICE.at_shortage.clear()
+
+    def libraries(self):
+        return {"gpus": [self.name()]}
+
+    def profiled(self):
+        return [torch.profiler.ProfilerActivity.CPU]

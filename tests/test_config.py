@@ -713,6 +713,7 @@ def test_the_keys_that_determine_a_training_are_these():
         *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),
         *(f"schedule.{key}" for key in ("step_epochs", "gamma", "power")),
         *(f"parallel.{key}" for key in ("param_dtype", "reduce_dtype")),
+        "compute.matmul_precision",
     }
 
 

@@ -69,6 +69,7 @@ ALLOWED = {
     },
     "observe.predictions": {"errors", "atomic", "observe"},
     "observe.progress": set(),
+    "observe.profile": {"errors"},
     "observe.drawing": {"atomic"},
     "build": COMPOSED,
     "run_directory": {
@@ -107,6 +108,7 @@ ALLOWED = {
         "checkpoint",
         "observe.predictions",
         "observe.progress",
+        "observe.profile",
         "trainer",
         "run_directory",
         "verify",

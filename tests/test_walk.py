@@ -13,6 +13,8 @@ ENGINE = {
     "data/loader.py",
     "data/order.py",
     "data/randomness.py",
+    "devices/__init__.py",
+    "devices/cpu.py",
     "distributed/ddp.py",
     "distributed/gradients.py",
     "distributed/precision.py",

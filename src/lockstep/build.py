@@ -27,10 +27,11 @@ from lockstep.distributed.factory import make_strategy
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy
 from lockstep.distributed.world import World
-from lockstep.engine import task_checks
+from lockstep.engine import batch_norm, task_checks
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.engine.data_check import check_data
 from lockstep.engine.ema import Ema
+from lockstep.engine.flops import FlopCount
 from lockstep.engine.loop import Intervals
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.out_of_memory import Guard
@@ -137,13 +138,22 @@ def prepare_run(
     precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
         strategy=built.strategy,
-        optimizer=make_optimizer(config, built.model, built.blocks, sharded=built.strategy.is_sharded),
+        optimizer=make_optimizer(
+            config,
+            built.model,
+            built.blocks,
+            sharded=built.strategy.is_sharded,
+            fuses_adam=devices.of(world.device).has_fused_adam
+            and not config.parallel.cpu_offload
+            and config.precision != "fp16",  # it counts a skipped update by itself, after hooks have seen the update
+        ),
         precision=precision,
         schedule=Schedule(total=stop, steps_per_epoch=plan.steps_per_epoch, **config.schedule.model_dump()),
         seed=config.seed,
         clip_norm=config.optim.clip_norm,
         coefficients=task_checks.coefficients(task),
         must_agree_on_weights=config.data.on_error == "skip",
+        flops=_flop_count(config, built, precision),
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, config.compute.halve_on_oom and devices.of(world.device).has_own_memory),
@@ -163,6 +173,11 @@ def prepare_run(
         may_be_infinite={},
         warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
     )
+
+
+def _flop_count(config: RunConfig, built: BuiltModel, precision: Precision) -> FlopCount | None:
+    compiled = config.compute.compile is not None
+    return FlopCount(built.strategy, precision, compiled=compiled) if config.log.flops else None
 
 
 # ---- the model and the optimizer
@@ -194,7 +209,14 @@ def build_model(
         parallel.strategy, world, trains=training, ddp=_ddp_options(parallel), fsdp=_fsdp_options(parallel)
     )
     seed_everything(config)
-    model, messages = strategy.build_model(lambda: _check_parameters(task_checks.model(task)))
+    notes: list[str] = []
+
+    def make() -> nn.Module:
+        made, notes[:] = batch_norm.without_unsupported(_check_parameters(task_checks.model(task)), world)
+        return made
+
+    model, messages = strategy.build_model(make)
+    messages += notes
     if compute.channels_last and not strategy.is_sharded:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.zero_grad(set_to_none=True)  # the first step would add to gradients that a task has left
@@ -208,8 +230,16 @@ def build_model(
     if training and compute.activation_checkpointing:
         recompute_activations(list(blocks.values()))
     if compute.compile is not None:
-        compile_modules(model, list(blocks.values()), what=compute.compile, backend=compute.compile_backend)
-    strategy.wrap(Forward(model, task.loss, calls_vary=task.calls_vary), list(blocks.values()))
+        compile_modules(
+            model,
+            list(blocks.values()),
+            what=compute.compile,
+            backend=compute.compile_backend,
+            mode=compute.compile_mode,
+            dynamic=compute.compile_dynamic,
+        )
+    forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
+    strategy.wrap(forward, list(blocks.values()))
     if init and config.train.init_from:
         load_weights(model, Path(config.train.init_from), config.train.init_skip)
     return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)
@@ -286,19 +316,25 @@ def _fsdp_options(parallel: ParallelConfig) -> FSDPOptions:
 
 
 def make_optimizer(
-    config: RunConfig, model: nn.Module, blocks: Sequence[str] = (), *, sharded: bool = False
+    config: RunConfig,
+    model: nn.Module,
+    blocks: Sequence[str] = (),
+    *,
+    sharded: bool = False,
+    fuses_adam: bool = False,
 ) -> torch.optim.Optimizer:
     """The config's optimizer, with learning rates scaled by the global batch.
 
     Args:
         blocks: names of the model's repeated blocks, in the model's order.
         sharded: whether each rank holds only shards of the parameters.
+        fuses_adam: whether Adam and AdamW use their fused kernel, where `optim.fused` is None.
 
     Raises:
         UsageError: the optimizer cannot train shards: it needs whole matrices, or torch has no kernel for shards.
     """
     optim = config.optim
-    fused = optim.fused or bool(optim.args.get("fused"))
+    fused = bool(optim.fused if optim.fused is not None else optim.args.get("fused"))
     if sharded and (optim.name in _NEED_WHOLE_MATRICES or (fused and optim.name in _NO_SHARDED_KERNEL)):
         remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
         what = f"{'fused ' if optim.name in _NO_SHARDED_KERNEL else ''}{optim.name} cannot train sharded parameters"
@@ -318,6 +354,7 @@ def make_optimizer(
         groups=groups,
         args=optim.args,
         fused=optim.fused,
+        fuses_adam=fuses_adam,
         layer_decay=optim.layer_decay,
         blocks=blocks,
     )

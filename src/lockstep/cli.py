@@ -107,6 +107,10 @@ def train(
             help="How often killed or crashed ranks are started again. Default: 3; for a single rank: 0.",
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
+    ] = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
@@ -117,17 +121,24 @@ def train(
         with signals.listening():  # before anything that takes time: the config 0.3 s, torch 3 s
             from lockstep import config_file
 
+            if profile is not None:
+                from lockstep.observe import profile as profiling
+
+                profiling.parse(profile)
             settings = config_file.load(target, overrides or [])
             settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
             shared = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
             if not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
-                trainer = Trainer(settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or ())
+                trainer = Trainer(
+                    settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or (), profile=profile
+                )
                 trainer.fit()
                 _invite_to_verify(trainer, target, overrides or [], shared)
                 return
         options = [*shared, *(["--fresh"] if fresh else []), *(["--debug"] if debug else [])]
+        options += ["--profile", profile] if profile else []
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         restarts = 3 if max_restarts is None else max_restarts
         arguments = ["train", target, *(overrides or []), *options]
@@ -379,13 +390,17 @@ def _on_machine(
     Raises:
         UsageError: there is no such preset, it has errors, or this machine has too few GPUs for it.
     """
+    from lockstep.distributed import allocator
+
     if preset is None:
+        allocator.use_expandable_segments(settings.device)
         return settings, nproc or default
     from lockstep import config_preset
     from lockstep.distributed.signals import LAUNCHED
 
     chosen = config_preset.read(preset)
     changed = chosen.apply(settings, overrides)
+    allocator.use_expandable_segments(changed.device)
     nproc = nproc or chosen.nproc or default
     _check_nproc(nproc)
     if changed.device == "cuda" and "RANK" not in os.environ:

@@ -203,8 +203,8 @@ class OptimConfig(Section):
     """How the learning rate grows with batch.global / reference_batch."""
     reference_batch: PositiveInt = 32
     """Global batch for which `lr` is meant, in samples."""
-    fused: Annotated[bool, DOES_NOT_DETERMINE] = False
-    """Whether a single kernel does the whole update."""
+    fused: Annotated[bool | None, DOES_NOT_DETERMINE] = None
+    """Whether a single kernel does the whole update. None: Adam and AdamW use it on CUDA."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     """Learning rate of each of the model's repeated blocks, relative to the block above it."""
     groups: list[GroupConfig] = Field(default_factory=list)
@@ -281,12 +281,39 @@ class ComputeConfig(Section):
     compile: Literal["blocks", "model"] | None = None
     """Apply `torch.compile` to each repeated block, or to the model."""
     compile_backend: str = "inductor"
+    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """How long inductor searches for fast code. `reduce-overhead` and `max-autotune` use CUDA graphs."""
+    compile_dynamic: bool | None = None
+    """Whether compiled code takes tensors of any size. None: torch decides when it meets a second size."""
     activation_checkpointing: bool = False
     """Recompute the activations of each block in the backward pass."""
     channels_last: bool = False
     """Memory format of images and convolutions."""
     halve_on_oom: bool = True
     """If the memory of a GPU is not sufficient, continue with micro-batches of half the size."""
+    matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, DETERMINES_TRAINING] = None
+    """How products of fp32 tensors are computed: `highest` in fp32, `high` in TF32, `medium` in TF32 or bf16. It also
+    sets TF32 for convolutions. None: torch's default, which is TF32 for convolutions only."""
+    cudnn_benchmark: bool = False
+    """cuDNN measures its algorithms for each new size of tensors, and uses the fastest. Two runs may then use different
+    algorithms, which round differently."""
+    sdpa_backends: Annotated[list[Literal["flash", "efficient", "math", "cudnn"]], Field(min_length=1)] | None = None
+    """The implementations of attention (`scaled_dot_product_attention`) that torch may choose from. None: all."""
+    memory_snapshot: bool = False
+    """On CUDA, record all allocations, and write them to `memory/rank<r>.pickle` if the memory is not sufficient."""
+
+    @model_validator(mode="after")
+    def _graphs_of_the_model(self) -> ComputeConfig:
+        if self.compile_mode != "default" and self.compile_backend != "inductor":
+            raise ValueError(f"compile_mode {self.compile_mode} belongs to the backend inductor")
+        if self.uses_cuda_graphs and self.compile != "model":
+            raise ValueError(f"compile_mode {self.compile_mode} uses CUDA graphs, which need compile: model")
+        return self
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether compiled code runs as CUDA graphs, where there is CUDA."""
+        return self.compile_mode in ("reduce-overhead", "max-autotune")
 
 
 class CheckpointConfig(Section):
@@ -327,6 +354,8 @@ class LogConfig(Section):
     """Built-in writers, names of installed writers, or FILE.py:MyWriter."""
     model_summary: bool = True
     """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
+    flops: bool = True
+    """Whether entries say how many floating-point operations are computed in a second."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
     the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""

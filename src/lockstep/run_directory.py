@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import time
@@ -40,9 +41,13 @@ _OURS = (
     model_table.FILE,
     "samples",
     "pictures",
+    "profile",
+    "memory",
 )
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
+# Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
+_VARIABLES = re.compile(r"(TORCH_)?NCCL_|CUDA_|CUBLAS_|HIP_|ROCR_|PYTORCH_.*ALLOC_CONF$|OMP_NUM_THREADS$")
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
 
@@ -310,4 +315,6 @@ def _environment(world: World) -> dict[str, Any]:
     device = devices.of(world.device).name()
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return versions | {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    about = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
+    return versions | devices.of(world.device).libraries() | about | {"variables": variables}

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep import build, config_file, prediction_run, resume, run_directory
+from lockstep import build, config_file, devices, prediction_run, resume, run_directory
 from lockstep.build import BuiltModel, PreparedRun
 from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
+from lockstep.devices import backends
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
@@ -30,6 +31,7 @@ from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
 from lockstep.errors import CheckpointError, exits_are_failures
 from lockstep.images.cache import CacheOptions
+from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.options import TaskOptions
@@ -49,6 +51,7 @@ class Trainer:
         fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         quiet: print nothing.
+        profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
     """
 
     model: nn.Module | None = None
@@ -68,7 +71,9 @@ class Trainer:
         fresh: bool = False,
         allow_change: Sequence[str] = (),
         quiet: bool = False,
+        profile: str | None = None,
     ) -> None:
+        self.profile = profiling.parse(profile) if profile is not None else None
         if isinstance(config, str):
             config = config_file.load(config)
         elif not isinstance(config, RunConfig):
@@ -110,7 +115,8 @@ class Trainer:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
             try:
-                self.results = TrainingRun(task, prepared, config, self.run_dir, flag, writers).train(batches)
+                run = TrainingRun(task, prepared, config, self.run_dir, flag, writers, profile=self.profile)
+                self.results = run.train(batches)
             finally:
                 for writer in writers:
                     writer.close()
@@ -361,9 +367,21 @@ class Trainer:
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
-        config = self.config
-        with join_world(config.device, config.parallel.timeout_s, self.run_dir) as world, exits_are_failures():
+        config, compute = self.config, self.config.compute
+        with contextlib.ExitStack() as stack:
+            world = stack.enter_context(join_world(config.device, config.parallel.timeout_s, self.run_dir))
+            stack.enter_context(exits_are_failures())
             check_supported(config.precision, world.device)
+            stack.enter_context(
+                backends.chosen(
+                    matmul_precision=compute.matmul_precision,
+                    cudnn_benchmark=compute.cudnn_benchmark,
+                    sdpa_backends=compute.sdpa_backends,
+                )
+            )
+            if compute.memory_snapshot:
+                file = self.run_dir / "memory" / f"rank{world.rank}.pickle"
+                stack.enter_context(devices.of(world.device).snapshot_at_shortage(file))
             yield world
 
     def _set_up(self, task: Task, world: World, trained: bool) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep import build, resume, run_directory
+from lockstep import build, devices, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
@@ -21,6 +21,7 @@ from lockstep.engine.data_check import check_data
 from lockstep.errors import MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
+from lockstep.observe.profile import FOLDER, Profiler, Window
 from lockstep.observe.writer import WriteGuard, Writer
 from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
@@ -40,6 +41,8 @@ class TrainingRun:
     """Says whether a signal asked this process to stop."""
     writers: Sequence[Writer]
     """Receive the log. Empty but on rank 0."""
+    profile: Window | None = None
+    """Steps to profile."""
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
@@ -105,6 +108,9 @@ class TrainingRun:
             on_out_of_memory=self.halve_micro_batch,
         )
         self.flag.saves = True
+        profiler = self._profiler()
+        if profiler is not None:
+            batches = profiler.watch(batches, lambda: state.step)
         try:
             if state.step >= prepared.stop:
                 key = "steps" if self.config.train.steps else "epochs"
@@ -129,12 +135,28 @@ class TrainingRun:
             self._remember_micro_batch(-(-before // 2), from_any_rank=True)
             raise
         finally:
+            if profiler is not None:
+                profiler.end(state.step)
             saver.close()
             for loader in loaders:  # a recorder among the writers may hold the loader: again, no cycles
                 loader.tell = print_warning
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
+
+    def _profiler(self) -> Profiler | None:
+        if self.profile is None:
+            return None
+        state = self.prepared.state
+        return Profiler(
+            self.profile,
+            self.run_dir / FOLDER,
+            rank=state.world.rank,
+            step=state.step,
+            stop=self.prepared.stop,
+            activities=devices.of(state.world.device).profiled(),
+            tell=partial(_tell, self.writers),
+        )
 
     def _evaluation_data(self) -> EvaluationData | None:
         """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""

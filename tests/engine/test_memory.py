@@ -289,6 +289,7 @@ def test_entry_on_cuda_has_what_was_reserved(monkeypatch):
         "cuda",
         SimpleNamespace(param_groups=[{"name": "default", "lr": 1.0}]),
         precision=SimpleNamespace(name="fp32"),
+        flops=None,
         skipped=0,
     )
     entry, _ = LogWindow(run.world, {}, 10).entry(run)

@@ -11,6 +11,8 @@ from PIL import Image
 from torch import nn
 
 from lockstep import LockstepError, Trainer
+from lockstep.distributed.world import World
+from lockstep.engine.batch_norm import without_unsupported
 from lockstep.tasks.batch_norm import batch_norm_names, exchange_batch_norm
 from lockstep.tasks.classification.models import TransformersModels, models_for
 from lockstep.tasks.classification.options import ClassificationOptions
@@ -292,13 +294,22 @@ def test_group_norm_takes_the_place_and_the_parameters_of_batch_norm():
     assert torch.allclose(logits_of(model, images), apart, atol=1e-5)
 
 
-def test_synchronised_batch_norm_is_for_cuda_only(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not any(isinstance(module, nn.SyncBatchNorm) for module in exchange_batch_norm(resnet(), "sync").modules())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    model = exchange_batch_norm(resnet(), "sync")
-    kinds = {type(model.get_submodule(name)) for name in batch_norm_names(model)}
-    assert kinds == {nn.SyncBatchNorm}
+def test_device_of_the_run_decides_whether_batch_norm_is_synchronised(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # whatever other devices the machine has
+    images = torch.randn(4, 3, 32, 32)
+    plain, model = resnet(), exchange_batch_norm(resnet(), "sync")
+    assert kinds_of_norms(model) == {nn.SyncBatchNorm}
+    model.load_state_dict(plain.state_dict())
+    placed, _ = without_unsupported(model, World(0, 2, 0, torch.device("cpu")))
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in placed.modules())
+    assert torch.equal(logits_of(plain.train(), images), logits_of(placed.train(), images))
+    on_gpu, notes = without_unsupported(exchange_batch_norm(resnet(), "sync"), World(0, 2, 0, torch.device("cuda", 0)))
+    assert kinds_of_norms(on_gpu) == {nn.SyncBatchNorm}
+    assert not notes
+
+
+def kinds_of_norms(model):
+    return {type(model.get_submodule(name)) for name in batch_norm_names(model)}
 
 
 def test_layers_that_do_more_than_batch_norm_are_not_replaced_by_group_norm():

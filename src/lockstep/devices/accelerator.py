@@ -20,6 +20,8 @@ class Accelerator(Device):
     has_float64 = True
     has_own_memory = True
     has_own_generator = True
+    has_fused_adam = True
+    has_sync_batch_norm = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

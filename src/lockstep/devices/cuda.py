@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import final
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from lockstep.devices import memory_history
 from lockstep.devices.accelerator import Accelerator
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
 
 
 @final
@@ -27,3 +33,31 @@ class Cuda(Accelerator):
         has = ".".join(map(str, capability))
         what = f"{self.name()} has no bf16: its compute capability is {has}, and bf16 needs 8.0"
         return what, "use precision=fp16, as --preset p3 does"
+
+    def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
+        return memory_history.recorded(file)
+
+    def libraries(self) -> dict[str, Any]:
+        is_amd = torch.version.hip is not None
+        with contextlib.suppress(OSError):
+            driver = Path(f"/sys/module/{'amdgpu' if is_amd else 'nvidia'}/version").read_text().strip()
+            return self._libraries() | {"driver": driver}
+        return self._libraries()
+
+    def _libraries(self) -> dict[str, Any]:
+        from torch.cuda import nccl
+
+        found: Any = None
+        with contextlib.suppress(AttributeError, RuntimeError):  # a torch without NCCL
+            found = nccl.version()  # type: ignore[no-untyped-call]
+        return {
+            "rocm" if torch.version.hip else "cuda": torch.version.hip or torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+            "nccl": ".".join(map(str, found)) if isinstance(found, tuple) else found,
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        }
+
+    def profiled(self) -> list[ProfilerActivity]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU, ProfilerActivity.CUDA]

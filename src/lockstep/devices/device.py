@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
 
 
 class Device(abc.ABC):
@@ -24,6 +28,10 @@ class Device(abc.ABC):
     are the memory of the process."""
     has_own_generator: ClassVar[bool]
     """Whether it has a random number generator of its own, besides the CPU's."""
+    has_fused_adam: ClassVar[bool]
+    """Whether Adam and AdamW update by a single kernel, unless the config says otherwise."""
+    has_sync_batch_norm: ClassVar[bool]
+    """Whether SyncBatchNorm runs on it."""
     group_backend: ClassVar[str]
     """The backend of process groups whose ranks compute on such devices, as `init_process_group` takes it."""
 
@@ -45,6 +53,14 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def why_no_bf16(self) -> tuple[str, str] | None:
         """Why it cannot compute in bf16, and the remedy; None if it can."""
+
+    @abc.abstractmethod
+    def libraries(self) -> dict[str, Any]:
+        """Versions of the libraries and of the driver that it needs, and the names of all such devices here."""
+
+    @abc.abstractmethod
+    def profiled(self) -> list[ProfilerActivity]:
+        """What torch's profiler records of it."""
 
     # ---- random numbers
 
@@ -105,6 +121,13 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor in the host's memory, with any values, into which copies from the device do not hold up the host."""
+
+    @abc.abstractmethod
+    def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
+        """Inside, allocations are recorded, and written to `file` when the memory does not suffice for the first time.
+
+        It does nothing where torch does not count the memory of the device.
+        """
 
     @abc.abstractmethod
     def holds(self, tensor: Tensor) -> bool:

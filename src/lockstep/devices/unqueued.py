@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,16 @@ from torch import Tensor
 from lockstep.devices import host_memory
 from lockstep.devices.device import Device
 
+if TYPE_CHECKING:
+    from torch.profiler import ProfilerActivity
+
 
 class Unqueued(Device):
     """A device that shares the memory of the process, and takes copies in order with its other operations."""
 
     has_own_memory = False
+    has_fused_adam = False
+    has_sync_batch_norm = False
     group_backend = "gloo"
 
     def identity(self) -> None:
@@ -47,6 +53,17 @@ class Unqueued(Device):
 
     def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def libraries(self) -> dict[str, Any]:
+        return {}
+
+    def profiled(self) -> list[ProfilerActivity]:
+        from torch.profiler import ProfilerActivity
+
+        return [ProfilerActivity.CPU]
 
     def holds(self, tensor: Tensor) -> bool:
         return False

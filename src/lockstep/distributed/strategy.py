@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
@@ -82,19 +83,33 @@ class Forward(nn.Module):
     Args:
         loss: `Task.loss`.
         calls_vary: `Task.calls_vary`.
+        uses_graphs: the model may run as CUDA graphs. A graph writes its results into the same memory each time, so
+            they are copied.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Any], *, calls_vary: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Any],
+        *,
+        calls_vary: bool = False,
+        uses_graphs: bool = False,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.calls_vary = calls_vary
+        self.uses_graphs = uses_graphs
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
+        if self.uses_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        returned = self.loss(self.model, batch) if call is None else call(self.model, batch)
+        if self.uses_graphs:
+            returned = tree_map_only(Tensor, torch.clone, returned)
         if call is not None:
-            return call(self.model, batch)
-        returned = self.loss(self.model, batch)
+            return returned
         if isinstance(returned, tuple) and returned[1:] != (None,) and self.model.training:
             what = f"it returned a tuple of {len(returned)} while the model trains"
             raise TrainingError(what, where="Task.loss", remedy=_TUPLES)
@@ -168,6 +183,13 @@ class Strategy(Protocol):
         """Run a forward and a backward pass of zeros on this rank alone, to find out whether its memory suffices.
 
         Only for strategies that are not sharded. Gradients and buffers stay as they were.
+        """
+        ...
+
+    def pass_of_zeros(self, batch: Any, precision: Precision) -> None:
+        """Run a forward and a backward pass of zeros, on all ranks at once if the strategy is sharded.
+
+        Gradients and buffers stay as they were.
         """
         ...
 

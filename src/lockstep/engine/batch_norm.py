@@ -4,15 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep import devices
 from lockstep.data.order import StepPlan
 from lockstep.distributed.buffers import restore_buffers
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.world import World
 from lockstep.errors import UsageError
+
+
+@final
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """BatchNorm of tensors with any number of dimensions, as SyncBatchNorm takes them."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"BatchNorm takes tensors of two and more dimensions, and not of {input.dim()}")
+
+
+def without_unsupported(model: nn.Module, world: World) -> tuple[nn.Module, list[str]]:
+    """`model` with BatchNorm in place of SyncBatchNorm, where the device of the run cannot run SyncBatchNorm.
+
+    Parameters and buffers are the same objects with the same names.
+
+    Returns:
+        the model; and a note for the log, if this makes a difference: on several ranks.
+    """
+    if devices.of(world.device).has_sync_batch_norm:
+        return model, []
+    exchanged = [module for module in model.modules() if isinstance(module, nn.SyncBatchNorm)]
+    for module in exchanged:
+        module.__class__ = BatchNorm  # type: ignore[assignment]
+    if not exchanged or world.size == 1:
+        return model, []
+    what = f"{len(exchanged)} SyncBatchNorm modules cannot run on this device ({world.device.type})"
+    return model, [f"note: {what}: each rank normalises by the statistics of its own micro-batches"]
 
 
 def batch_norms(forward: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:

@@ -129,8 +129,19 @@ def _buffers_kept(block: nn.Module) -> Generator[None, None, None]:
                 buffer.copy_(old)
 
 
-def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], *, what: CompileName, backend: str) -> None:
+def compile_modules(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    what: CompileName,
+    backend: str,
+    mode: str = "default",
+    dynamic: bool | None = None,
+) -> None:
     """Compile the model or its blocks with `torch.compile`, in place: the names of parameters stay.
+
+    Args:
+        mode, dynamic: as `torch.compile` takes them.
 
     Raises:
         UsageError: the backend is unknown, or the model has no blocks to compile.
@@ -146,4 +157,4 @@ def compile_modules(model: nn.Module, blocks: Sequence[nn.Module], *, what: Comp
             remedy="name them in parallel.shard_modules, or use model",
         )
     for module in blocks if what == "blocks" else [model]:
-        module.compile(backend=backend)
+        module.compile(backend=backend, mode=None if mode == "default" else mode, dynamic=dynamic)

@@ -75,10 +75,12 @@ class LogWindow:
         unreadable = [message for result in self.results for message in result.bad if counts_samples]
         memory = [0.0] * 2 * size  # the peak of each rank, then the reserved memory of each rank
         memory[rank], memory[size + rank] = mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())
+        flops = state.flops.take() if state.flops is not None else None
         packed = [float(fault is not None), float(len(unreadable)), self.wait_s, self.wait_s + self.step_s]
+        packed += [flops or 0.0, float(flops is None)]
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
         reduced = self.world.all_sum([*packed, *memory, *sums_here])
-        fault_count, unreadable_count, wait_s, total_s, *rest = reduced
+        fault_count, unreadable_count, wait_s, total_s, all_flops, unknown_flops, *rest = reduced
         peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
         if fault_count:
             self._raise_first(fault)
@@ -96,6 +98,12 @@ class LogWindow:
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
         entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
+        if state.flops is not None and not unknown_flops:
+            rate = all_flops / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
+            entry["train/tflops_per_s"] = float(f"{rate / 1e12:.4g}")
+            peak = state.flops.peak(self.gauge.device.name())
+            if peak is not None:
+                entry["train/mfu"] = float(f"{rate / peak:.4g}")
         entry["train/skipped"] = state.skipped
         if unreadable_count:
             entry["data/bad"] = unreadable_count

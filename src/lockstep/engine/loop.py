@@ -143,8 +143,12 @@ def fit(
             heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
             heartbeat.beats += 1
             window.add(result, wait_s=ready - begun, step_s=done - ready)
+            if state.flops is not None and result.losses:
+                state.flops.add(micro_batches)
             results = {}
             if logs:
+                if state.flops is not None and result.losses:
+                    state.flops.count(micro_batches[0])
                 log.window_entry()
             if step == epoch_end and not evaluates:
                 epochs.end(results)

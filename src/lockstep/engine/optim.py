@@ -13,6 +13,8 @@ from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
 
+_FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
+
 
 @dataclass(frozen=True)
 class Group:
@@ -35,7 +37,8 @@ def build_optimizer(
     weight_decay: float | None = None,
     groups: Sequence[Group] = (),
     args: Mapping[str, Any] | None = None,
-    fused: bool = False,
+    fused: bool | None = None,
+    fuses_adam: bool = False,
     layer_decay: float | None = None,
     blocks: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
@@ -49,7 +52,8 @@ def build_optimizer(
         name: class of `torch.optim`.
         weight_decay: None: the default of the class.
         args: further arguments of the class.
-        fused: use the fused kernel of the class.
+        fused: use the fused kernel of the class. None: as `fuses_adam` says, or as `args` say.
+        fuses_adam: the classes Adam and AdamW use their fused kernel, where it can update all parameters.
         layer_decay: divide groups without a learning rate of their own by depth. Parameters n levels below the top
             learn at lr * layer_decay**n (Howard and Ruder 2018, arXiv:1801.06146, section 3.1; as in Clark et al. 2020,
             arXiv:2003.10555). The levels are: all that comes before the first block, each block, and all that comes
@@ -78,11 +82,19 @@ def build_optimizer(
         with_kernel = (n for n, c in _optimizer_classes().items() if "fused" in inspect.signature(c).parameters)
         remedy = f"leave it out, or use one of {', '.join(sorted(with_kernel))}"
         raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=remedy)
+    if fused is None:
+        fused = fuses_adam and _can_fuse(name, model, args or {})
     try:
         return optimizer_class(param_groups, **{"lr": lr, **({"fused": True} if fused else {}), **(args or {})})
     except Exception as error:
         remedy = "see the documentation of this torch.optim class"
         raise UsageError(str(error), where=f"optim.args of {name}", remedy=remedy) from error
+
+
+def _can_fuse(name: str, model: nn.Module, args: Mapping[str, Any]) -> bool:
+    """Whether the fused kernel of Adam or AdamW can update all parameters, and `args` choose no other kernel."""
+    chosen = {"foreach", "fused", "differentiable"} & args.keys()
+    return name in _FUSED and not chosen and all(p.is_floating_point() for p in model.parameters())
 
 
 def _members(model: nn.Module, groups: Sequence[Group]) -> list[tuple[Group, list[tuple[str, nn.Parameter]]]]:

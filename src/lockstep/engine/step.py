@@ -27,6 +27,7 @@ from lockstep.distributed.strategy import Losses, Strategy, backward_roots
 from lockstep.distributed.world import World
 from lockstep.engine import batch_norm, heads
 from lockstep.engine.ema import Ema
+from lockstep.engine.flops import FlopCount
 from lockstep.engine.out_of_memory import Guard, StepTooLarge, free_memory
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
@@ -56,6 +57,8 @@ class TrainState:
     """Whether ranks may lose samples, and so must count them together where the unit is the sample."""
     averages: Ema | None = None
     """Moving averages of the weights, where they are wanted."""
+    flops: FlopCount | None = None
+    """Counts floating-point operations, where the log shall have them."""
     unfreezing: Unfreezing | None = None
     """Which parameters are trainable at which step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0

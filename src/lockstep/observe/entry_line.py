@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
-_SHORT = {"train/samples_per_s": "samples/s", "memory/peak_mb": "peak MB"}
+_SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
 _MANY = 6  # results by class or question, up to which the line has them
 _HIDDEN = ("memory/", "step", "epoch", "time_s")  # prefixes; names in _SHORT are shown all the same
 

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from lockstep.errors import UsageError
@@ -26,13 +25,13 @@ def exchange_batch_norm(model: nn.Module, choice: BatchNormChoice) -> nn.Module:
     """`model` with other layers in place of its BatchNorm layers. Parameters keep their names and values.
 
     Args:
-        choice: `batch` changes nothing. `sync`: SyncBatchNorm, where CUDA is available, because it does not run on the
-            CPU. `frozen`: the layers always use their running statistics. `group`: GroupNorm with at most 32 groups.
+        choice: `batch` changes nothing. `sync`: SyncBatchNorm, which a run replaces on devices where it cannot run.
+            `frozen`: the layers always use their running statistics. `group`: GroupNorm with at most 32 groups.
 
     Raises:
         UsageError: `group`, and a layer is of a kind that GroupNorm cannot replace.
     """
-    if choice == "sync" and torch.cuda.is_available():
+    if choice == "sync":
         convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
         return convert(model)
     if choice == "frozen":

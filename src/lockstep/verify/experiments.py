@@ -140,6 +140,7 @@ class Experiments:
             "log__writers": ["text_log", "json_lines"],
             "log__model_summary": False,
             "log__pictures": 0,
+            "log__flops": False,
             "checkpoint__every_steps": 0,
             "checkpoint__keep_best": None,
             "checkpoint__keep_every_steps": None,
@@ -157,10 +158,10 @@ class Experiments:
         return config
 
     def exact_config(self, **changes: Any) -> dict[str, Any]:
-        """The same without autocast and compiled code, which round in their own way."""
-        return self.short_config(
-            precision="fp32", parallel__param_dtype=None, parallel__reduce_dtype=None, compute__compile=None, **changes
-        )
+        """The same without autocast, TF32 and compiled code, which round in their own way."""
+        formats = {"precision": "fp32", "parallel__param_dtype": None, "parallel__reduce_dtype": None}
+        compute = {"compute__compile": None, "compute__compile_mode": "default", "compute__matmul_precision": "highest"}
+        return self.short_config(**formats, **compute, **changes)
 
     def config_with_checkpoints(self, **changes: Any) -> dict[str, Any]:
         """The short config, with checkpoints on the way."""
