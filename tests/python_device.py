@@ -97,6 +97,8 @@ class PythonDevice:
         self.generator = torch.Generator()
         self.default_stream = None
         self.stream_now = None
+        self.listener = None
+        """Is called at each read by the host."""
 
     # ---- what tests use
 
@@ -106,6 +108,8 @@ class PythonDevice:
 
     def note(self, name):
         frames = [frame for frame in traceback.extract_stack() if "/lockstep/" in frame.filename]
+        if self.listener is not None and name.startswith("read "):
+            self.listener()
         where = f"{frames[-1].filename.split('/lockstep/')[-1]}:{frames[-1].lineno}" if frames else ""
         self.log.append(Operation(name, self.stream_now.number if self.stream_now else 0, where))
 
@@ -321,6 +325,14 @@ class PythonGpu(Accelerator):
 
     def why_no_bf16(self):
         return None
+
+    @contextlib.contextmanager
+    def watched_waits(self, note):
+        DEVICE.listener = note
+        try:
+            yield
+        finally:
+            DEVICE.listener = None
 
     def host_buffer(self, shape, dtype):
         DEVICE.note("host_buffer")

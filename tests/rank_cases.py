@@ -422,7 +422,7 @@ def update_out_of_memory(settings, run_dir, rank, step, where):
 
     def fail(*arguments):
         calls[0] += 1
-        if (calls[0], os.environ["RANK"]) == (step, str(rank)):
+        if calls[0] == step and rank in (None, int(os.environ["RANK"])):
             shortage("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
         return original(*arguments)
 

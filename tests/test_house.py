@@ -61,6 +61,7 @@ ALLOWED = {
         "resume",
         "checkpoint",
         "data",
+        "devices",
         "distributed",
         "engine",
         "tasks",

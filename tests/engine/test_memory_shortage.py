@@ -70,17 +70,18 @@ def test_other_errors_are_no_shortages(error):
 def test_an_update_that_does_not_fit_ends_all_ranks_and_the_next_start_takes_less(where, step, tmp_path):
     settings = runs.config(
         batch={"micro": 12},
-        parallel={"strategy": "fsdp"},
         train={"steps": 8, "ema_decay": 0.9},
         checkpoint={"every_steps": 2, "mode": "sync"},
     )
-    errors = run_ranks(2, rank_cases.update_out_of_memory, settings, tmp_path, 1, step, where)
-    assert [name for name, _, _ in errors] == ["RankError", "MemoryShortage"]
-    assert f"step {step}, rank 1: out of memory in the update: CUBLAS_STATUS_ALLOC_FAILED" in errors[1][1]
-    assert "rank 1 failed" in errors[0][1]
+    errors = run_ranks(2, rank_cases.update_out_of_memory, settings, tmp_path, None, step, where)
+    assert "MemoryShortage" in [name for name, _, _ in errors]  # a rank may hear of the other's before its own
+    for _, text, retryable in errors:
+        assert f"step {step}, rank " in text
+        assert "out of memory in the update: CUBLAS_STATUS_ALLOC_FAILED" in text
+        assert retryable
     assert json.loads((tmp_path / "micro.json").read_text())["micro"] == 6
     expected, _ = runs.by_hand(own_tasks.Deep(), 8)
-    for weights in run_ranks(2, rank_cases.update_out_of_memory, settings, tmp_path, None, step, where):
+    for weights in run_ranks(2, rank_cases.update_out_of_memory, settings, tmp_path, None, 0, where):
         weights.pop("calls")
         assert runs.difference(weights, {name: tensor for name, tensor in expected.items() if name != "calls"}) < 1e-10
 

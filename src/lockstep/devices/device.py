@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +68,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until it has done everything that was queued."""
+
+    @abc.abstractmethod
+    def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Inside, `note` is called where the host waits for it, if it tells. The caller's frames are on the stack."""
 
     @abc.abstractmethod
     def new_stream(self) -> Any | None:

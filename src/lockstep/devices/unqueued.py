@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ class Unqueued(Device):
 
     def select(self) -> None:
         pass
+
+    def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def new_stream(self) -> None:
         return None
