@@ -431,6 +431,6 @@ def _deterministic(enabled: bool) -> Iterator[None]:
         raise UsageError(
             str(error),
             where="compute.deterministic=true",
-            remedy="use another operation, or compute.deterministic=false: a GPU then repeats and resumes a training to "
-            "rounding only",
+            remedy="use another operation, or compute.deterministic=false: a GPU then repeats and resumes a training "
+            "to rounding only",
         ) from error

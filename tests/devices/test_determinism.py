@@ -35,7 +35,7 @@ def settings():
 
 def test_an_operation_without_a_deterministic_kernel_is_named(settings, tmp_path):
     config = runs.config(train={"steps": 2}, compute={"deterministic": True})
-    with pytest.raises(UsageError, match="max_unpool\\S* has no deterministic implementation") as caught:
+    with pytest.raises(UsageError, match=r"max_unpool\S* has no deterministic implementation") as caught:
         runs.fit(Unpooled(), config, tmp_path)
     assert caught.value.where == "compute.deterministic=true"
     assert "compute.deterministic=false" in caught.value.remedy
@@ -76,8 +76,7 @@ def waits(device):
 
 
 def test_a_wait_that_no_operation_shows_is_noted_where_the_device_tells_of_it():
-    ((place, in_package),) = run_on_python_device(waits)
-    assert place.startswith("test_determinism.py:")
+    ((_, in_package),) = run_on_python_device(waits)
     assert not in_package
 
 

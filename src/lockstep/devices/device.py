@@ -111,7 +111,8 @@ class Device(abc.ABC):
     def empty_cache(self) -> None:
         """Give memory that torch keeps but does not use back to the device."""
 
-    def is_shortage(self, error: BaseException) -> bool:
+    @staticmethod
+    def is_shortage(error: BaseException) -> bool:
         """Whether an error says that the memory of a device was not sufficient.
 
         torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
@@ -122,7 +123,7 @@ class Device(abc.ABC):
             return True
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES):
             return True
-        return isinstance(error, RuntimeError) and error.__cause__ is not None and self.is_shortage(error.__cause__)
+        return isinstance(error, RuntimeError) and error.__cause__ is not None and Device.is_shortage(error.__cause__)
 
     @abc.abstractmethod
     def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lockstep import devices
 from lockstep.data.loader import map_tensors
 from lockstep.distributed.world import World
 
@@ -64,9 +64,9 @@ class WorstSamples:
             numbers = self.mistakes(output, batch)
             if numbers is not None:
                 self._add(indices, output, _checked(numbers, len(indices)), split)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # what is only shown must not end a training
+            if devices.Device.is_shortage(error):
+                raise
             self.problem = f"Presenter.mistakes failed: {type(error).__name__}: {error}"
 
     def _add(self, indices: tuple[int, ...], output: Any, numbers: list[float], split: Split) -> None:

@@ -84,7 +84,7 @@ class Experiments:
     deterministic: bool | None = None
     """Whether trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
     not_deterministic: str = ""
-    """Which operation has no deterministic kernel, so that these trainings use none. Empty: no such operation is known."""
+    """Which operation has no deterministic kernel, so that these trainings use none. Empty: none is known."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
     _longest_learning: int = 1
     _loss_communicates: bool = False
