@@ -12,6 +12,7 @@ from lockstep.distributed import launch
 from lockstep.distributed.precision import check_supported
 from lockstep.errors import UsageError
 from lockstep.verify import worker_functions
+from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.step_operations import StepOperations
 from tests import own_tasks, runs
 from tests.python_device import NAME
@@ -63,6 +64,26 @@ def test_verify_computes_float32_with_all_bits():
         assert formats()[0] == "high"
     finally:
         torch.set_float32_matmul_precision(before[0])
+
+
+def test_verify_repeats_itself_with_deterministic_kernels_where_there_are_some(tmp_path, monkeypatch):
+    config = {"device": "cpu", "batch": {"global": 8}}
+    tried = []
+
+    def undisturbed(experiments):
+        tried.append(experiments.deterministic)
+        if experiments.deterministic:
+            raise ExperimentFailed(
+                "undisturbed", "x_backward has no deterministic implementation\n  remedy", refused=True
+            )
+        return ["recorded"]
+
+    monkeypatch.setattr(Experiments, "_undisturbed", undisturbed)
+    experiments = Experiments(config, 2, tmp_path, None, deterministic=True)
+    assert experiments.undisturbed() == experiments.undisturbed() == ["recorded"]
+    assert tried == [True, False]
+    assert experiments.not_deterministic == "x_backward has no deterministic implementation"
+    assert Experiments(config, 2, tmp_path, None).deterministic is False
 
 
 def waits(device):

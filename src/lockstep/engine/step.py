@@ -180,7 +180,7 @@ def train_step(
             last = number == len(micro_batches) - 1
             rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
 
-    with state.guard.update(result.step + 1):
+    with state.guard.update(result.step + 1) if state.guard.enabled else contextlib.nullcontext():
         if rest != 1.0:
             scale_grads(state.parameters, rest)
         scaler.unscale_(optimizer)
