@@ -99,6 +99,8 @@ class PythonDevice:
         self.stream_now = None
         self.at_shortage = []
         """Called before an error about too little memory."""
+        self.listener = None
+        """Is called at each read by the host."""
 
     # ---- what tests use
 
@@ -108,6 +110,8 @@ class PythonDevice:
 
     def note(self, name):
         frames = [frame for frame in traceback.extract_stack() if "/lockstep/" in frame.filename]
+        if self.listener is not None and name.startswith("read "):
+            self.listener()
         where = f"{frames[-1].filename.split('/lockstep/')[-1]}:{frames[-1].lineno}" if frames else ""
         self.log.append(Operation(name, self.stream_now.number if self.stream_now else 0, where))
 
@@ -309,6 +313,8 @@ def install():
         DEVICE.library = torch.library.Library("aten", "IMPL")
         DEVICE.library.impl("empty_strided", _empty_strided, "PrivateUse1")
         DEVICE.library.impl("empty.memory_format", _empty, "PrivateUse1")
+        DEVICE.fallback = torch.library.Library("_", "IMPL")  # autocast changes no number format
+        DEVICE.fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         torch.Tensor.pin_memory = _pin_memory  # torch has no pinned memory for a device in Python
         devices.register(NAME, PythonGpu)
     DEVICE.log.clear()
@@ -326,6 +332,14 @@ class PythonGpu(Accelerator):
 
     def why_no_bf16(self):
         return None
+
+    @contextlib.contextmanager
+    def watched_waits(self, note):
+        DEVICE.listener = note
+        try:
+            yield
+        finally:
+            DEVICE.listener = None
 
     def host_buffer(self, shape, dtype):
         DEVICE.note("host_buffer")

@@ -26,8 +26,8 @@ def config(**sections):
     """A config for tests: 20 steps of 24 samples, without TensorBoard and pictures. `sections` are merged into it.
 
     Drawing takes longer than the few steps of a test. Tests of pictures set `log.pictures`. Operations are not counted,
-    because many tests fail at a certain call of the loss, and the count calls it once more. `tests/engine/test_flops.py`
-    counts them.
+    because many tests fail at a certain call of the loss, and the count calls it once more; see
+    `tests/engine/test_flops.py`.
     """
     base = {
         "batch": {"global": 24},

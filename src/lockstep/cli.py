@@ -424,7 +424,8 @@ def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restar
     from lockstep.distributed import launch
 
     ranks = _ranks_of(nproc)
-    launch.prepare(ranks, cold=cold, modules=_modules_of(settings))
+    offloads = settings.parallel.cpu_offload
+    launch.prepare(ranks, cold=cold, modules=_modules_of(settings), host_computes=offloads)
     launch.launch(arguments, ranks, max_restarts)
 
 

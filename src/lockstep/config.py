@@ -289,6 +289,9 @@ class ComputeConfig(Section):
     """Recompute the activations of each block in the backward pass."""
     channels_last: bool = False
     """Memory format of images and convolutions."""
+    deterministic: bool = False
+    """Use kernels that give the same bits each time, so that a GPU repeats and resumes a training exactly. Some are
+    slower. An operation without such a kernel is an error."""
     halve_on_oom: bool = True
     """If the memory of a GPU is not sufficient, continue with micro-batches of half the size."""
     matmul_precision: Annotated[Literal["highest", "high", "medium"] | None, DETERMINES_TRAINING] = None

@@ -22,14 +22,14 @@ from lockstep.checkpoint import store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
-from lockstep.devices import backends
+from lockstep.devices import backends, determinism
 from lockstep.distributed import signals
 from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import CheckpointError, exits_are_failures
+from lockstep.errors import CheckpointError, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
@@ -186,6 +186,7 @@ class Trainer:
                     precision=precision,
                     show=show,
                     show_samples=samples_of_report(task, evaluated),
+                    halves=self.config.compute.halve_on_oom,
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
@@ -368,9 +369,12 @@ class Trainer:
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:
         config, compute = self.config, self.config.compute
+        if compute.deterministic:
+            determinism.prepare()
         with contextlib.ExitStack() as stack:
             world = stack.enter_context(join_world(config.device, config.parallel.timeout_s, self.run_dir))
             stack.enter_context(exits_are_failures())
+            stack.enter_context(_deterministic(compute.deterministic))
             check_supported(config.precision, world.device)
             stack.enter_context(
                 backends.chosen(
@@ -425,3 +429,22 @@ def _finished(prepared: PreparedRun) -> nn.Module | None:
                 parameter.copy_(state.averages.tensors[name])
     model.zero_grad(set_to_none=True)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Inside, torch uses deterministic kernels only, where `enabled`.
+
+    Raises:
+        UsageError: an operation has no such kernel; names it.
+    """
+    try:
+        with determinism.deterministic(enabled):
+            yield
+    except determinism.NotDeterministic as error:
+        raise UsageError(
+            str(error),
+            where="compute.deterministic=true",
+            remedy="use another operation, or compute.deterministic=false: a GPU then repeats and resumes a training "
+            "to rounding only",
+        ) from error

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -59,8 +59,8 @@ def is_default(method: Callable[..., Any]) -> bool:
 class MicroBatch:
     """A micro-batch, ready for the forward pass."""
 
-    batch: Any
-    """What the task's `collate` returned."""
+    collated: Any
+    """What the task's `collate` returned, in the host's memory."""
     indices: tuple[int, ...]
     """Indices of its samples."""
     epoch: int
@@ -71,6 +71,24 @@ class MicroBatch:
     """True if the micro-batch counts with weight zero."""
     bad: Bad = ()
     """Index and message of each sample that could not be read and was left out."""
+    copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
+    """Begins to copy `collated` to the device. None: it is there already."""
+    _copied: Copy | None = field(default=None, repr=False)
+
+    def begin_copy(self) -> None:
+        """Begin to copy the batch to the device, if that has not begun yet."""
+        if self._copied is None and self.copy is not None:
+            self._copied = self.copy(self.collated)
+
+    @property
+    def batch(self) -> Any:
+        """The batch on the device. It is copied when it is first asked for, if its copy has not begun yet."""
+        self.begin_copy()
+        return self.collated if self._copied is None else self._copied.wait()
+
+    def let_go(self) -> None:
+        """Free the copy on the device."""
+        self._copied = None
 
     @property
     def samples(self) -> int:
@@ -79,7 +97,34 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory. Called by torch's DataLoader."""
-        return replace(self, batch=map_tensors(self.batch, lambda t: t.pin_memory()))
+        return replace(self, collated=map_tensors(self.collated, lambda t: t.pin_memory()))
+
+
+@dataclass
+class Copy:
+    """A batch on its way to the device."""
+
+    batch: Any
+    device: devices.Device
+    copied: Any | None = None
+    """The place in the queue of copies after which the batch is complete. None: no operation need wait for it."""
+
+    def wait(self) -> Any:
+        """The batch. Operations that are queued from now on wait until it is complete; the host does not."""
+        if self.copied is not None:
+            self.device.current_stream().wait_event(self.copied)
+            self.copied = None
+        return self.batch
+
+
+def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None, None]:
+    """The micro-batches. Each is on the device until the next is asked for, and the copy of the next has begun."""
+    for place, micro_batch in enumerate(micro_batches):
+        micro_batch.begin_copy()
+        if place + 1 < len(micro_batches):
+            micro_batches[place + 1].begin_copy()
+        yield micro_batch
+        micro_batch.let_go()
 
 
 class MicroBatches(Dataset[MicroBatch]):
@@ -281,7 +326,9 @@ class Loader:
             if isinstance(micro_batch, Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
-            yield self._to_device(micro_batch)
+            micro_batch.copy = self._to_device
+            yield micro_batch
+            micro_batch.let_go()
 
     def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
         indices = next(iter(_after(plans, done))).indices
@@ -324,24 +371,22 @@ class Loader:
 
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""
-        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)]).batch
+        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
 
-    def _to_device(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _to_device(self, batch: Any) -> Copy:
+        """Begin to copy a batch to the device."""
         if self.channels_last:
-            micro_batch.batch = map_tensors(
-                micro_batch.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
-            )
+            batch = map_tensors(batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
         if not self.device.has_float64:
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: _without_float64(t).to(self.device.device))
+            batch = map_tensors(batch, lambda t: _without_float64(t).to(self.device.device))
         if self.copies is None:
-            return micro_batch
-        # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
+            return Copy(batch, self.device)
+        # The host is ahead of the device, so a copy on a stream of its own overlaps the passes before.
         compute = self.device.current_stream()
         with self.device.on_stream(self.copies):
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: t.to(self.device.device, non_blocking=True))
-        compute.wait_stream(self.copies)
-        map_tensors(micro_batch.batch, lambda t: t.record_stream(compute))
-        return micro_batch
+            batch = map_tensors(batch, lambda t: t.to(self.device.device, non_blocking=True))
+        map_tensors(batch, lambda t: t.record_stream(compute))
+        return Copy(batch, self.device, self.copies.record_event())
 
 
 def _without_float64(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -13,6 +15,8 @@ from lockstep.devices.accelerator import Accelerator
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
+
+_WAITED = "called a synchronizing CUDA operation"
 
 
 @final
@@ -61,3 +65,23 @@ class Cuda(Accelerator):
         from torch.profiler import ProfilerActivity
 
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    @contextlib.contextmanager
+    def watched_waits(self, note: Callable[[], None]) -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("always", message=_WAITED)
+            show = warnings.showwarning
+
+            def note_or_show(message: Warning | str, *arguments: Any, **more: Any) -> None:
+                if str(message).startswith(_WAITED):
+                    note()
+                else:
+                    show(message, *arguments, **more)
+
+            warnings.showwarning = note_or_show
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(before)

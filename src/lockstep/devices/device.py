@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,14 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
+
+_SHORTAGES = (
+    "out of memory",  # CUDA and HIP, and NCCL and Triton, which quote them
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuFFT's relatives, hipBLAS
+    "_ALLOCATION_FAILED",  # cuDNN 9
+    "CUFFT_ALLOC_FAILED",
+    "rocblas_status_memory_error",
+)
 
 
 class Device(abc.ABC):
@@ -81,6 +90,10 @@ class Device(abc.ABC):
         """Wait until it has done everything that was queued."""
 
     @abc.abstractmethod
+    def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        """Inside, `note` is called where the host waits for it, if it tells. The caller's frames are on the stack."""
+
+    @abc.abstractmethod
     def new_stream(self) -> Any | None:
         """A queue for copies beside the computation. None: copies cannot run beside it."""
 
@@ -117,6 +130,20 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def empty_cache(self) -> None:
         """Give memory that torch keeps but does not use back to the device."""
+
+    @staticmethod
+    def is_shortage(error: BaseException) -> bool:
+        """Whether an error says that the memory of a device was not sufficient.
+
+        torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
+        (cuBLAS, cuDNN, NCCL, Triton) raise a RuntimeError or one of its subclasses, which only the text tells apart.
+        An error that was raised `from` such an error counts, too, unless it is an error of Lockstep.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES):
+            return True
+        return isinstance(error, RuntimeError) and error.__cause__ is not None and Device.is_shortage(error.__cause__)
 
     @abc.abstractmethod
     def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ class Unqueued(Device):
 
     def select(self) -> None:
         pass
+
+    def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def new_stream(self) -> None:
         return None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _NOT_BEGUN = "stopped before training began; nothing was lost"
 _NO_MEMORY = "often the system ran out of memory: lower batch.micro or the number of ranks"
+_HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # macOS lacks it
 RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
 
@@ -79,7 +80,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
 
 
-def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = ()) -> None:
+def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host_computes: bool = False) -> None:
     """Set the environment variables of ranks, and start the process from which they are forked, if there is none.
 
     Call this as early as possible: the process imports torch while this one reads the config and imports the agent.
@@ -88,6 +89,7 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = ()) -> N
         nproc: number of ranks on this machine.
         cold: start each rank as a new interpreter instead.
         modules: modules that ranks import besides torch and Lockstep.
+        host_computes: whether ranks with a GPU compute much on the host, too, as with offloaded optimizer state.
     """
     # Workers that share the agent's store can read a dead rank's address after a restart (pytorch#135712, #167288).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -95,7 +97,9 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = ()) -> N
     # When the rank that holds the store is killed, the other ranks would show warnings with stacks of C++.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if nproc > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks slow each other down if each of them uses all cores
+        # Ranks slow each other down if each of them uses all cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // nproc) if host_computes and _HAS_AFFINITY else 1
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if not cold:
         warm_process.start(modules)
 

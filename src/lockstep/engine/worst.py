@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from lockstep import devices
 from lockstep.data.loader import map_tensors
 from lockstep.distributed.world import World
 
@@ -64,9 +64,9 @@ class WorstSamples:
             numbers = self.mistakes(output, batch)
             if numbers is not None:
                 self._add(indices, output, _checked(numbers, len(indices)), split)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # what is only shown must not end a training
+            if devices.Device.is_shortage(error):
+                raise
             self.problem = f"Presenter.mistakes failed: {type(error).__name__}: {error}"
 
     def _add(self, indices: tuple[int, ...], output: Any, numbers: list[float], split: Split) -> None:
@@ -79,6 +79,10 @@ class WorstSamples:
         # A view would keep the memory of its batch, and take it along to rank 0.
         new = [Worst(-order[0], order[1], map_tensors(outputs[place], Tensor.clone)) for order, place in better]
         self.found = sorted([*self.found, *new], key=lambda sample: sample.order)[: self.count]
+
+    def forget(self) -> None:
+        """Forget all samples, because the evaluation begins again."""
+        self.found, self.problem = [], ""
 
     def gather(self, world: World) -> None:
         """Choose the most wrong samples of all ranks. Only their outputs travel to rank 0. All ranks call it."""

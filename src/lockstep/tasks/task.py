@@ -9,10 +9,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
+from lockstep import devices
 from lockstep.errors import TrainingError, UsageError
 from lockstep.tasks.presenter import Presenter
 
@@ -33,9 +33,9 @@ def update_from_pair(metrics: MetricCollection, output: Any, batch: Batch) -> No
     """
     try:
         metrics.update(output, batch[1])
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
+        if devices.Device.is_shortage(error):
+            raise
         raise TrainingError(
             f"update(output of predict, batch[1]) failed: {type(error).__name__}: {error}",
             where="Task.metrics",

@@ -81,9 +81,17 @@ class Experiments:
     """The factor on `learning_steps` where the first training decided nothing."""
     wrap: Callable[..., Any] = worker_functions.answering
     """Calls the function on a rank. Tests pass a function that breaks the engine first."""
+    deterministic: bool | None = None
+    """Whether trainings that must repeat themselves use deterministic kernels. None: on a GPU they do."""
+    not_deterministic: str = ""
+    """Which operation has no deterministic kernel, so that these trainings use none. Empty: none is known."""
     _outcomes: dict[Any, Any] = field(default_factory=dict)
     _longest_learning: int = 1
     _loss_communicates: bool = False
+
+    def __post_init__(self) -> None:
+        if self.deterministic is None:
+            self.deterministic = self.config["device"] != "cpu" and torch.cuda.is_available()
 
     # ---- configs
 
@@ -166,7 +174,8 @@ class Experiments:
     def config_with_checkpoints(self, **changes: Any) -> dict[str, Any]:
         """The short config, with checkpoints on the way."""
         every = max(1, self.steps // 4)
-        return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **changes)
+        exact = {"compute__deterministic": True} if self.deterministic else {}
+        return self.short_config(checkpoint__every_steps=every, checkpoint__keep_last=2, **exact, **changes)
 
     def exact_changes(self, reverse: bool = False) -> TaskChanges:
         """What is changed in the task where different numbers of ranks are compared.
@@ -303,7 +312,20 @@ class Experiments:
 
     @_once
     def undisturbed(self) -> list[Recording]:
-        """All ranks, the training as it is, with checkpoints on the way."""
+        """All ranks, the training as it is, with checkpoints on the way; on a GPU with deterministic kernels.
+
+        Where an operation has no deterministic kernel, `not_deterministic` says so, and the training is made without.
+        """
+        try:
+            return self._undisturbed()
+        except ExperimentFailed as failed:
+            if not self.deterministic or "has no deterministic implementation" not in failed.error:
+                raise
+            self.deterministic, self.not_deterministic = False, failed.error.splitlines()[0]
+            shutil.rmtree(self.folder / "undisturbed", ignore_errors=True)
+            return self._undisturbed()
+
+    def _undisturbed(self) -> list[Recording]:
         probe_steps = (1, self.steps // 2, self.steps)
         record = RecorderOptions(digest_every=1, digest_batches=True, probe_steps=probe_steps)
         compiled = bool(self.config["compute"]["compile"])  # compiled code cannot look at the generators

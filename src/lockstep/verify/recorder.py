@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep import devices
 from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch, map_tensors
 from lockstep.distributed import sharded_tensor
@@ -315,7 +316,11 @@ class TrainingRecorder(Recorder):
         if step not in options.communication_steps and step != options.operations_step:
             yield
             return
-        operations = StepOperations(prepared.state.optimizer, digests=step == options.operations_step)
+        operations = StepOperations(
+            prepared.state.optimizer,
+            digests=step == options.operations_step,
+            device=devices.of(prepared.state.world.device),
+        )
         self._operations = operations
         try:
             with operations:

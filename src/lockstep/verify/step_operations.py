@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep import devices
 from lockstep.distributed.pretended import pretended_world
 from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.verify.digest import digest
@@ -66,11 +67,17 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         optimizer: operations inside of its `step` are not counted, because torch's own optimizers read their counters.
+        device: tells of waits that no operation shows, such as copies of memory that is not pinned, if it can.
         digests: record each operation's name and a digest of its result, instead of its communication.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, digests: bool = False) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, digests: bool = False, device: devices.Device | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if device is not None and not digests:
+            self._watched = device.watched_waits(self._note_wait)
         self.digests, self.communication = digests, Communication()
         self.results: list[tuple[str, int]] = []
         self._in_optimizer = False
@@ -85,7 +92,17 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave_optimizer(self, *_: Any) -> None:
         self._in_optimizer = False
 
+    def _note_wait(self) -> None:
+        if not self._in_optimizer:
+            self.communication.host_waits.append(_place_of_caller())
+
+    def __enter__(self) -> StepOperations:
+        self._watched.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
     def __exit__(self, *error: Any) -> None:
+        self._watched.__exit__(None, None, None)
         for handle in self._handles:
             handle.remove()
         super().__exit__(*error)  # type: ignore[no-untyped-call]

@@ -8,12 +8,13 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from lockstep import devices
 from lockstep.checkpoint import files
@@ -136,10 +137,27 @@ def _after_step(run: TrainingRun, losses: Sequence[float], step: int) -> None:
             raise Preempted
 
 
+@contextlib.contextmanager
+def full_precision() -> Iterator[None]:
+    """Inside, a GPU computes float32 with all of its 24 bits, in convolutions and products of matrices, too.
+
+    TensorFloat-32, which GPUs use otherwise in convolutions, has 11 of them: no bound of float32 would hold.
+    """
+    before, of_convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = of_convolutions
+
+
 def answering(function: Callable[..., Any], *arguments: Any) -> Answer:
     """Call `function`, and return its result or its error. Tracebacks go to stderr, which is verify.log."""
     try:
-        return Answer(function(*arguments))
+        with full_precision():
+            return Answer(function(*arguments))
     except LockstepError as error:
         device_errors.note(error)
         traceback.print_exc()

@@ -81,7 +81,9 @@ class Workers:
         assert self._folder is not None
         # A new store file for each world: no port that another program may take, no entries of an earlier world.
         store = self._folder / f"world-{next(self._runs)}"
-        shared = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCKSTEP_STORE": str(store)}
+        # cuBLAS reads its variable when it starts, which may be long before a training that must be deterministic.
+        exact = {} if "CUBLAS_WORKSPACE_CONFIG" in os.environ else {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        shared = exact | {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCKSTEP_STORE": str(store)}
         for rank in range(world):
             environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             with contextlib.suppress(OSError):  # the process is gone, which `_receive` finds out

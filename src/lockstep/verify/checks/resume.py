@@ -34,6 +34,8 @@ def determinism(experiments: Experiments) -> CheckResult:
         steps, nproc = experiments.steps, experiments.nproc
         return passed(f"{steps} steps on {nproc} ranks, twice: every batch, loss and tensor the same", **more)
     step, text = difference
+    if experiments.not_deterministic:
+        text += f"; {experiments.not_deterministic}"
     cause = experiments.probe().cause_of_indeterminism()
     if cause:
         return fault(f"{cause} ({text})", **more)
