@@ -11,6 +11,7 @@ call `run(function, ...)`, which calls the function in a process that has the de
 from __future__ import annotations
 
 import contextlib
+import time
 import traceback
 import types
 import weakref
@@ -69,6 +70,7 @@ class Event:
         self.number = DEVICE.events
 
     def record(self, stream=None):
+        self.time_s = DEVICE.clock()
         DEVICE.note(f"record_event {self.number}")
 
     def wait(self, stream=None):
@@ -78,10 +80,10 @@ class Event:
         return True
 
     def synchronize(self):
-        DEVICE.note(f"read event {self.number}")
+        DEVICE.note(f"host_waits_for_event {self.number}")
 
     def elapsed_time(self, other):
-        return 1.0
+        return 1000 * (other.time_s - self.time_s)
 
 
 class PythonDevice:
@@ -94,6 +96,8 @@ class PythonDevice:
         self.bytes = self.most = 0
         self.limit: int | None = None
         """Bytes that fit. None: any number."""
+        self.clock = time.perf_counter
+        """Seconds at which an event is recorded, as the device tells them."""
         self.generator = torch.Generator()
         self.default_stream = None
         self.stream_now = None
@@ -309,6 +313,7 @@ def install():
         devices.register(NAME, PythonGpu)
     DEVICE.log.clear()
     DEVICE.limit = None
+    DEVICE.clock = time.perf_counter
     return DEVICE
 
 

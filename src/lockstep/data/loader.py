@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from lockstep.data import worker_deaths
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
+from lockstep.data.tensors import is_plain, map_tensors, moved, moves_itself, pinned
 from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -79,7 +80,7 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory. Called by torch's DataLoader."""
-        return replace(self, batch=map_tensors(self.batch, lambda t: t.pin_memory()))
+        return replace(self, batch=pinned(self.batch))
 
 
 class MicroBatches(Dataset[MicroBatch]):
@@ -232,6 +233,7 @@ class Loader:
         self.tell: Callable[[str], None] = print_warning
         """Shows a warning. By default, it goes to stderr."""
         self.copies = self.device.new_stream()
+        self.queued: Any = None  # a mark behind what the device was given before the last call of `bound_run_ahead`
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[MicroBatch]:
@@ -326,22 +328,59 @@ class Loader:
         """A batch of sample `index` alone, read in this process."""
         return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)]).batch
 
+    def bound_run_ahead(self) -> None:
+        """Wait until the device has done what was queued before the last call. Called before the batches of a step.
+
+        The host is ahead of the device. Without this, it would copy the batches of many steps to the device before
+        the device needs them. So there are batches of two steps at most: that of the device, and the next.
+        """
+        before, self.queued = self.queued, self.device.mark()
+        if before is not None:
+            self.device.wait_for(before)
+
     def _to_device(self, micro_batch: MicroBatch) -> MicroBatch:
-        if self.channels_last:
-            micro_batch.batch = map_tensors(
-                micro_batch.batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
-            )
-        if not self.device.has_float64:
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: _without_float64(t).to(self.device.device))
+        format_of = _as_channels_last if self.channels_last else _identity
+        device = self.device
         if self.copies is None:
+            micro_batch.batch = _to_unqueued(micro_batch.batch, device, format_of)
             return micro_batch
         # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
-        compute = self.device.current_stream()
-        with self.device.on_stream(self.copies):
-            micro_batch.batch = map_tensors(micro_batch.batch, lambda t: t.to(self.device.device, non_blocking=True))
+        compute = device.current_stream()
+        copied: list[torch.Tensor] = []
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_plain(tensor):  # it has several blocks of memory
+                return tensor.to(device.device, non_blocking=True)
+            with device.on_stream(self.copies):
+                copied.append(format_of(tensor.to(device.device, non_blocking=True)))
+            return copied[-1]
+
+        def move(item: Any) -> Any:  # nobody knows its tensors, so it is copied in order with the computation
+            return moved(item, device.device, non_blocking=True) if moves_itself(item) else NotImplemented
+
+        micro_batch.batch = map_tensors(micro_batch.batch, copy, move)
         compute.wait_stream(self.copies)
-        map_tensors(micro_batch.batch, lambda t: t.record_stream(compute))
+        for tensor in copied:
+            tensor.record_stream(compute)
         return micro_batch
+
+
+def _to_unqueued(batch: Any, device: devices.Device, format_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`batch` on a device that takes copies in order with its other operations."""
+    place = device.device
+    if not device.has_float64:
+        return map_tensors(
+            batch,
+            lambda t: format_of(_without_float64(t)).to(place),
+            lambda item: moved(item, place) if moves_itself(item) else NotImplemented,
+        )
+    return batch if format_of is _identity else map_tensors(batch, format_of)
+
+
+def _as_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim != 4 or not is_plain(tensor):
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _without_float64(tensor: torch.Tensor) -> torch.Tensor:
@@ -377,6 +416,7 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
+            loader.bound_run_ahead()
             yield list(itertools.islice(micro_batches, plan.count(step)))
 
 
@@ -492,19 +532,3 @@ def _number(head: Any, value: Any) -> float:
     if not 0 <= number < math.inf:
         raise TrainingError(f"the weight of head {head!r} is {number}", where="Task.weight", remedy=remedy)
     return number
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of `value` in which `change` was applied to every tensor in dicts, lists, tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    # Dataclasses come before mappings: outputs of Hugging Face models are both.
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

@@ -34,6 +34,13 @@ class Accelerator(Device):
     def seed(self, seed: int) -> None:
         self.module.default_generators[self.device.index].manual_seed(seed)
 
+    def generator_state(self) -> Tensor:
+        state: Tensor = self.module.get_rng_state(self.device)
+        return state
+
+    def set_generator_state(self, state: Tensor) -> None:
+        self.module.set_rng_state(state, self.device)
+
     def synchronize(self) -> None:
         self.module.synchronize(self.device)
 
@@ -46,6 +53,18 @@ class Accelerator(Device):
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         inside: contextlib.AbstractContextManager[Any] = self.module.stream(stream)
         return inside
+
+    def mark(self) -> Any:
+        # `blocking`: a host that waits for it sleeps.
+        event = self.module.Event(enable_timing=True, blocking=True)
+        event.record(self.current_stream())
+        return event
+
+    def wait_for(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000
 
     def allocated(self) -> int:
         return int(self.module.memory_allocated(self.device))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ class Unqueued(Device):
 
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         raise RuntimeError(f"{self.device.type} has no queues")
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def wait_for(self, mark: Any) -> None:
+        pass  # copies run in order with the computation, so none is ahead of it
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(second - first)
 
     def allocated(self) -> int:
         return host_memory.resident()
