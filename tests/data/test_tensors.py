@@ -209,10 +209,9 @@ def test_memory_format_is_changed_on_the_device_beside_the_computation():
 
 
 def run_ahead(device, micro):
-    from tests.python_device import NAME
-
     from lockstep.data.loader import StepIterator
     from lockstep.data.order import StepPlan
+    from tests.python_device import NAME
 
     loader = loader_for(torch.device(NAME, 0))
     plan = StepPlan(len(loader.micro_batches.data), 8, micro, 1, seed=3)

@@ -81,8 +81,8 @@ class Accelerator(Device):
     def empty_cache(self) -> None:
         self.module.empty_cache()
 
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type

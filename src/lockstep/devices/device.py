@@ -119,8 +119,8 @@ class Device(abc.ABC):
         """Give memory that torch keeps but does not use back to the device."""
 
     @abc.abstractmethod
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in the host's memory, with any values, into which copies from the device do not hold up the host."""
+    def host_buffer(self, size: int) -> Tensor:
+        """Memory of the host into which copies from the device do not hold up the host: `size` bytes, uint8."""
 
     @abc.abstractmethod
     def holds(self, tensor: Tensor) -> bool:

@@ -52,8 +52,8 @@ class Unqueued(Device):
     def reserved_peak(self) -> int:
         return 0
 
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def holds(self, tensor: Tensor) -> bool:
         return False

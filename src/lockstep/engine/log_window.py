@@ -72,8 +72,8 @@ class LogWindow:
     def _times(self) -> tuple[float, float]:
         """The seconds for which the device waited for data, and those of the training, since the window began.
 
-        Called after the losses were read, when the device has done all steps, because the host may be ahead of it: a step that the host has queued
-        is not done, and while the host waits for data, the device may still compute.
+        Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
+        queued is not done, and while the host waits for data, the device may still compute.
         """
         if self.waits:  # there may have been no loss to read
             self.device.wait_for(self.waits[-1][1])

@@ -265,6 +265,7 @@ class Text(Task):
         return logits
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         labels, weights = batch["labels"], self._weights.like(logits)
         if not self.options.multi_label:
             return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
