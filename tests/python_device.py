@@ -309,6 +309,8 @@ def install():
         DEVICE.library = torch.library.Library("aten", "IMPL")
         DEVICE.library.impl("empty_strided", _empty_strided, "PrivateUse1")
         DEVICE.library.impl("empty.memory_format", _empty, "PrivateUse1")
+        DEVICE.fallback = torch.library.Library("_", "IMPL")  # autocast changes no number format
+        DEVICE.fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         torch.Tensor.pin_memory = _pin_memory  # torch has no pinned memory for a device in Python
         devices.register(NAME, PythonGpu)
     DEVICE.log.clear()

@@ -391,3 +391,68 @@ def fit_with_equal_neighbours(settings, neighbours):
             return runs.fit_kind("Classes", {"eval_length": 21}, settings, run_dir)
     finally:
         lockstep.trainer.join_world = joined
+
+
+@contextlib.contextmanager
+def guarded_on_the_cpu():
+    """Inside, trainings on the CPU are guarded as on a GPU."""
+    import lockstep.build
+    from lockstep.engine.out_of_memory import Guard
+
+    lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
+    try:
+        yield
+    finally:
+        lockstep.build.Guard = Guard
+
+
+def shortage(text="CUDA error: out of memory"):
+    raise torch.AcceleratorError(text)
+
+
+@impatient()
+def update_out_of_memory(settings, run_dir, rank, step, where):
+    """Weights of a training in which the update of `step` does not fit on `rank`; or class and text of its error, and
+    whether another start may go well."""
+    from lockstep.distributed.precision import Precision
+    from lockstep.engine.ema import Ema
+
+    owner, name = {"optimizer": (Precision, "step"), "averages": (Ema, "update")}[where]
+    original, calls = getattr(owner, name), [0]
+
+    def fail(*arguments):
+        calls[0] += 1
+        if (calls[0], os.environ["RANK"]) == (step, str(rank)):
+            shortage("CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return original(*arguments)
+
+    setattr(owner, name, fail)
+    try:
+        with guarded_on_the_cpu():
+            return runs.fit(own_tasks.Deep(), settings, Path(run_dir))[0]
+    except LockstepError as error:
+        return type(error).__name__, str(error), error.retryable
+    finally:
+        setattr(owner, name, original)
+
+
+def evaluation_out_of_memory(settings, run_dir, rank, least, calls):
+    """Results of a training in which some evaluation of `least` or more samples does not fit, and the failures.
+
+    Args:
+        rank: on which it does not fit.
+        calls: numbers of the evaluated micro-batches, from 1, that do not fit if they are so large.
+    """
+    failures, count = [], [0]
+
+    class Large(own_tasks.Deep):
+        def loss(self, model, batch):
+            if not torch.is_grad_enabled() and not model.training and os.environ["RANK"] == str(rank):
+                count[0] += 1
+                if len(batch[0]) >= least and count[0] in calls:
+                    failures.append(len(batch[0]))
+                    shortage()
+            return super().loss(model, batch)
+
+    _, results = runs.fit(Large(eval_length=24), settings, Path(run_dir) if run_dir else None)
+    return results, failures

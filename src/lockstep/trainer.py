@@ -180,6 +180,7 @@ class Trainer:
                     precision=precision,
                     show=show,
                     show_samples=samples_of_report(task, evaluated),
+                    halves=self.config.compute.halve_on_oom,
                 )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:

@@ -14,6 +14,7 @@ from lockstep.build import EvaluationData, PreparedRun
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch, is_default, print_warning
+from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
@@ -124,8 +125,10 @@ class TrainingRun:
             loop.check_any_update(state)
         except Preempted:
             raise self._preempted(saver) from None
-        except MemoryShortage:
-            before = prepared.plan.micro_batch_at(state.step - 1)  # the step that failed has counted already
+        except MemoryShortage as error:
+            before = prepared.plan.micro_batch_at(max(0, state.step - 1))  # the step that failed has counted already
+            if before == 1:
+                raise _too_large_for_one_sample(state.step) from error
             self._remember_micro_batch(-(-before // 2), from_any_rank=True)
             raise
         finally:
@@ -141,6 +144,9 @@ class TrainingRun:
         state = self.prepared.state
         try:
             evaluated = build.evaluation_data(self.config, self.task, state.world)
+            if state.strategy.is_sharded:  # its evaluations begin again with the run, with what fits in training
+                most = min(evaluated.plan.micro_batch, self.prepared.plan.micro_batch)
+                evaluated.plan = replace(evaluated.plan, micro_batch=most)
             for remark in check_data(evaluated.data, state.world) if state.step == 0 else ():
                 self.tell(remark)
             return evaluated
@@ -263,7 +269,8 @@ class TrainingRun:
             state.strategy.sync_buffers()
             forward = stack.enter_context(state.strategy.inference())
             if state.averages is not None:
-                stack.enter_context(state.averages.applied())
+                with state.guard.update(state.step, "an evaluation"):
+                    stack.enter_context(state.averages.applied())
             return evaluation.evaluate(
                 self.task,
                 forward,
@@ -275,7 +282,17 @@ class TrainingRun:
                 show=show,
                 show_samples=tuple(dict.fromkeys((*reported, *drawn))),
                 worst=worst,
+                halves=self.config.compute.halve_on_oom,
+                smaller=self._evaluate_less_at_once,
             )
+
+    def _evaluate_less_at_once(self, plan: EvaluationPlan) -> None:
+        assert self.evaluated is not None
+        before, self.evaluated.plan = self.evaluated.plan.micro_batch, plan
+        self.tell(
+            f"out of memory in the evaluation after step {self.prepared.state.step}: it begins again with "
+            f"micro-batches of {plan.micro_batch} instead of {before}"
+        )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
@@ -292,11 +309,7 @@ class TrainingRun:
         step = prepared.state.step
         before = prepared.plan.micro_batch_at(step)
         if before == 1:
-            remedy = (
-                "use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16"
-            )
-            what = "a micro-batch of one sample does not fit into memory"
-            raise TrainingError(what, where=f"step {step + 1}", remedy=remedy)
+            raise _too_large_for_one_sample(step + 1)
         prepared.batches.halve(step)
         after = prepared.plan.micro_batch
         self._remember_micro_batch(after)
@@ -316,6 +329,15 @@ class TrainingRun:
 
 def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
     return [(index, outputs[index]) for index in indices if index in outputs]
+
+
+def _too_large_for_one_sample(step: int) -> TrainingError:
+    """The error about a step, counted from 1, that cannot be cut into smaller micro-batches."""
+    return TrainingError(
+        "a micro-batch of one sample does not fit into memory",
+        where=f"step {step}",
+        remedy="use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16",
+    )
 
 
 def _tell(writers: Sequence[Writer], text: str) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from lockstep import config_file, devices
-from lockstep.data.loader import Loader, MicroBatch
+from lockstep.data.loader import Loader
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.single import Single
@@ -87,7 +87,7 @@ def test_batches_go_to_mps_without_float64():
 
     loader = SimpleNamespace(device=devices.of(MPS), channels_last=False, copies=None)
     batch = {"images": spy(2, dtype=torch.uint8), "targets": spy(2, dtype=torch.float64), "name": "x"}
-    Loader._to_device(loader, MicroBatch(batch, (0, 1), 0, None, False))
+    Loader._to_device(loader, batch)
     assert moved == [(torch.uint8, MPS), (torch.float32, MPS)]
 
 

@@ -148,13 +148,23 @@ RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').env
 _engine(
     "update with the wrong sign",
     "loss",
-    (STEP, "scaler.step(optimizer)", "[p.grad.neg_() for p in state.parameters]; scaler.step(optimizer)"),
+    (
+        STEP,
+        "result.applied = state.precision.step(optimizer)",
+        "[p.grad.neg_() for p in state.parameters]; result.applied = state.precision.step(optimizer)",
+    ),
 )
-_engine("update never applied", "loss", (STEP, "scaler.step(optimizer)", "pass"))
+_engine(
+    "update never applied", "loss", (STEP, "result.applied = state.precision.step(optimizer)", "result.applied = True")
+)
 _engine(
     "gradients zeroed before the update",
     "loss",
-    (STEP, "scaler.step(optimizer)", "optimizer.zero_grad(set_to_none=True); scaler.step(optimizer)"),
+    (
+        STEP,
+        "result.applied = state.precision.step(optimizer)",
+        "optimizer.zero_grad(set_to_none=True); result.applied = state.precision.step(optimizer)",
+    ),
 )
 _engine(
     "optimizer over a copy of the model",
@@ -736,9 +746,9 @@ _engine(
     "one micro-batch twice",
     "accumulation",
     (
-        MICRO_BATCH,
-        "strategy.forward(micro_batch.batch)",
-        "strategy.forward(micro_batches[max(0, number - (number == 2))].batch)",
+        STEP,
+        "forward_backward_step(state, micro_batch, result",
+        "forward_backward_step(state, micro_batches[max(0, number - (number == 2))], result",
     ),
 )
 _task("mean where a sum is asked for", "accumulation", "MeanLoss", says="must return a SUM")
@@ -1145,7 +1155,7 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:evaluate", "if micro_batch.filler:\n            continue", "micro_batch.filler = False"),
+    ("engine.evaluate:_attempt", "if micro_batch.filler:\n            return", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
@@ -1160,7 +1170,7 @@ _engine(
     "mean of the ranks' means",
     "evaluation",
     (
-        "engine.evaluate:evaluate",
+        "engine.evaluate:_attempt",
         "world.broadcast(_means(losses, task.coefficients))",
         "dict(zip(['loss'], "
         "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
@@ -1204,7 +1214,7 @@ _engine(
     "metrics not reset",
     "evaluation",
     (
-        "engine.evaluate:evaluate",
+        "engine.evaluate:_attempt",
         "update(metrics, output, micro_batch.batch)",
         "[update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),

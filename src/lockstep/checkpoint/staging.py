@@ -70,4 +70,4 @@ def pack(sizes: Mapping[str, int], *, powers_of_two: bool) -> list[Block]:
 
 def _power_of_two(size: int) -> int:
     """The smallest power of two that is not below `size`."""
-    return 2 ** (size - 1).bit_length()
+    return 1 << (size - 1).bit_length()

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could
 _NONE_BAD: Bad = ()
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
+_COPIES_AHEAD = 2
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
 
 
@@ -60,8 +62,8 @@ def is_default(method: Callable[..., Any]) -> bool:
 class MicroBatch:
     """A micro-batch, ready for the forward pass."""
 
-    batch: Any
-    """What the task's `collate` returned."""
+    collated: Any
+    """What the task's `collate` returned, in the host's memory."""
     indices: tuple[int, ...]
     """Indices of its samples."""
     epoch: int
@@ -72,6 +74,24 @@ class MicroBatch:
     """True if the micro-batch counts with weight zero."""
     bad: Bad = ()
     """Index and message of each sample that could not be read and was left out."""
+    copy: Callable[[Any], Copy] | None = field(default=None, repr=False)
+    """Begins to copy `collated` to the device. None: it is there already."""
+    _copied: Copy | None = field(default=None, repr=False)
+
+    def begin_copy(self) -> None:
+        """Begin to copy the batch to the device, if that has not begun yet."""
+        if self._copied is None and self.copy is not None:
+            self._copied = self.copy(self.collated)
+
+    @property
+    def batch(self) -> Any:
+        """The batch on the device. It is copied when it is first asked for, if its copy has not begun yet."""
+        self.begin_copy()
+        return self.collated if self._copied is None else self._copied.wait()
+
+    def let_go(self) -> None:
+        """Free the copy on the device."""
+        self._copied = None
 
     @property
     def samples(self) -> int:
@@ -80,7 +100,34 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory. Called by torch's DataLoader."""
-        return replace(self, batch=pinned(self.batch))
+        return replace(self, collated=pinned(self.collated))
+
+
+@dataclass
+class Copy:
+    """A batch on its way to the device."""
+
+    batch: Any
+    device: devices.Device
+    copied: Any | None = None
+    """The place in the queue of copies after which the batch is complete. None: no operation need wait for it."""
+
+    def wait(self) -> Any:
+        """The batch. Operations that are queued from now on wait until it is complete; the host does not."""
+        if self.copied is not None:
+            self.device.current_stream().wait_event(self.copied)
+            self.copied = None
+        return self.batch
+
+
+def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None, None]:
+    """The micro-batches. Each is on the device until the next is asked for, and the copy of the next has begun."""
+    for place, micro_batch in enumerate(micro_batches):
+        micro_batch.begin_copy()
+        if place + 1 < len(micro_batches):
+            micro_batches[place + 1].begin_copy()
+        yield micro_batch
+        micro_batch.let_go()
 
 
 class MicroBatches(Dataset[MicroBatch]):
@@ -233,7 +280,7 @@ class Loader:
         self.tell: Callable[[str], None] = print_warning
         """Shows a warning. By default, it goes to stderr."""
         self.copies = self.device.new_stream()
-        self.queued: Any = None  # a mark behind what the device was given before the last call of `bound_run_ahead`
+        self.queued: deque[Any] = deque()  # marks of what the device was given when each of the last copies began
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[MicroBatch]:
@@ -283,7 +330,9 @@ class Loader:
             if isinstance(micro_batch, Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
-            yield self._to_device(micro_batch)
+            micro_batch.copy = self._to_device
+            yield micro_batch
+            micro_batch.let_go()
 
     def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
         indices = next(iter(_after(plans, done))).indices
@@ -326,25 +375,16 @@ class Loader:
 
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""
-        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)]).batch
+        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
 
-    def bound_run_ahead(self) -> None:
-        """Wait until the device has done what was queued before the last call. Called before the batches of a step.
-
-        The host is ahead of the device. Without this, it would copy the batches of many steps to the device before
-        the device needs them. So there are batches of two steps at most: that of the device, and the next.
-        """
-        before, self.queued = self.queued, self.device.mark()
-        if before is not None:
-            self.device.wait_for(before)
-
-    def _to_device(self, micro_batch: MicroBatch) -> MicroBatch:
+    def _to_device(self, batch: Any) -> Copy:
+        """Begin to copy a batch to the device."""
         format_of = _as_channels_last if self.channels_last else _identity
         device = self.device
         if self.copies is None:
-            micro_batch.batch = _to_unqueued(micro_batch.batch, device, format_of)
-            return micro_batch
-        # The host is ahead of the device, so a copy on a stream of its own overlaps the step before.
+            return Copy(_to_unqueued(batch, device, format_of), device)
+        self._bound_run_ahead()
+        # The host is ahead of the device, so a copy on a stream of its own overlaps the passes before.
         compute = device.current_stream()
         copied: list[torch.Tensor] = []
 
@@ -358,11 +398,20 @@ class Loader:
         def move(item: Any) -> Any:  # nobody knows its tensors, so it is copied in order with the computation
             return moved(item, device.device, non_blocking=True) if moves_itself(item) else NotImplemented
 
-        micro_batch.batch = map_tensors(micro_batch.batch, copy, move)
-        compute.wait_stream(self.copies)
+        batch = map_tensors(batch, copy, move)
         for tensor in copied:
             tensor.record_stream(compute)
-        return micro_batch
+        return Copy(batch, device, self.copies.record_event() if copied else None)
+
+    def _bound_run_ahead(self) -> None:
+        """Wait until the device has done what was queued when the copy before the last copy began.
+
+        The host is ahead of the device, and the memory of a batch is free only when the device has used it. Without
+        this, the copies of many batches would be on the device.
+        """
+        self.queued.append(self.device.mark())
+        if len(self.queued) > _COPIES_AHEAD:
+            self.device.wait_for(self.queued.popleft())
 
 
 def _to_unqueued(batch: Any, device: devices.Device, format_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -416,7 +465,6 @@ def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> 
 
     with contextlib.closing(loader.run(plans)) as micro_batches:
         for step in range(start, stop):
-            loader.bound_run_ahead()
             yield list(itertools.islice(micro_batches, plan.count(step)))
 
 

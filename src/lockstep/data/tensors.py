@@ -114,14 +114,15 @@ def moved(value: Any, device: torch.device, *, non_blocking: bool = False) -> An
         value: for which `moves_itself` is true.
         non_blocking: passed on where its method takes it.
     """
+    clone = copy.copy(value)  # its method may change the object
     if non_blocking:
         try:
-            found = value.to(device, non_blocking=True)
+            found = clone.to(device, non_blocking=True)
         except TypeError:  # the method does not take it
-            found = value.to(device)
+            found = clone.to(device)
     else:
-        found = value.to(device)
-    return value if found is None else found  # a method that changes the object may return nothing
+        found = clone.to(device)
+    return clone if found is None else found
 
 
 def to_cpu(value: Any, change: Change = lambda tensor: tensor.cpu()) -> Any:

@@ -9,6 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+_SHORTAGES = (
+    "out of memory",  # CUDA and HIP, and NCCL and Triton, which quote them
+    "_STATUS_ALLOC_FAILED",  # cuBLAS, cuDNN, cuFFT's relatives, hipBLAS
+    "_ALLOCATION_FAILED",  # cuDNN 9
+    "CUFFT_ALLOC_FAILED",
+    "rocblas_status_memory_error",
+)
+
 
 class Device(abc.ABC):
     """A device on which this rank computes.
@@ -117,6 +125,19 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def empty_cache(self) -> None:
         """Give memory that torch keeps but does not use back to the device."""
+
+    def is_shortage(self, error: BaseException) -> bool:
+        """Whether an error says that the memory of a device was not sufficient.
+
+        torch raises an error of its own class where its allocator gets no memory. Libraries that allocate by themselves
+        (cuBLAS, cuDNN, NCCL, Triton) raise a RuntimeError or one of its subclasses, which only the text tells apart.
+        An error that was raised `from` such an error counts, too, unless it is an error of Lockstep.
+        """
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _SHORTAGES):
+            return True
+        return isinstance(error, RuntimeError) and error.__cause__ is not None and self.is_shortage(error.__cause__)
 
     @abc.abstractmethod
     def host_buffer(self, size: int) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 from typing import Literal
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from lockstep import devices
 from lockstep.errors import UsageError
@@ -49,6 +50,28 @@ class Precision:
     def loss_scale(self) -> float:
         """The factor of the loss of a global batch; 1 where it is not scaled. Waits for the device."""
         return self.scaler.get_scale() * (self.ranks if self.scaler.is_enabled() else 1)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Make the update of `optimizer`, and adapt the loss scale. With fp16, call `scaler.unscale_` before.
+
+        These are `scaler.step(optimizer)` and `scaler.update()`, with one read of the device: whether the gradients
+        overflowed. `GradScaler` keeps that to itself, so that two more reads, of the scale, would be needed. It also
+        calls `step` of fused optimizers where the gradients overflowed.
+
+        Returns:
+            whether the update was made. It is not made where a gradient overflowed in fp16.
+        """
+        if not self.scaler.is_enabled():
+            optimizer.step()
+            return True
+        state = self.scaler._per_optimizer_states[id(optimizer)]  # private; compared with `GradScaler.step` in tests
+        found: list[torch.Tensor] = list(state["found_inf_per_device"].values())
+        overflowed = any(bool(one) for one in found)  # one for each device that holds gradients
+        if not overflowed:
+            optimizer.step()
+        state["stage"] = OptState.STEPPED
+        self.scaler.update()
+        return not overflowed
 
     def state(self) -> dict[str, float]:
         """The loss scale and the steps for which it has held, equal on any number of ranks; empty without a scale."""

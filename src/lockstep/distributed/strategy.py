@@ -131,6 +131,11 @@ class Strategy(Protocol):
         """The task's model, without `Forward` and wrapper."""
         ...
 
+    @property
+    def unwrapped(self) -> Forward:
+        """The `Forward` inside the wrapper, or `forward` itself."""
+        ...
+
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
         """The model that `make` returns, in the place where `wrap` wants it; and messages for the log.
 

@@ -17,8 +17,10 @@ from lockstep.data.randomness import seed_forward
 from lockstep.data.tensors import map_tensors, to_cpu
 from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
+from lockstep.engine.out_of_memory import Attempt, free_memory
 from lockstep.engine.worst import WorstSamples
 from lockstep.errors import DataError, TrainingError, UsageError
 
@@ -60,11 +62,16 @@ def evaluate(
     show: Show = _nothing,
     show_samples: Sequence[int] = (),
     worst: WorstSamples | None = None,
+    halves: bool = True,
+    smaller: Callable[[EvaluationPlan], None] = _nothing,
 ) -> dict[str, float]:
     """The loss and the task's metrics over the samples of `plan`. All ranks call it.
 
     The loss is a sum over units, divided by the number of units. The micro-batches are the same for every number of
     ranks. Rank 0 adds their sums in the order of the micro-batches, in float64.
+
+    Where a micro-batch does not fit into the memory of some rank, all ranks begin again with micro-batches of half the
+    size. The results are the same to rounding.
 
     Args:
         forward: a `Forward`, see `Strategy.inference`.
@@ -73,11 +80,57 @@ def evaluate(
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
             be read or have no output, and all samples where the output has no part for each sample.
         worst: collects the samples whose outputs are most wrong. `show` is called after that.
+        halves: whether the ranks begin again where memory does not suffice. Otherwise torch's error is raised.
+        smaller: called on all ranks with the plan with which they begin again.
 
     Returns:
         `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
         (unreadable and left out). An empty data set has only `samples` and `bad`.
+
+    Raises:
+        TrainingError: a single sample does not fit into memory.
+        MemoryShortage: on one rank, where the model is sharded: other ranks wait for it in the forward pass.
     """
+    while True:
+        found = _attempt(
+            task,
+            forward,
+            loader,
+            plan=plan,
+            world=world,
+            precision=precision,
+            tick=tick,
+            show=show,
+            show_samples=show_samples,
+            worst=worst,
+            halves=halves,
+        )
+        if found is not None:
+            return found
+        if plan.micro_batch == 1:
+            remedy = "use more ranks with parallel.strategy=fsdp, or precision=bf16"
+            what = "an evaluation of one sample at a time does not fit into memory"
+            raise TrainingError(what, where="evaluation", remedy=remedy)
+        plan = dataclasses.replace(plan, micro_batch=-(-plan.micro_batch // 2))
+        free_memory(world.device)
+        smaller(plan)
+
+
+def _attempt(
+    task: Task,
+    forward: nn.Module,
+    loader: Loader,
+    *,
+    plan: EvaluationPlan,
+    world: World,
+    precision: Precision,
+    tick: Tick,
+    show: Show,
+    show_samples: Sequence[int],
+    worst: WorstSamples | None,
+    halves: bool,
+) -> dict[str, float] | None:
+    """What `evaluate` returns; None, on all ranks, where a micro-batch did not fit into the memory of some rank."""
     metrics, update = task_checks.metrics(task)
     if metrics is not None:
         update = metric_sync.place(metrics, update, world.device)
@@ -85,11 +138,13 @@ def evaluate(
     samples = bad = 0
     wanted = set(show_samples)
     shown: dict[int, Any] = {}
-    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, tick=tick):
+
+    def add(micro_batch: MicroBatch) -> None:
+        nonlocal samples, bad
         by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
         bad += len(micro_batch.bad)
         if micro_batch.filler:
-            continue
+            return
         sums.append((by_head, micro_batch.weights or dict.fromkeys(by_head, float(micro_batch.samples))))
         samples += micro_batch.samples
         if metrics is not None:
@@ -98,9 +153,23 @@ def evaluate(
             with contextlib.suppress(DataError):  # metrics may use an output that has no part for each sample
                 outputs = zip(micro_batch.indices, split(output, len(micro_batch.indices)), strict=True)
                 # A view would keep the memory of its batch, and take it along to rank 0.
-                shown |= {index: map_tensors(part, Tensor.clone) for index, part in outputs if index in wanted}
+                shown.update({index: map_tensors(part, Tensor.clone) for index, part in outputs if index in wanted})
         if worst is not None and output is not None:
             worst.add(micro_batch.indices, output, micro_batch.batch, split)
+
+    micro_batches = _micro_batches(forward, loader, plan=plan, world=world, tick=tick)
+    attempt = Attempt(world, sharded=any(map(is_sharded, forward.parameters())), enabled=halves)
+    with contextlib.closing(micro_batches):
+        for number, micro_batch in enumerate(micro_batches):
+            attempt.run(add, micro_batch)
+            if number == 0 and not attempt.fits_everywhere():
+                break
+    if not attempt.fits_everywhere():
+        if metrics is not None:
+            metrics.reset()
+        if worst is not None:
+            worst.forget()
+        return None
     parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
     gathered = world.data_gather((parts, shown))
     losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
@@ -295,7 +364,6 @@ def _micro_batches(
                 yield micro_batch
                 world.heartbeat.beats += 1
                 tick()
-                loader.bound_run_ahead()
     finally:
         forward.train(was_training)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import traceback
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
 
 import torch
 
 from lockstep import devices
-from lockstep.distributed.buffers import restore_buffers
+from lockstep.data.loader import MicroBatch
+from lockstep.distributed.buffers import BuffersCannotBeRestored, ChangingBuffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Strategy
+from lockstep.distributed.world import World
 from lockstep.errors import MemoryShortage
 
 _TRIALS = 2
@@ -33,7 +34,9 @@ class Guard:
     pass alone.
 
     With FSDP, every forward pass is a collective. There, and where the last backward pass does not fit, the rank fails
-    with `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches.
+    with `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches. The same holds where the
+    update does not fit: the optimizer's state, which the first update allocates, or the averages. By then some weights
+    may have changed, so this process cannot go on, and the next start goes on from the newest checkpoint.
 
     Args:
         enabled: whether steps are guarded at all.
@@ -41,6 +44,7 @@ class Guard:
 
     def __init__(self, strategy: Strategy, precision: Precision, enabled: bool = False) -> None:
         self.strategy, self.precision, self.enabled = strategy, precision, enabled
+        self.buffers = ChangingBuffers(strategy.unwrapped)
         self.is_pending = False
         """The other ranks of this step still wait for this rank to say whether its micro-batches fit."""
         self.reset()
@@ -50,11 +54,11 @@ class Guard:
         self.trials = _TRIALS
 
     @contextlib.contextmanager
-    def step(self, batch: Any, number: int, heads_are_agreed: bool) -> Generator[None, None, None]:
-        """Around the forward and backward passes of a step.
+    def step(self, first: MicroBatch, number: int, heads_are_agreed: bool) -> Generator[None, None, None]:
+        """Around the forward and backward passes of a step, and the copies of its batches to the device.
 
         Args:
-            batch: of the first micro-batch.
+            first: the first micro-batch.
             number: of the step, counted from 1; for messages.
             heads_are_agreed: whether the ranks know each other's heads. Where they do not, the step begins with
                 collectives, in which no rank may be missing.
@@ -65,25 +69,44 @@ class Guard:
         """
         strategy, world = self.strategy, self.strategy.world
         can_agree = world.size > 1 and not strategy.is_sharded
-        with restore_buffers(strategy.forward, only_after=StepTooLarge):
-            try:
-                if can_agree and self.trials:
-                    self.trials -= 1
-                    self.is_pending = True
-                    strategy.try_alone(batch, self.precision)
-                    self.agree()
-                self.is_pending = can_agree and not strategy.must_warm_up and heads_are_agreed
-                yield
-            except torch.OutOfMemoryError as error:
-                traceback.clear_frames(error.__traceback__)  # they hold activations
-                message = str(error).splitlines()[0]
-                if world.size > 1 and not self.is_pending:
-                    raise MemoryShortage(
-                        f"out of memory: {message}",
-                        where=f"step {number}, rank {world.rank}",
-                        remedy="the next start takes smaller micro-batches: give the command again, or --max-restarts",
-                    ) from None
-                self.agree(fits=False)
+        can_give_up = can_agree or world.size == 1
+        try:
+            with self.buffers.restored_after(StepTooLarge) if can_give_up else contextlib.nullcontext():
+                try:
+                    if can_agree and self.trials:
+                        self.trials -= 1
+                        self.is_pending = True
+                        strategy.try_alone(first.batch, self.precision)
+                        self.agree()
+                    self.is_pending = can_agree and not strategy.must_warm_up and heads_are_agreed
+                    yield
+                except Exception as error:
+                    if not self._is_shortage(error):
+                        raise
+                    if world.size > 1 and not self.is_pending:
+                        raise self._shortage(error, number) from None
+                    traceback.clear_frames(error.__traceback__)  # they hold activations
+                    self.agree(fits=False)
+        except BuffersCannotBeRestored as error:
+            raise self._shortage(error, number) from None
+
+    @contextlib.contextmanager
+    def update(self, number: int, when: str = "the update") -> Generator[None, None, None]:
+        """Around the update of a step, and other work in which the ranks cannot agree to begin again.
+
+        Args:
+            number: of the step, counted from 1; for messages.
+            when: what is done, for messages.
+
+        Raises:
+            MemoryShortage: on the rank whose memory did not suffice. Weights may be half updated.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not self._is_shortage(error):
+                raise
+            raise self._shortage(error, number, f" in {when}") from None
 
     def agree(self, fits: bool = True) -> None:
         """Tell the other ranks whether the micro-batches fit. Called just before gradients travel, if `is_pending`.
@@ -94,6 +117,62 @@ class Guard:
         self.is_pending = False
         if self.strategy.world.all_sum([float(not fits)])[0]:
             raise StepTooLarge
+
+    def _is_shortage(self, error: BaseException) -> bool:
+        return self.enabled and devices.of(self.strategy.world.device).is_shortage(error)
+
+    def _shortage(self, error: BaseException, number: int, when: str = "") -> MemoryShortage:
+        traceback.clear_frames(error.__traceback__)  # they hold activations
+        return _shortage(error, f"step {number}, rank {self.strategy.world.rank}", when)
+
+
+class Attempt:
+    """Work on the micro-batches of an evaluation, which all ranks begin again where some rank's memory did not suffice.
+
+    Args:
+        sharded: every forward pass is a collective.
+        enabled: whether the ranks begin again. Otherwise the error itself is raised.
+    """
+
+    def __init__(self, world: World, *, sharded: bool, enabled: bool) -> None:
+        self.world, self.enabled, self.alone = world, enabled, sharded and world.size > 1
+        self.fits = True
+        """Whether all work so far has fitted into the memory of this rank."""
+        self._known: bool | None = None
+
+    def run(self, work: Callable[[MicroBatch], None], micro_batch: MicroBatch) -> None:
+        """Call `work(micro_batch)`, if all work so far has fitted.
+
+        Raises:
+            MemoryShortage: it does not fit, and the other ranks wait for this rank.
+        """
+        if not self.fits:
+            return
+        try:
+            work(micro_batch)
+        except Exception as error:
+            if not self.enabled or not devices.of(self.world.device).is_shortage(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold activations
+            if self.alone:
+                raise _shortage(error, f"evaluation, rank {self.world.rank}") from None
+            self.fits = False
+            micro_batch.let_go()
+
+    def fits_everywhere(self) -> bool:
+        """Whether all work so far has fitted into the memory of all ranks. A collective, until the answer is no."""
+        if self.enabled and self._known is not False:
+            self._known = not self.world.all_sum([float(not self.fits)])[0]
+        return self._known is not False
+
+
+def _shortage(error: BaseException, where: str, when: str = "") -> MemoryShortage:
+    cause = (str(error) or "a buffer changed that did not change before").splitlines()[0]
+    return MemoryShortage(
+        f"out of memory{when}: {cause}",
+        where=where,
+        remedy="the next start takes smaller micro-batches: give the command again, or --max-restarts",
+    )
 
 
 def free_memory(device: torch.device) -> None:

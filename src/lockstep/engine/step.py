@@ -13,12 +13,11 @@ import contextlib
 import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import MicroBatch
+from lockstep.data.loader import MicroBatch, one_ahead
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.gradients import clip_grads, grad_norm, scale_grads
@@ -97,18 +96,20 @@ class TrainState:
         self.__post_init__()
 
     @contextlib.contextmanager
-    def guarded(self, batch: Any) -> Generator[None, None, None]:
+    def guarded(self, micro_batches: Sequence[MicroBatch]) -> Generator[None, None, None]:
         """Around the forward and backward passes of a step. If they do not fit into memory, all ranks undo the step.
 
         Raises:
             StepTooLarge: weights, buffers and `step` are as they were.
         """
         try:
-            with self.guard.step(batch, self.step, self.agreed is not None):
+            with self.guard.step(micro_batches[0], self.step, self.agreed is not None):
                 yield
         except StepTooLarge:
             self.step -= 1
             self.optimizer.zero_grad(set_to_none=True)
+            for micro_batch in micro_batches:
+                micro_batch.let_go()
             free_memory(self.world.device)
             self.rewrap()  # DDP waits for a backward pass that will not come
             raise
@@ -144,7 +145,8 @@ def train_step(
     """Consume one global batch and apply one update.
 
     Args:
-        micro_batches: this rank's micro-batches, equally many on every rank.
+        micro_batches: this rank's micro-batches, equally many on every rank. Only the batch in use and the next are on
+            the device.
         samples: size of the global batch, over all ranks, from the plan.
         want_norm: compute the gradient norm also where gradients are not clipped.
 
@@ -152,6 +154,7 @@ def train_step(
         TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
             gradient.
         StepTooLarge: see `Guard`; nothing was changed.
+        MemoryShortage: see `Guard`; this process cannot go on.
     """
     strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
     state.unfreeze()
@@ -169,42 +172,44 @@ def train_step(
         return result
 
     rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
-    with state.guarded(micro_batches[0].batch) if state.guard.enabled else contextlib.nullcontext():
+    with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
             strategy.warm_up(micro_batches[0].batch, state.precision, ignored_heads)
-        for number in range(len(micro_batches)):
-            rest = forward_backward_step(state, micro_batches, number, result)
-    if rest != 1.0:
-        scale_grads(state.parameters, rest)
+        for number, micro_batch in enumerate(one_ahead(micro_batches)):
+            last = number == len(micro_batches) - 1
+            rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
 
-    scaler.unscale_(optimizer)
-    if want_norm or state.clip_norm is not None:
-        result.grad_norm = grad_norm(state.parameters, strategy.shard_group)
-        if state.clip_norm is not None:
-            clip_grads(state.parameters, state.clip_norm, result.grad_norm)
-    set_lr(optimizer, state.schedule(result.step - state.skipped))
-    scale = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    result.applied = scaler.get_scale() >= scale  # fp16 lowers its scale when, and only when, it skipped
-    state.skipped += not result.applied
-    if state.averages is not None and result.applied:
-        state.averages.update()
+    with state.guard.update(result.step + 1):
+        if rest != 1.0:
+            scale_grads(state.parameters, rest)
+        scaler.unscale_(optimizer)
+        if want_norm or state.clip_norm is not None:
+            result.grad_norm = grad_norm(state.parameters, strategy.shard_group)
+            if state.clip_norm is not None:
+                clip_grads(state.parameters, state.clip_norm, result.grad_norm)
+        set_lr(optimizer, state.schedule(result.step - state.skipped))
+        result.applied = state.precision.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+        state.skipped += not result.applied
+        if state.averages is not None and result.applied:
+            state.averages.update()
     return result
 
 
 def forward_backward_step(
-    state: TrainState, micro_batches: Sequence[MicroBatch], number: int, result: StepResult
+    state: TrainState, micro_batch: MicroBatch, result: StepResult, *, number: int, last: bool
 ) -> float:
-    """The forward and the backward pass of micro-batch `number`. Adds its losses to `result`.
+    """The forward and the backward pass of a micro-batch. Adds its losses to `result`.
+
+    Args:
+        number: of the micro-batch in this step, from 0.
+        last: whether it is the last of this step.
 
     Returns:
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
     strategy, world = state.strategy, state.strategy.world
-    micro_batch, last = micro_batches[number], number == len(micro_batches) - 1
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
