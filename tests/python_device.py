@@ -293,6 +293,12 @@ def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_f
     return PythonTensor(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
 
 
+def _arange(*arguments, dtype=None, **_):
+    """torch's own makes an empty tensor and resizes it, which a wrapper of a tensor cannot follow."""
+    DEVICE.note("aten::arange")
+    return PythonTensor(torch.arange(*arguments, dtype=dtype))
+
+
 def _pin_memory(tensor, device=None):
     DEVICE.note("pin_memory")
     return tensor
@@ -309,7 +315,11 @@ def install():
         DEVICE.library = torch.library.Library("aten", "IMPL")
         DEVICE.library.impl("empty_strided", _empty_strided, "PrivateUse1")
         DEVICE.library.impl("empty.memory_format", _empty, "PrivateUse1")
-        DEVICE.fallback = torch.library.Library("_", "IMPL")  # autocast changes no number format
+        for name in ("arange", "arange.start", "arange.start_step"):
+            DEVICE.library.impl(name, _arange, "PrivateUse1")
+        for name in _IN_16_BITS + _IN_32_BITS:
+            DEVICE.library.impl(name, _autocast(name), "AutocastPrivateUse1")
+        DEVICE.fallback = torch.library.Library("_", "IMPL")  # other operations keep the number formats
         DEVICE.fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         torch.Tensor.pin_memory = _pin_memory  # torch has no pinned memory for a device in Python
         devices.register(NAME, PythonGpu)
@@ -330,3 +340,38 @@ class PythonGpu(Accelerator):
     def host_buffer(self, size):
         DEVICE.note(f"host_buffer {size}")
         return torch.empty(size, dtype=torch.uint8)
+
+
+_IN_16_BITS = ("linear", "matmul", "addmm", "mm", "bmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
+_IN_32_BITS = (
+    "softmax.int",
+    "log_softmax.int",
+    "cross_entropy_loss",
+    "layer_norm",
+    "group_norm",
+    "nll_loss",
+    "exp",
+    "log",
+)
+
+
+def _autocast(name):
+    """The kernel of an operation under autocast: it changes the number format of its arguments, as on a GPU."""
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*arguments, **options):
+        dtype = torch.get_autocast_dtype(NAME) if name in _IN_16_BITS else torch.float32
+
+        def cast(value):
+            can_change = isinstance(value, PythonTensor) and value.dtype in (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+            )
+            return value.to(dtype) if can_change else value
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return operation(*pytree.tree_map(cast, arguments), **pytree.tree_map(cast, options))
+
+    return kernel
