@@ -11,6 +11,7 @@ call `run(function, ...)`, which calls the function in a process that has the de
 from __future__ import annotations
 
 import contextlib
+import time
 import traceback
 import types
 import weakref
@@ -69,6 +70,7 @@ class Event:
         self.number = DEVICE.events
 
     def record(self, stream=None):
+        self.time_s = DEVICE.clock()
         DEVICE.note(f"record_event {self.number}")
 
     def wait(self, stream=None):
@@ -78,10 +80,10 @@ class Event:
         return True
 
     def synchronize(self):
-        DEVICE.note(f"read event {self.number}")
+        DEVICE.note(f"host_waits_for_event {self.number}")
 
     def elapsed_time(self, other):
-        return 1.0
+        return 1000 * (other.time_s - self.time_s)
 
 
 class PythonDevice:
@@ -94,6 +96,8 @@ class PythonDevice:
         self.bytes = self.most = 0
         self.limit: int | None = None
         """Bytes that fit. None: any number."""
+        self.clock = time.perf_counter
+        """Seconds at which an event is recorded, as the device tells them."""
         self.generator = torch.Generator()
         self.default_stream = None
         self.stream_now = None
@@ -297,6 +301,12 @@ def _empty(size, dtype=None, layout=None, device=None, pin_memory=None, memory_f
     return PythonTensor(torch.empty(size, dtype=dtype, memory_format=memory_format or torch.contiguous_format))
 
 
+def _arange(*arguments, dtype=None, **_):
+    """torch's own makes an empty tensor and resizes it, which a wrapper of a tensor cannot follow."""
+    DEVICE.note("aten::arange")
+    return PythonTensor(torch.arange(*arguments, dtype=dtype))
+
+
 def _pin_memory(tensor, device=None):
     DEVICE.note("pin_memory")
     return tensor
@@ -313,12 +323,17 @@ def install():
         DEVICE.library = torch.library.Library("aten", "IMPL")
         DEVICE.library.impl("empty_strided", _empty_strided, "PrivateUse1")
         DEVICE.library.impl("empty.memory_format", _empty, "PrivateUse1")
-        DEVICE.fallback = torch.library.Library("_", "IMPL")  # autocast changes no number format
+        for name in ("arange", "arange.start", "arange.start_step"):
+            DEVICE.library.impl(name, _arange, "PrivateUse1")
+        for name in _IN_16_BITS + _IN_32_BITS:
+            DEVICE.library.impl(name, _autocast(name), "AutocastPrivateUse1")
+        DEVICE.fallback = torch.library.Library("_", "IMPL")  # other operations keep the number formats
         DEVICE.fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         torch.Tensor.pin_memory = _pin_memory  # torch has no pinned memory for a device in Python
         devices.register(NAME, PythonGpu)
     DEVICE.log.clear()
     DEVICE.limit = None
+    DEVICE.clock = time.perf_counter
     return DEVICE
 
 
@@ -341,9 +356,9 @@ class PythonGpu(Accelerator):
         finally:
             DEVICE.listener = None
 
-    def host_buffer(self, shape, dtype):
-        DEVICE.note("host_buffer")
-        return torch.empty(shape, dtype=dtype)
+    def host_buffer(self, size):
+        DEVICE.note(f"host_buffer {size}")
+        return torch.empty(size, dtype=torch.uint8)
 
     @contextlib.contextmanager
     def snapshot_at_shortage(self, file):
@@ -358,3 +373,38 @@ class PythonGpu(Accelerator):
 
     def profiled(self):
         return [torch.profiler.ProfilerActivity.CPU]
+
+
+_IN_16_BITS = ("linear", "matmul", "addmm", "mm", "bmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention")
+_IN_32_BITS = (
+    "softmax.int",
+    "log_softmax.int",
+    "cross_entropy_loss",
+    "layer_norm",
+    "group_norm",
+    "nll_loss",
+    "exp",
+    "log",
+)
+
+
+def _autocast(name):
+    """The kernel of an operation under autocast: it changes the number format of its arguments, as on a GPU."""
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def kernel(*arguments, **options):
+        dtype = torch.get_autocast_dtype(NAME) if name in _IN_16_BITS else torch.float32
+
+        def cast(value):
+            can_change = isinstance(value, PythonTensor) and value.dtype in (
+                torch.float32,
+                torch.bfloat16,
+                torch.float16,
+            )
+            return value.to(dtype) if can_change else value
+
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return operation(*pytree.tree_map(cast, arguments), **pytree.tree_map(cast, options))
+
+    return kernel

@@ -1,6 +1,7 @@
 """Saving beside the training: what is saved, what the training waits for, and what a failure does."""
 
 import errno
+import itertools
 import resource
 import shutil
 import threading
@@ -11,6 +12,7 @@ import torch
 
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.staging import Block, pack
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed import faults
 from lockstep.errors import CheckpointError
@@ -159,6 +161,59 @@ def test_buffers_are_used_again(saver, tmp_path):
     saver.wait()
     assert {name: buffer.data_ptr() for name, buffer in saver.buffers.items()} == before
     assert cases.same(read(store.listed(tmp_path)[0]), state(2))
+
+
+def test_each_buffer_is_a_storage_of_its_own_in_common_memory(saver):
+    """`torch.save` writes the whole storage of a tensor."""
+    saver.save(1, state(1), {}, about(1))
+    saver.wait()
+    buffers = saver.buffers.values()
+    assert [buffer.untyped_storage().nbytes() for buffer in buffers] == [buffer.nbytes for buffer in buffers]
+    ends = [buffer.data_ptr() + buffer.nbytes for buffer in buffers]
+    assert max(ends) - min(buffer.data_ptr() for buffer in buffers) < 512
+
+
+# A transformer of 125 million parameters with AdamW's moments, and a state of which one tensor is more than half.
+_TRANSFORMER = {
+    f"{part}/{block}/{name}": 4 * size
+    for part in "mvw"
+    for block in range(12)
+    for name, size in (
+        ("qkv", 3 * 768 * 768),
+        ("out", 768 * 768),
+        ("up", 768 * 3072),
+        ("down", 768 * 3072),
+        ("norm", 768),
+        ("bias", 3072),
+    )
+} | {f"{part}/embedding": 4 * 50257 * 768 for part in "mvw"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_spread"),
+    [
+        (_TRANSFORMER, True),
+        ({"large": 4 * 1200 * 1000, "small": 1000, "scalar": 4}, False),
+        ({f"{number}": 2**20 for number in range(13)}, True),
+        ({"one": 1, "none": 0}, False),
+        ({}, True),
+    ],
+    ids=["transformer", "large", "equal", "tiny", "nothing"],
+)
+def test_page_locked_memory_is_hardly_more_than_a_state_of_many_tensors(sizes, is_spread):
+    blocks = pack(sizes, powers_of_two=True)
+    assert sorted(name for block in blocks for name in block.offsets) == sorted(name for name in sizes if sizes[name])
+    for block in blocks:
+        assert block.size.bit_count() == 1
+        ends = sorted((offset, offset + sizes[name]) for name, offset in block.offsets.items())
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ends))
+        assert not ends or ends[-1][1] <= block.size
+    total, taken = sum(sizes.values()), sum(block.size for block in blocks)
+    each = sum(2 ** (size - 1).bit_length() for size in sizes.values() if size)  # a buffer for each tensor
+    assert taken <= max(each, 64)
+    assert taken <= 1.01 * total or not is_spread
+    (whole,) = pack(sizes, powers_of_two=False) or [Block(0, {})]
+    assert total <= whole.size <= total + 64 * len(sizes)
 
 
 def test_buffers_are_no_training_tensors(saver):

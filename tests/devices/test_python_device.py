@@ -1,5 +1,10 @@
 """Trainings on the device in Python: what they do on a GPU, as far as this shows without one."""
 
+import json
+import time
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -43,3 +48,81 @@ def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_p
     files = {where.split(":")[0] for _, where in reads}
     assert files <= {"checkpoint/finite.py", "engine/dry_run.py", "engine/log_window.py", "checkpoint/saver.py"}
     assert any("addmm" in name for name in operations)
+
+
+class Slow:
+    """A clock that stands still, except where the host reads the device: this takes as long as all queued steps."""
+
+    step_s = 0.25
+
+    def __init__(self, device, log_window, data_s=0.0):
+        self.now = self.done = 0.0  # of the host; when the device will have done all that is queued
+        self.device, self.data_s = device, data_s
+        note, events = device.note, {}
+
+        def noted(name):
+            what, _, number = name.partition(" ")
+            if what == "record_event":
+                events[number] = max(self.now, self.done)
+            elif what == "host_waits_for_event":
+                self.now = max(self.now, events[number])
+            elif what == "read":
+                self.now = max(self.now, self.done)
+            note(name)
+
+        device.note, device.clock = noted, lambda: max(self.now, self.done)
+        log_window.time = self
+
+    def perf_counter(self):
+        return self.now
+
+    def queue_step(self):
+        self.done = max(self.now, self.done) + self.step_s
+
+    def wait_for_data(self):
+        self.now += self.data_s
+
+
+def log_on_slow_device(device, folder, data_s):
+    """The log of 8 steps of 16 samples, each of which takes the device 0.25 s."""
+    from lockstep.data import loader
+    from lockstep.engine import log_window, loop
+
+    clock = Slow(device, log_window, data_s)
+    read, step = loader.MicroBatches.__getitem__, loop.train_step
+
+    def read_slowly(micro_batches, plan):
+        clock.wait_for_data()
+        return read(micro_batches, plan)
+
+    def queued(*arguments, **options):
+        clock.queue_step()
+        return step(*arguments, **options)
+
+    loader.MicroBatches.__getitem__, loop.train_step = read_slowly, queued
+    try:
+        sections = {"batch": {"global": 16, "micro": 8}, "train": {"steps": 8}, "log": {"every_steps": 4}}
+        train(device, folder, sections | {"log": {"every_steps": 4, "writers": ["json_lines"]}})
+    finally:
+        loader.MicroBatches.__getitem__, loop.train_step, log_window.time = read, step, time
+        del device.note
+    lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+    return [(line["train/samples_per_s"], line["train/wait_share"]) for line in lines if "train/loss" in line]
+
+
+@pytest.mark.parametrize(
+    ("data_s", "samples_per_s", "wait_share"),
+    [
+        # Four steps of 0.25 s.
+        (0.0, 64 / 1.0, 0.0),
+        # The data of a step take 0.2 s. The device waits for the first, and computes while the host reads the others.
+        (0.1, 64 / 1.2, 0.2 / 1.2),
+        # The data of a step take 0.4 s. The device waits for the first, and for 0.15 s of each of the others.
+        (0.2, 64 / 1.85, 0.85 / 1.85),
+    ],
+)
+def test_speed_is_that_of_the_device_and_waiting_is_that_of_the_device(tmp_path, data_s, samples_per_s, wait_share):
+    log = run_on_python_device(log_on_slow_device, str(tmp_path / "run"), data_s)
+    for found, waited in log:
+        assert found == pytest.approx(samples_per_s, abs=0.1)
+        assert waited == pytest.approx(wait_share, abs=1e-3)

@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import devices
 from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activations
 from lockstep.errors import UsageError
 from tests import own_tasks
+from tests.ranks import run_on_python_device
+
+CPU = torch.device("cpu")
 
 
 def bag(**modules):
@@ -232,7 +236,7 @@ def pass_through(recompute, autocast=False):
     torch.manual_seed(0)
     model, inputs = Stack(), torch.randn(16, 8, requires_grad=True)
     if recompute:
-        recompute_activations(list(find_blocks(model).values()))
+        recompute_activations(list(find_blocks(model).values()), CPU)
     kept = []
     with (
         torch.autograd.graph.saved_tensors_hooks(
@@ -264,7 +268,7 @@ def test_recomputing_changes_no_name_and_nothing_without_gradients():
     torch.manual_seed(0)
     model = Stack().eval()
     names, expected = list(model.state_dict()), model(torch.ones(2, 8)).tolist()
-    recompute_activations(list(find_blocks(model).values()))
+    recompute_activations(list(find_blocks(model).values()), CPU)
     with torch.no_grad():
         assert model(torch.ones(2, 8)).tolist() == expected
     assert list(model.state_dict()) == names
@@ -276,12 +280,66 @@ def test_recomputing_changes_no_buffer_twice():
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()) for _ in range(2)])
         if recompute:
-            recompute_activations(list(model))
+            recompute_activations(list(model), CPU)
         for _ in range(2):
             model(torch.randn(8, 4)).square().sum().backward()
         return {name: buffer.tolist() for name, buffer in model.named_buffers()}
 
     assert buffers(True) == buffers(False)
+
+
+class KeywordsAlone(nn.Module):
+    """Three blocks with dropout, which are called with keywords alone, or with nothing that lies on the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Keyword() for _ in range(3))
+
+    def forward(self, hidden):
+        for block in self.blocks:
+            hidden = block(hidden=hidden)
+        return hidden.square().sum()
+
+
+class Keyword(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.5)
+
+    def forward(self, *, hidden):
+        return hidden + self.drop(self.up(hidden).tanh())
+
+
+def gradients_on_device(device, recompute):
+    """The gradients by parameter, what is drawn afterwards, and how often a dropout was drawn."""
+    from tests.python_device import NAME
+
+    place = torch.device(NAME, 0)
+    torch.manual_seed(0)
+    model, inputs = KeywordsAlone(), torch.randn(16, 8)
+    model, inputs = model.to(place), inputs.to(place)
+    if recompute:
+        recompute_activations(list(model.blocks), place)
+    devices.of(place).seed(3)
+    device.log.clear()
+    loss = model(inputs)
+    drawn = torch.rand(2, device=place)
+    loss.backward()
+    more = torch.rand(2, device=place)
+    draws = sum("dropout" in one.name or "bernoulli" in one.name for one in device.log)
+    return (
+        [parameter.grad.host.tolist() for parameter in model.parameters()],
+        drawn.host.tolist() + more.host.tolist(),
+        draws,
+    )
+
+
+def test_blocks_that_are_called_with_keywords_alone_draw_the_same_dropout_again_on_a_device_with_its_own_generator():
+    kept, drawn, draws = run_on_python_device(gradients_on_device, False)
+    recomputed, drawn_again, draws_again = run_on_python_device(gradients_on_device, True)
+    assert recomputed == kept
+    assert drawn_again == drawn
+    assert draws_again > draws > 0
 
 
 # ---- compiled

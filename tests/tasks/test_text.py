@@ -132,6 +132,15 @@ def test_several_labels_are_binary_cross_entropy(tmp_path):
     assert task.presenter(task).describe(torch.tensor([0.9, 0.2]))["prediction"] == ["red"]
 
 
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_metrics_do_not_check_every_batch(tmp_path, multi_label):
+    """The checks of torchmetrics wait for the device."""
+    rows = [("red round", "red"), ("red", "red"), ("plain", "round")]
+    task = text_task(table(tmp_path / "few.csv", rows), multi_label=multi_label, eval_fraction=0.0, max_length=8)
+    metrics, _ = task_checks.metrics(task)
+    assert [metric.validate_args for metric in metrics.values()] == [False] * 3
+
+
 def test_class_weights_of_several_labels_are_weights_of_their_presence(tmp_path):
     rows = [("red round", "red,round"), ("red", "red"), ("plain", ""), ("round thing", "round")]
     options = {

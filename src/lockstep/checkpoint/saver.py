@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lockstep import devices
 from lockstep.checkpoint import files, finite, store
+from lockstep.checkpoint.staging import buffers_like
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.sharded_tensor import LocalShard, local_shard
@@ -136,19 +137,20 @@ class Saver:
         owners = files.owners([shards[name].local.nbytes for name in replicated], self.world.size)
         mine = {name for name, owner in zip(replicated, owners, strict=True) if owner == self.world.rank}
         mine |= {name for name, shard in shards.items() if shard.writer and (shard.local.numel() or not shard.start)}
-        device, host, on_device = devices.of(self.world.device), devices.of(torch.device("cpu")), False
-        staged: dict[str, LocalShard] = {}
-        for name in (name for name in tensors if name in mine):
-            shard, buffer = shards[name], self.buffers.get(name)
-            apart = device.holds(shard.local)
-            if buffer is None or buffer.shape != shard.local.shape or buffer.dtype != shard.local.dtype:
-                buffer = (device if apart else host).host_buffer(shard.local.shape, shard.local.dtype)
-            staged[name] = replace(shard, local=buffer.copy_(shard.local, non_blocking=apart))
-            on_device |= apart
-        if on_device:
+        share = {name: shards[name] for name in tensors if name in mine}
+        local = {name: shard.local for name, shard in share.items()}
+        device, host = devices.of(self.world.device), devices.of(torch.device("cpu"))
+        apart = {name: tensor for name, tensor in local.items() if device.holds(tensor)}
+        if _kinds(self.buffers) != _kinds(local):
+            self.buffers = {}  # before there are new ones
+            here = {name: tensor for name, tensor in local.items() if name not in apart}
+            new = buffers_like(apart, device) | buffers_like(here, host)
+            self.buffers = {name: new[name] for name in local}
+        for name, tensor in local.items():
+            self.buffers[name].copy_(tensor, non_blocking=name in apart)
+        if apart:
             device.current_stream().synchronize()
-        self.buffers = {name: shard.local for name, shard in staged.items()}
-        return staged
+        return {name: replace(shard, local=self.buffers[name]) for name, shard in share.items()}
 
     def _start(self, work: Callable[[], None]) -> None:
         """Do `work` in a thread, after the work that was started before. Without `in_background`, wait for it."""
@@ -253,3 +255,7 @@ class Saver:
         fault = f"the checkpoint of step {step} could not be written with {free} MiB free: {fault}"
         self.tell(f"warning: {fault}; training goes on, and what was saved before stays")
         return fault
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

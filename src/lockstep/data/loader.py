@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -24,6 +25,7 @@ from lockstep.data import worker_deaths
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
+from lockstep.data.tensors import is_plain, map_tensors, moved, moves_itself, pinned
 from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -34,6 +36,7 @@ Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could
 _NONE_BAD: Bad = ()
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
+_COPIES_AHEAD = 2
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
 
 
@@ -97,7 +100,7 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory. Called by torch's DataLoader."""
-        return replace(self, collated=map_tensors(self.collated, lambda t: t.pin_memory()))
+        return replace(self, collated=pinned(self.collated))
 
 
 @dataclass
@@ -277,6 +280,7 @@ class Loader:
         self.tell: Callable[[str], None] = print_warning
         """Shows a warning. By default, it goes to stderr."""
         self.copies = self.device.new_stream()
+        self.queued: deque[Any] = deque()  # marks of what the device was given when each of the last copies began
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[MicroBatch]:
@@ -375,18 +379,57 @@ class Loader:
 
     def _to_device(self, batch: Any) -> Copy:
         """Begin to copy a batch to the device."""
-        if self.channels_last:
-            batch = map_tensors(batch, lambda t: t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t)
-        if not self.device.has_float64:
-            batch = map_tensors(batch, lambda t: _without_float64(t).to(self.device.device))
+        format_of = _as_channels_last if self.channels_last else _identity
+        device = self.device
         if self.copies is None:
-            return Copy(batch, self.device)
+            return Copy(_to_unqueued(batch, device, format_of), device)
+        self._bound_run_ahead()
         # The host is ahead of the device, so a copy on a stream of its own overlaps the passes before.
-        compute = self.device.current_stream()
-        with self.device.on_stream(self.copies):
-            batch = map_tensors(batch, lambda t: t.to(self.device.device, non_blocking=True))
-        map_tensors(batch, lambda t: t.record_stream(compute))
-        return Copy(batch, self.device, self.copies.record_event())
+        compute = device.current_stream()
+        copied: list[torch.Tensor] = []
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            if not is_plain(tensor):  # it has several blocks of memory
+                return tensor.to(device.device, non_blocking=True)
+            with device.on_stream(self.copies):
+                copied.append(format_of(tensor.to(device.device, non_blocking=True)))
+            return copied[-1]
+
+        def move(item: Any) -> Any:  # nobody knows its tensors, so it is copied in order with the computation
+            return moved(item, device.device, non_blocking=True) if moves_itself(item) else NotImplemented
+
+        batch = map_tensors(batch, copy, move)
+        for tensor in copied:
+            tensor.record_stream(compute)
+        return Copy(batch, device, self.copies.record_event() if copied else None)
+
+    def _bound_run_ahead(self) -> None:
+        """Wait until the device has done what was queued when the copy before the last copy began.
+
+        The host is ahead of the device, and the memory of a batch is free only when the device has used it. Without
+        this, the copies of many batches would be on the device.
+        """
+        self.queued.append(self.device.mark())
+        if len(self.queued) > _COPIES_AHEAD:
+            self.device.wait_for(self.queued.popleft())
+
+
+def _to_unqueued(batch: Any, device: devices.Device, format_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`batch` on a device that takes copies in order with its other operations."""
+    place = device.device
+    if not device.has_float64:
+        return map_tensors(
+            batch,
+            lambda t: format_of(_without_float64(t)).to(place),
+            lambda item: moved(item, place) if moves_itself(item) else NotImplemented,
+        )
+    return batch if format_of is _identity else map_tensors(batch, format_of)
+
+
+def _as_channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.ndim != 4 or not is_plain(tensor):
+        return tensor
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 def _without_float64(tensor: torch.Tensor) -> torch.Tensor:
@@ -537,19 +580,3 @@ def _number(head: Any, value: Any) -> float:
     if not 0 <= number < math.inf:
         raise TrainingError(f"the weight of head {head!r} is {number}", where="Task.weight", remedy=remedy)
     return number
-
-
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of `value` in which `change` was applied to every tensor in dicts, lists, tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    # Dataclasses come before mappings: outputs of Hugging Face models are both.
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{f.name: map_tensors(getattr(value, f.name), change) for f in fields(value)})
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return value

@@ -36,6 +36,13 @@ class Accelerator(Device):
     def seed(self, seed: int) -> None:
         self.module.default_generators[self.device.index].manual_seed(seed)
 
+    def generator_state(self) -> Tensor:
+        state: Tensor = self.module.get_rng_state(self.device)
+        return state
+
+    def set_generator_state(self, state: Tensor) -> None:
+        self.module.set_rng_state(state, self.device)
+
     def synchronize(self) -> None:
         self.module.synchronize(self.device)
 
@@ -48,6 +55,18 @@ class Accelerator(Device):
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         inside: contextlib.AbstractContextManager[Any] = self.module.stream(stream)
         return inside
+
+    def mark(self) -> Any:
+        # `blocking`: a host that waits for it sleeps.
+        event = self.module.Event(enable_timing=True, blocking=True)
+        event.record(self.current_stream())
+        return event
+
+    def wait_for(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(first.elapsed_time(second)) / 1000
 
     def allocated(self) -> int:
         return int(self.module.memory_allocated(self.device))
@@ -64,8 +83,8 @@ class Accelerator(Device):
     def empty_cache(self) -> None:
         self.module.empty_cache()
 
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device.type == self.device.type

@@ -5,6 +5,8 @@ from __future__ import annotations
 import platform
 from typing import final
 
+from torch import Tensor
+
 from lockstep.devices.unqueued import Unqueued
 
 
@@ -23,6 +25,12 @@ class Cpu(Unqueued):
 
     def seed(self, seed: int) -> None:
         pass  # it draws from the host's generator
+
+    def generator_state(self) -> None:
+        return None
+
+    def set_generator_state(self, state: Tensor) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass

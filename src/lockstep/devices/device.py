@@ -77,6 +77,14 @@ class Device(abc.ABC):
     def seed(self, seed: int) -> None:
         """Seed its own generator, if it has one, with 64 bits."""
 
+    @abc.abstractmethod
+    def generator_state(self) -> Tensor | None:
+        """The state of its own generator, on the CPU; None if it has none."""
+
+    @abc.abstractmethod
+    def set_generator_state(self, state: Tensor) -> None:
+        """Give its own generator a state that `generator_state` returned."""
+
     def restored_generators(self) -> contextlib.AbstractContextManager[None]:
         """At the end, torch's generators of the CPU and of this device are as before."""
         if not self.has_own_generator:
@@ -108,6 +116,18 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Inside, operations are queued on `stream`, which `new_stream` returned."""
+
+    @abc.abstractmethod
+    def mark(self) -> Any:
+        """A place in the work that the device was given: after all that was queued for the computation so far."""
+
+    @abc.abstractmethod
+    def wait_for(self, mark: Any) -> None:
+        """Wait until the device has come to a mark."""
+
+    @abc.abstractmethod
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """The time between two marks, to both of which the device has come."""
 
     # ---- memory
 
@@ -146,8 +166,8 @@ class Device(abc.ABC):
         return isinstance(error, RuntimeError) and error.__cause__ is not None and Device.is_shortage(error.__cause__)
 
     @abc.abstractmethod
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor in the host's memory, with any values, into which copies from the device do not hold up the host."""
+    def host_buffer(self, size: int) -> Tensor:
+        """Memory of the host into which copies from the device do not hold up the host: `size` bytes, uint8."""
 
     @abc.abstractmethod
     def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import platform
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lockstep.devices.unqueued import Unqueued
 
@@ -27,6 +28,12 @@ class Mps(Unqueued):
 
     def seed(self, seed: int) -> None:
         torch.mps.manual_seed(seed)
+
+    def generator_state(self) -> Tensor:
+        return torch.mps.get_rng_state()
+
+    def set_generator_state(self, state: Tensor) -> None:
+        torch.mps.set_rng_state(state)
 
     def synchronize(self) -> None:
         torch.mps.synchronize()

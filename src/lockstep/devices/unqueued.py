@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,15 @@ class Unqueued(Device):
     def on_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         raise RuntimeError(f"{self.device.type} has no queues")
 
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def wait_for(self, mark: Any) -> None:
+        pass  # copies run in order with the computation, so none is ahead of it
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        return float(second - first)
+
     def allocated(self) -> int:
         return host_memory.resident()
 
@@ -55,8 +65,8 @@ class Unqueued(Device):
     def reserved_peak(self) -> int:
         return 0
 
-    def host_buffer(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def host_buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8)
 
     def snapshot_at_shortage(self, file: Path) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep import devices
 from lockstep.errors import UsageError
 
 CompileName = Literal["blocks", "model"]
@@ -91,11 +92,14 @@ def _without_shared_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -
     return {name: block for name, block in blocks.items() if all(is_inside(p, block) for p in block.parameters())}
 
 
-def recompute_activations(blocks: Sequence[nn.Module]) -> None:
+def recompute_activations(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Do not keep the activations of the blocks: compute them again in the backward pass.
 
     This is activation checkpointing (Chen et al. 2016, arXiv:1604.06174). The numbers stay the same, also with dropout
     and BatchNorm: the random state and the buffers are restored.
+
+    Args:
+        device: on which the blocks compute.
 
     Raises:
         UsageError: the model has no blocks.
@@ -104,17 +108,42 @@ def recompute_activations(blocks: Sequence[nn.Module]) -> None:
         remedy = "name them in parallel.shard_modules"
         raise UsageError("the model has no repeated blocks", where="compute.activation_checkpointing", remedy=remedy)
     for block in blocks:
-        contexts: dict[str, Any] = (
-            {"context_fn": partial(_contexts, block)} if any(True for _ in block.buffers()) else {}
-        )
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **contexts)
+        has_buffers = any(True for _ in block.buffers())
+        block.forward = partial(_recomputed, block.forward, block if has_buffers else None, device)
+
+
+def _recomputed(
+    forward: Callable[..., Any], block: nn.Module | None, device: torch.device, /, *args: Any, **options: Any
+) -> Any:
+    contexts: dict[str, Any] = {}
+    if block is not None or (devices.of(device).has_own_generator and not torch.compiler.is_compiling()):
+        contexts["context_fn"] = partial(_contexts, block, device)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **options)
 
 
 def _contexts(
-    block: nn.Module,
+    block: nn.Module | None, device: torch.device
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Contexts of a block's forward pass and of its recomputation."""
-    return contextlib.nullcontext(), _buffers_kept(block)
+    """Contexts of a block's forward pass and of its recomputation.
+
+    torch restores the CPU's generator. It restores that of a GPU only where a positional argument is a tensor on it:
+    a block that is called with keywords alone would draw another dropout. It never restores that of mps.
+    """
+    return contextlib.nullcontext(), _as_in_forward(block, device, devices.of(device).generator_state())
+
+
+@contextlib.contextmanager
+def _as_in_forward(
+    block: nn.Module | None, device: torch.device, generator_state: Tensor | None
+) -> Generator[None, None, None]:
+    """Inside, a block is recomputed: the device draws the same random numbers, and buffers stay as they are."""
+    with contextlib.ExitStack() as restored:
+        if generator_state is not None:
+            restored.enter_context(devices.of(device).restored_generators())
+            devices.of(device).set_generator_state(generator_state)
+        if block is not None:
+            restored.enter_context(_buffers_kept(block))
+        yield
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import Loader, MicroBatch, map_tensors
+from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import EvaluationPlan, MicroBatchPlan, derive_seed
 from lockstep.data.randomness import seed_forward
+from lockstep.data.tensors import map_tensors, to_cpu
 from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.sharded_tensor import is_sharded
@@ -215,7 +216,7 @@ def predict(
 
 def _compacted(indices: tuple[int, ...], output: Any) -> Any:
     split(output, len(indices))  # raises before the other micro-batches are computed
-    return map_tensors(output, metric_sync.compact)
+    return to_cpu(output, metric_sync.compact)
 
 
 def predict_each(
@@ -330,7 +331,7 @@ def split(output: Any, count: int, name: str = "") -> list[Any]:
         columns = [split(value, count, f"{name}/{place}" if name else str(place)) for place, value in enumerate(output)]
         return list(zip(*columns, strict=True)) if columns else [()] * count
     if isinstance(output, list) and len(output) == count:
-        return output
+        return [to_cpu(item) for item in output]
     kind = f"list of {len(output)}" if isinstance(output, list) else type(output).__name__
     remedy = "return tensors whose first dimension is the batch, dicts or tuples of them, or one item per sample"
     raise DataError(f"{what} of type {kind} cannot be split into {count} samples", where="Task.predict", remedy=remedy)

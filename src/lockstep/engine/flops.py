@@ -75,6 +75,8 @@ class FlopCount:
                 raise
             strategy.forward.zero_grad(set_to_none=True)
             return
+        finally:
+            micro_batch.let_go()
         self.per_element = operations.total / _elements(micro_batch)
 
     def take(self) -> float | None:
@@ -134,7 +136,7 @@ def _allows_tf32() -> bool:
 
 def _elements(micro_batch: MicroBatch) -> int:
     """Elements of the tensors of a batch; its samples, where tensors cannot be seen. At least 1."""
-    return _numel(micro_batch.batch) or len(micro_batch.indices) or 1
+    return _numel(micro_batch.collated) or len(micro_batch.indices) or 1
 
 
 def _numel(value: Any) -> int:

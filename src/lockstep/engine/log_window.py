@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class LogWindow:
 
     def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
-        self.gauge = MemoryGauge(world.device)
+        self.device, self.gauge = devices.of(world.device), MemoryGauge(world.device)
         self.started = time.perf_counter()
         self.sums_epochs = False
         """Whether `epoch_losses` will be called."""
@@ -42,22 +43,42 @@ class LogWindow:
         """Begin a new window."""
         self.results: list[StepResult] = []
         self.in_epoch = 0  # this many of `results` are in the sums of the epoch
-        self.wait_s = self.step_s = 0.0
+        self.waits: list[tuple[Any, Any]] = []  # marks before and after the device waited for the data of a step
+        self.begun, self.excluded_s = time.perf_counter(), 0.0
 
     def _reset_epoch(self) -> None:
         self.epoch_sums: dict[str, float] = {}  # of this rank, by head
         self.epoch_units: dict[str, float] = {}  # of all ranks, by head
 
-    def add(self, result: StepResult, *, wait_s: float, step_s: float) -> None:
+    def add(self, result: StepResult, waited: tuple[Any, Any]) -> None:
         """Add a step.
 
         Args:
-            wait_s: seconds for which this rank waited for the step's data.
-            step_s: seconds for which this rank computed.
+            waited: marks of the device, see `Device.mark`: before the host asked for the step's data, and when the
+                data were there.
         """
         self.results.append(result)
-        self.wait_s += wait_s
-        self.step_s += step_s
+        self.waits.append(waited)
+
+    @contextlib.contextmanager
+    def excluded(self) -> Generator[None, None, None]:
+        """Inside, time does not count as time of training: for evaluations and saves."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.excluded_s += time.perf_counter() - begun
+
+    def _times(self) -> tuple[float, float]:
+        """The seconds for which the device waited for data, and those of the training, since the window began.
+
+        Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
+        queued is not done, and while the host waits for data, the device may still compute.
+        """
+        if self.waits:  # there may have been no loss to read
+            self.device.wait_for(self.waits[-1][1])
+        waits = [self.device.seconds_between(before, after) for before, after in self.waits]
+        return sum(waits), time.perf_counter() - self.begun - self.excluded_s
 
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.
@@ -76,9 +97,8 @@ class LogWindow:
         memory = [0.0] * 2 * size  # the peak of each rank, then the reserved memory of each rank
         memory[rank], memory[size + rank] = mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())
         flops = state.flops.take() if state.flops is not None else None
-        packed = [float(fault is not None), float(len(unreadable)), self.wait_s, self.wait_s + self.step_s]
-        packed += [flops or 0.0, float(flops is None)]
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
+        packed = [float(fault is not None), float(len(unreadable)), *self._times(), flops or 0.0, float(flops is None)]
         reduced = self.world.all_sum([*packed, *memory, *sums_here])
         fault_count, unreadable_count, wait_s, total_s, all_flops, unknown_flops, *rest = reduced
         peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep import devices
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import StepPlan
 from lockstep.distributed.faults import fail_at
@@ -112,18 +113,20 @@ def fit(
     )
     epoch_end = state.step
     saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
-    shown = done = time.perf_counter()
+    device, shown = devices.of(state.world.device), time.perf_counter()
     heartbeat.step = state.step
     state.forward.train()
     try:
         if state.step and not results and intervals.due(intervals.evaluate, state.step, stop):
-            results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before this evaluation
+            with window.excluded():
+                results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before it
             hooks.add_metrics(results)
             if state.step % plan.steps_per_epoch == 0:
                 epochs.end(results, trained=False)
         heartbeat.enter(Phase.FIRST_STEP)
+        asked = device.mark()
         for micro_batches in batches:
-            ready, step = time.perf_counter(), state.step + 1
+            waited, step = (asked, device.mark()), state.step + 1
             if step > epoch_end:
                 epoch_end = epochs.begin()
             logs = intervals.due(intervals.log, step, stop)
@@ -138,39 +141,42 @@ def fit(
                 if hooks.on_out_of_memory is None:
                     raise
                 hooks.on_out_of_memory()
+                asked = device.mark()
                 continue
-            begun, done = done, time.perf_counter()
             heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
             heartbeat.beats += 1
-            window.add(result, wait_s=ready - begun, step_s=done - ready)
+            window.add(result, waited)
             if state.flops is not None and result.losses:
                 state.flops.add(micro_batches)
             results = {}
             if logs:
                 if state.flops is not None and result.losses:
-                    state.flops.count(micro_batches[0])
+                    with window.excluded():
+                        state.flops.count(micro_batches[0])
                 log.window_entry()
             if step == epoch_end and not evaluates:
                 epochs.end(results)
-            if done - shown > _PROGRESS_S:
-                shown = done
+            if time.perf_counter() - shown > _PROGRESS_S:
+                shown = time.perf_counter()
                 log.progress()
             if hooks.stop_requested() and state.step < stop:
                 raise Preempted
             if saves or evaluates:
                 window.check_finite()
             if saves:
-                save(results)
+                with window.excluded():
+                    save(results)
                 saved_at, saved_s = state.step, hooks.elapsed_s()
             if evaluates:
-                results = log.evaluation(evaluate, hooks, save if not saves and state.world.size == 1 else None)
+                with window.excluded():
+                    results = log.evaluation(evaluate, hooks, save if not saves and state.world.size == 1 else None)
                 has_evaluated = True
                 if saves:
                     hooks.add_metrics(results)
                 if step == epoch_end:
                     epochs.end(results)
             save_is_late = intervals.save_s > 0 and hooks.elapsed_s() - saved_s >= intervals.save_s
-            done = time.perf_counter()
+            asked = device.mark()
     except Preempted:
         if saved_at < state.step:
             window.check_finite()

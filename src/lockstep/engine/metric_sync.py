@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep import devices
-from lockstep.data.loader import map_tensors
+from lockstep.data.tensors import to_cpu
 from lockstep.distributed.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device
         return update
 
     def update_on_cpu(metrics: MetricCollection, output: Any, batch: Any) -> None:
-        update(metrics, map_tensors(output, lambda t: t.cpu()), map_tensors(batch, lambda t: t.cpu()))
+        update(metrics, to_cpu(output), to_cpu(batch))
 
     return update_on_cpu
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep import devices
-from lockstep.data.loader import map_tensors
+from lockstep.data.tensors import map_tensors
 from lockstep.distributed.world import World
 
 Mistakes = Callable[[Any, Any], Tensor | None]

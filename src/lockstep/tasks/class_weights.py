@@ -49,9 +49,10 @@ class OnDevice:
         self._copy = tensor
 
     def like(self, other: Tensor) -> Tensor | None:
-        """The tensor with device and number format of `other`."""
+        """The tensor on the device of `other`, in its number format, but not in 16 bits, which would round it."""
         if self.tensor is None or self._copy is None:
             return None
-        if (self._copy.device, self._copy.dtype) != (other.device, other.dtype):
-            self._copy = self.tensor.to(other)
+        dtype = torch.promote_types(other.dtype, torch.float32)
+        if (self._copy.device, self._copy.dtype) != (other.device, dtype):
+            self._copy = self.tensor.to(device=other.device, dtype=dtype, non_blocking=True)
         return self._copy

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lockstep import devices
 from lockstep.build import PreparedRun
-from lockstep.data.loader import MicroBatch, map_tensors
+from lockstep.data.loader import MicroBatch
+from lockstep.data.tensors import map_tensors
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task

@@ -303,14 +303,16 @@ class Classification(Task):
         `confusion`."""
         from torchmetrics import classification
 
+        # The labels were checked where they were read. torchmetrics' checks would wait for the device in every batch.
+        quick: dict[str, Any] = {"validate_args": False}
         count, most = len(self.classes), self.options.top_k
-        metrics: dict[str, Any] = {"accuracy": classification.MulticlassAccuracy(count, average="micro")}
+        metrics: dict[str, Any] = {"accuracy": classification.MulticlassAccuracy(count, average="micro", **quick)}
         if 1 < most < count:
-            top = classification.MulticlassAccuracy(count, average="micro", top_k=most)
+            top = classification.MulticlassAccuracy(count, average="micro", top_k=most, **quick)
             metrics[f"accuracy_top{most}"] = top
-        metrics["macro_f1"] = classification.MulticlassF1Score(count)
+        metrics["macro_f1"] = classification.MulticlassF1Score(count, **quick)
         if count <= _MOST_CLASSES:
-            metrics["confusion"] = classification.MulticlassConfusionMatrix(count)
+            metrics["confusion"] = classification.MulticlassConfusionMatrix(count, **quick)
         return Metrics(metrics, self._update)
 
     @staticmethod

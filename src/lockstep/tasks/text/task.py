@@ -265,6 +265,7 @@ class Text(Task):
         return logits
 
     def _loss(self, logits: Tensor, batch: Batch) -> Tensor:
+        logits = logits if logits.dtype == torch.float64 else logits.float()
         labels, weights = batch["labels"], self._weights.like(logits)
         if not self.options.multi_label:
             return functional.cross_entropy(logits, labels, weight=weights, reduction="sum")
@@ -293,18 +294,20 @@ class Text(Task):
         `confusion`."""
         from torchmetrics import classification
 
+        # The labels were checked where they were read. torchmetrics' checks would wait for the device in every batch.
+        quick: dict[str, Any] = {"validate_args": False}
         count = len(self.labels)
         if self.options.multi_label:
             metrics = {
-                "accuracy": classification.MultilabelExactMatch(count),
-                "macro_f1": classification.MultilabelF1Score(count),
-                "confusion": classification.MultilabelConfusionMatrix(count),
+                "accuracy": classification.MultilabelExactMatch(count, **quick),
+                "macro_f1": classification.MultilabelF1Score(count, **quick),
+                "confusion": classification.MultilabelConfusionMatrix(count, **quick),
             }
         else:
             metrics = {
-                "accuracy": classification.MulticlassAccuracy(count, average="micro"),
-                "macro_f1": classification.MulticlassF1Score(count),
-                "confusion": classification.MulticlassConfusionMatrix(count),
+                "accuracy": classification.MulticlassAccuracy(count, average="micro", **quick),
+                "macro_f1": classification.MulticlassF1Score(count, **quick),
+                "confusion": classification.MulticlassConfusionMatrix(count, **quick),
             }
         return Metrics(metrics, self._update)
 
