@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from lockstep import Task, Trainer, build, config_file
+from lockstep.config import ComputeConfig
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import train_step
 from lockstep.trainer import Recorder
@@ -168,6 +169,9 @@ class Attention(Task):
 
 
 # ---- trainings
+
+DETERMINISTIC = {"deterministic": True} if "deterministic" in ComputeConfig.model_fields else {}
+"""The section `compute` of trainings whose bits are compared."""
 
 
 class StepReads(Recorder):

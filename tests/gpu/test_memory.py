@@ -60,9 +60,11 @@ def test_step_that_does_not_fit_is_done_again_in_smaller_pieces(precision, gpu, 
     expected = cases.weights(task, settings, tmp_path / "whole")
     gpu.free()
     held = gpu.adapter.allocated()
-    gpu.adapter.reset_peak()
-    cases.weights(task, settings, tmp_path / "measured")
+    with cases.prepared(task, settings) as run:
+        gpu.adapter.reset_peak()
+        cases.take_steps(run, 2)
     needed = gpu.adapter.peak() - held
+    del run
     with gpu.memory_limit(int(0.7 * needed)):
         found = cases.weights(task, settings, tmp_path / "limited")
     assert json.loads((tmp_path / "limited" / "micro.json").read_text())["micro"] < 16

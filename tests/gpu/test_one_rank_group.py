@@ -51,7 +51,7 @@ def test_strategy_on_one_rank_trains_the_weights_of_a_single_one(precision, stra
 
 @pytest.mark.parametrize("strategy", STRATEGIES, indirect=True)
 def test_what_a_strategy_saves_goes_on_with_the_same_bits(strategy, group, tmp_path):
-    settings = group.settings(compute={"deterministic": True}, train={"steps": 10, "ema_decay": 0.9})
+    settings = group.settings(compute=cases.DETERMINISTIC, train={"steps": 10, "ema_decay": 0.9})
     expected = cases.weights(own_tasks.Deep(dtype=torch.float32, dropout=0.1), settings, tmp_path / "straight")
     for steps in (4, 10):
         settings["train"]["steps"] = steps

@@ -15,7 +15,7 @@ STEPS = 5
 BERT = {"architecture": "bert", "sizes": text_cases.SIZES, "vocab_size": 500}
 RISKS = {f"task.{key}": value for key, value in risk_cases.OPTIONS.items()} | {"task.model": None, "task.resamples": 0}
 IMAGENET = {"task.scratch": image_cases.RESNET, "batch.global": 6, "batch.micro": 3, "data.workers": 0}
-IMAGENET |= {"task.image_size": 16, "task.image_size_between": None, "task.eval_size": 20, "task.eval_resize": 24}
+IMAGENET |= {"task.image_size": 16, "task.image_size_between": "step", "task.eval_size": 20, "task.eval_resize": 24}
 TINY = {
     "ag_news": {"task.model": None, "task.scratch": BERT, "batch.per_rank": 4, "batch.accumulate": 2},
     "cifar": {"task.scratch": image_cases.RESNET, "task.image_size": 16, "task.augment.shift": 2, "data.workers": 0},
@@ -32,8 +32,11 @@ TINY = {
     "toy": {},
 }
 """What makes each recipe tiny, by dotted path."""
-READS = {}
-"""Recipes whose losses read the device, and how often in a step at most."""
+READS = {"ag_news": 2, "docstrings": 1}
+"""Recipes whose models read the device, and how often in a step at most.
+
+BERT of transformers asks in each forward pass whether any token is padding (`masking_utils`, `padding_mask.all()`).
+"""
 
 
 def data_of(recipe, folder):
@@ -46,10 +49,11 @@ def data_of(recipe, folder):
         table.write_text("\n".join(["text,label", *rows]) + "\n")
         return str(table), str(table)
     if recipe in ("ct_small", "nlst"):
-        table = risk_cases.volume_table(folder / "volumes")
-        return table, table
+        answers = 2 * risk_cases.UNEVEN
+        split = ["train"] * len(risk_cases.UNEVEN) + ["eval"] * len(risk_cases.UNEVEN)
+        return risk_cases.volume_table(folder / "volumes", answers, split=split), None
     if recipe == "detection":
-        return box_cases.box_folder(folder / "boxes"), box_cases.box_folder(folder / "eval", seed=1)
+        return box_cases.box_folder(folder / "boxes"), box_cases.box_folder(folder / "eval", seed=1, split="val")
     if recipe == "segmentation":
         return mask_cases.shapes_folder(folder / "shapes"), None
     return image_cases.picture_folder(folder / "train"), image_cases.picture_folder(folder / "eval", seed=1)

@@ -10,7 +10,6 @@ from tests import own_tasks, processes, runs
 from tests.gpu import cases
 
 pytestmark = pytest.mark.gpu
-DETERMINISTIC = {"deterministic": True}
 TASKS = {"convolutions": cases.Convolutions, "attention": cases.Attention}
 
 
@@ -73,7 +72,10 @@ def test_fp16_overflows_at_first_and_then_learns(place):
 @pytest.mark.parametrize("kind", TASKS)
 def test_resumed_training_has_the_same_bits(kind, precision, place, tmp_path):
     settings = place.settings(
-        precision=precision, compute=DETERMINISTIC, optim={"clip_norm": 1.0}, train={"steps": 12, "ema_decay": 0.9}
+        precision=precision,
+        compute=cases.DETERMINISTIC,
+        optim={"clip_norm": 1.0},
+        train={"steps": 12, "ema_decay": 0.9},
     )
     expected = cases.weights(TASKS[kind](), settings, tmp_path / "straight")
     again = cases.weights(TASKS[kind](), settings, tmp_path / "again")
