@@ -65,7 +65,18 @@ SMALL = {
         {"num_labels": 10, "depths": [1, 1], "hidden_sizes": [16, 32], "embedding_size": 8}, batch=8, side=32
     ),
     "gpt125m": Sizes(
-        NO_DROPOUT | {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 500, "n_positions": 32}, batch=4, side=32
+        NO_DROPOUT
+        | {
+            "n_layer": 2,
+            "n_embd": 64,
+            "n_head": 2,
+            "vocab_size": 500,
+            "n_positions": 32,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+        batch=4,
+        side=32,
     ),
 }
 
@@ -276,19 +287,20 @@ def measure(task, options, *, rounds, steps, folder, saves):
             device.synchronize()
             return (time.perf_counter() - begun) / count
 
+        warm_up = min(steps, WARM_UP)
         gc.collect()
         device.empty_cache()
         device.reset_peak()
         nothing = device.allocated()
         ours = Ours(task, world, options, folder)
         stack.callback(lambda: [writer.close() for writer in ours.writers])
-        timed(ours, WARM_UP)
+        timed(ours, warm_up)
         peaks = {"ours": device.peak() - nothing}
         gc.collect()
         held = device.allocated()
         device.reset_peak()
         plain = Plain(task, world.device, options)
-        timed(plain, WARM_UP)
+        timed(plain, warm_up)
         peaks["plain"] = device.peak() - held
         pairs = []
         for number in range(rounds):
@@ -460,10 +472,10 @@ def main():
     parser.add_argument("--output", type=Path, help="the file of the page; default: it is only printed")
     parser.add_argument("--as-model", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (3 if arguments.small else 7)
-    arguments.steps = arguments.steps or (5 if arguments.small else 20)
+    arguments.rounds = arguments.rounds or (2 if arguments.small else 7)
+    arguments.steps = arguments.steps or (3 if arguments.small else 20)
     if arguments.workers is None:
-        arguments.workers = 1 if arguments.small else max(1, min(8, (os.cpu_count() or 2) // 2))
+        arguments.workers = 0 if arguments.small else max(1, min(8, (os.cpu_count() or 2) // 2))
     if arguments.as_model:
         run_model(arguments)
         return 0

@@ -54,8 +54,9 @@ def test_loss_curve_of_digits_is_that_of_fp32(precision, place, tmp_path, digits
     assert abs(found_accuracy - accuracy) < 0.05
 
 
-def test_fp16_overflows_at_first_and_then_learns(place):
-    with cases.prepared(cases.Overflows(), place.settings(precision="fp16")) as run:
+@pytest.mark.parametrize("precision", ["fp16"])
+def test_fp16_overflows_at_first_and_then_learns(precision, place):
+    with cases.prepared(cases.Overflows(), place.settings(precision=precision)) as run:
         scale = run.state.precision.loss_scale
         before = {name: tensor.clone() for name, tensor in run.built.model.state_dict().items()}
         cases.take_steps(run, 1)
