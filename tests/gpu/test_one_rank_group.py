@@ -22,9 +22,10 @@ STRATEGIES = {
 
 
 @pytest.fixture
-def group(processes_place):
+def group(processes_place, monkeypatch):
     """A process group of this process alone, with the backend that ranks on such devices have."""
     place = processes_place
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
     dist.init_process_group(place.adapter.group_backend, store=dist.HashStore(), rank=0, world_size=1)
     yield place
     dist.destroy_process_group()
@@ -80,3 +81,12 @@ def test_group_takes_tensors_of_the_host_and_of_the_device(group):
     background = dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(3), group=background)
     dist.barrier()
+
+
+def test_report_of_a_hang_names_the_collectives_of_the_device(group):
+    flight_recorder = pytest.importorskip("lockstep.distributed.flight_recorder")
+    dist.all_reduce(torch.ones(3, 5, device=group.device))
+    text = flight_recorder.describe({0: flight_recorder.of_this_rank()})
+    backend = "nccl" if group.kind == "cuda" else "gloo"
+    assert f"{backend}:all_reduce" in text
+    assert "[3, 5]" in text or "3, 5" in text
