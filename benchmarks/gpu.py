@@ -411,12 +411,16 @@ def page(cases, arguments, command):
     import torch
 
     name = torch.cuda.get_device_name(0) if arguments.device == "cuda" else f"{arguments.device}"
-    lines = [f"## Training on one GPU: {name}" if arguments.device == "cuda" else "## Tried out on the CPU: not a GPU"]
+    lines = [
+        f"## Training on one GPU: {name}" if arguments.device == "cuda" else "## Tried out on the CPU, not on a GPU"
+    ]
     lines += [
         "",
         f"{datetime.date.today()}. " + ", ".join(f"{key} {value}" for key, value in hardware(arguments)) + ".",
     ]
     lines += ["", f"`{command}`: {arguments.rounds} rounds of {arguments.steps} steps, {arguments.workers} workers."]
+    if arguments.small:
+        lines.append("The models are tiny: the names say only which kind they are of.")
     lines += ["Load of the machine at the end: " + ", ".join(f"{load:.1f}" for load in os.getloadavg()) + ".", ""]
     titles = ["model", "precision", "compile", "batch", "plain", "Lockstep", "ratio", "samples/s", "tokens/s", "MFU"]
     titles += ["peak memory, plain", "Lockstep"]

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from tests.gpu.place import VARIABLE, Place, gpus, wanted
@@ -17,6 +19,9 @@ def pytest_collection_modifyitems(items):
 def _place():
     if not gpus():
         pytest.skip(WITHOUT)
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # of deterministic trainings; CUDA reads it as it starts
     return Place(wanted())
 
 
