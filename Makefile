@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all test-gpu check bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -17,6 +17,10 @@ test: $(READY)
 # Also the combinations that are left out above because others test the same.
 test-all: $(READY)
 	$(BIN)/python -m pytest -m ""
+
+# What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
+test-gpu: $(READY)
+	$(BIN)/python -m tests.gpu.report
 
 check: $(READY)
 	$(BIN)/ruff check .

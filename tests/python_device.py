@@ -152,6 +152,7 @@ class PythonDevice:
         module.Stream, module.Event = Stream, Event
         module.default_generators = [self.generator]
         module._is_in_bad_fork = lambda: False
+        module._initialized = True  # torch.utils.checkpoint asks, before it keeps the state of the generator
         return module
 
     def is_available(self):
@@ -165,6 +166,10 @@ class PythonDevice:
 
     def current_device(self):
         return 0
+
+    @contextlib.contextmanager
+    def device(self, device):
+        yield
 
     def set_device(self, device):
         self.note("set_device")
