@@ -188,7 +188,7 @@ def main() -> int:
         folder = Path(name)
         bases = verify_bases(
             names,
-            lambda base, checks: verify(Mutant(base, checks[0], base), checks, folder, **common),
+            lambda base, checks: verify(Mutant(base, next(iter(checks), ""), base), checks, folder, **common),
             options.all_checks,
         )
         start = time.perf_counter()

@@ -694,7 +694,7 @@ _engine(
     "gradients",
     ("engine.step:_count_units", "return {SAMPLES: float(samples)}", "return {SAMPLES: 20.0}"),
 )
-_task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder")
+_task("class numbers in the order of hashes", "ranks", "ClassesInHashOrder", says="order of a set")
 _task("loss depends on the rank", "ranks", "PerRankLoss", says="Task.loss depends on the rank")
 _task("samples influence each other", "ranks", "CoupledLoss")
 _task(

@@ -17,6 +17,7 @@ from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
 from lockstep.verify.constant_baseline import ConstantBaseline, constant_baseline
 from lockstep.verify.data_probe import probe_data
+from lockstep.verify.hash_seed import OtherInterpreter, digests
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference.checkpoint import newest
 from lockstep.verify.task_probe import TaskProbe, probe_task
@@ -272,6 +273,16 @@ class Experiments:
     def data_remarks(self) -> list[str]:
         """What in the data may make a metric better than it should be."""
         return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]
+
+    @_once
+    def dependence_on_hashes(self) -> str:
+        """What another interpreter reads otherwise; see `hash_seed`. Looks at tasks in files: recipes are known."""
+        config = self.short_config()
+        if ".py:" not in str(config["task"].get("kind", "")):
+            return ""
+        other = OtherInterpreter(config)
+        first, second = (self.run(f"hash-seed-{number}", 1, digests, config)[0] for number in range(2))
+        return other.difference(first) if first == second else ""  # else `determinism` says so
 
     @_once
     def baseline(self) -> ConstantBaseline:

@@ -115,6 +115,8 @@ def ranks(experiments: Experiments) -> CheckResult:
     """One process and all ranks train the same model: losses and weights are as close as rounding explains."""
     if experiments.nproc == 1:
         return not_shown(ONE_RANK)
+    if difference := experiments.dependence_on_hashes():
+        return fault(difference)
     name = f"{experiments.nproc} ranks"
     return compare_with_one_process(experiments, f"{experiments.nproc}-ranks", experiments.all_ranks, words=name)
 
