@@ -69,7 +69,7 @@ ALLOWED = {
     "observe.predictions": {"errors", "atomic", "observe"},
     "observe.progress": set(),
     "observe.drawing": {"atomic"},
-    "build": COMPOSED,
+    "build": {*COMPOSED, "config_file", "run_directory"},
     "run_directory": {
         "errors",
         "devices",

@@ -43,6 +43,14 @@ Cold = Annotated[
     bool,
     typer.Option("--cold", help="Start each rank as a new interpreter that imports torch itself."),
 ]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="newest|best|STEP",
+        help="Default: the best where the run keeps its best checkpoint, else the newest.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 
@@ -137,21 +145,27 @@ def train(
 
 @app.command()
 def evaluate(
-    run_dir: RunDir, nproc: Nproc = None, preset: Machine = None, cold: Cold = False, debug: Debug = False
+    run_dir: RunDir,
+    checkpoint: Which = None,
+    nproc: Nproc = None,
+    preset: Machine = None,
+    cold: Cold = False,
+    debug: Debug = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run; prints one JSON object."""
+    """Evaluate a checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
         from lockstep import config_file
 
         settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
         if _is_launcher(nproc):
             options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
+            options += ["--checkpoint", checkpoint] if checkpoint else []
             _launch(["evaluate", str(run_dir), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
 
-            results = Trainer(settings, run_dir=run_dir).evaluate()
+            results = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).evaluate()
             if _is_first():
                 print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
 
@@ -180,12 +194,13 @@ def predict(
         OnError | None,
         typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
     ] = None,
+    checkpoint: Which = None,
     nproc: Nproc = None,
     preset: Machine = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Predict with the newest checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
+    """Predict with a checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
     with _reporting(debug):
         from lockstep import config_file
         from lockstep.observe import predictions
@@ -198,13 +213,14 @@ def predict(
         settings, nproc = _on_machine(settings, preset, nproc)
         if _is_launcher(nproc):
             given = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
+            given |= {"--checkpoint": checkpoint}
             options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
             arguments = ["predict", *options, *(["--debug"] if debug else []), "--", str(run_dir), *(inputs or [])]
             _launch(arguments, nproc, settings, cold=cold)
             return
         from lockstep.trainer import Trainer
 
-        _predict(Trainer(settings, run_dir=run_dir), inputs or [], samples, out, on_error)
+        _predict(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint), inputs or [], samples, out, on_error)
 
 
 def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
@@ -280,16 +296,17 @@ def checkpoints(
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    checkpoint: Which = None,
     debug: Debug = False,
 ) -> None:
-    """Write the newest checkpoint's weights as safetensors, for use without Lockstep."""
+    """Write a checkpoint's weights as safetensors, for use without Lockstep."""
     with _reporting(debug):
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir)
         from lockstep.trainer import Trainer
 
-        print(Trainer(settings, run_dir=run_dir).export(out))
+        print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
 
 
 @app.command()

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep import build, config_file, prediction_run, resume, run_directory
 from lockstep.build import BuiltModel, PreparedRun
-from lockstep.checkpoint import store
+from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
@@ -28,7 +28,7 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import CheckpointError, exits_are_failures
+from lockstep.errors import exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
@@ -48,6 +48,8 @@ class Trainer:
         run_dir: the folder into which everything is written. None: `runs/<name>`.
         fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
+        checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
+            None: the best where the config has `checkpoint.keep_best`, else the newest.
         quiet: print nothing.
     """
 
@@ -67,6 +69,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         fresh: bool = False,
         allow_change: Sequence[str] = (),
+        checkpoint: str | int | None = None,
         quiet: bool = False,
     ) -> None:
         if isinstance(config, str):
@@ -76,6 +79,7 @@ class Trainer:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
+        self.checkpoint = checkpoint
 
     # ---- training
 
@@ -154,7 +158,7 @@ class Trainer:
     # ---- a trained model
 
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
-        """Loss and metrics of the newest checkpoint on the task's evaluation data.
+        """Loss and metrics of the run's checkpoint on the task's evaluation data.
 
         Returns:
             results by name, as `engine.evaluate.evaluate` gives them.
@@ -304,7 +308,7 @@ class Trainer:
                             add(rows, True)
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
-        """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
+        """Write the checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
 
         The tensors have the names that they have in the task's model.
 
@@ -332,12 +336,10 @@ class Trainer:
             return file
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
-        """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
+        """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
         self.model = None  # its memory may be needed
-        checkpoint, complaints = store.newest(self._checkpoints, world)
-        if checkpoint is None:
-            remedy = "train first, or give the run's own directory"
-            raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy=remedy)
+        retention = run_directory.retention(self.config)
+        checkpoint, complaints = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = build.build_model(self.config, task, world)
         if world.rank == 0 and not self.quiet:

@@ -96,7 +96,7 @@ class TrainingRun:
         saver = self._saver()
         hooks = loop.Hooks(
             evaluate=self.evaluate,
-            save=resume.save_function(prepared, saver, self.config),
+            save=resume.save_function(prepared, saver, self.config, lambda: self.consensus.elapsed_s),
             add_metrics=partial(self.add_metrics, saver),
             describe_checkpoints=saver.kept,
             elapsed_s=lambda: self.consensus.elapsed_s,
@@ -106,10 +106,7 @@ class TrainingRun:
         )
         self.flag.saves = True
         try:
-            if state.step >= prepared.stop:
-                key = "steps" if self.config.train.steps else "epochs"
-                done = f"{self.run_dir} is complete at step {state.step}"
-                self.tell(f"{done}: raise train.{key} to go on, or start anew with --fresh")
+            self._tell_if_complete()
             latest = loop.fit(
                 state,
                 batches,
@@ -119,8 +116,10 @@ class TrainingRun:
                 hooks=hooks,
                 writers=self.writers,
                 evaluated=prepared.evaluated,
+                stopping=prepared.stopping,
             )
             saver.finish()
+            self._tell_why_it_ended()
             loop.check_any_update(state)
         except Preempted:
             raise self._preempted(saver) from None
@@ -135,6 +134,27 @@ class TrainingRun:
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
+
+    def _tell_if_complete(self) -> None:
+        state, stopping = self.prepared.state, self.prepared.stopping
+        key = "train.steps" if self.config.train.steps else "train.epochs"
+        if state.step < self.prepared.stop:
+            key = "train.stop_when" if stopping.reason() else "train.max_time" if stopping.time_is_up(0.0) else ""
+        if key:
+            change = "change" if key == "train.stop_when" else "raise"
+            done = f"{self.run_dir} is complete at step {state.step}"
+            self.tell(f"{done}: {change} {key} to go on, or start anew with --fresh")
+
+    def _tell_why_it_ended(self) -> None:
+        """Say why the training ended before its last step, if it did."""
+        state, stopping, stop = self.prepared.state, self.prepared.stopping, self.prepared.stop
+        if state.step >= stop:
+            return
+        trained = stopping.earlier_s + self.consensus.elapsed_s
+        why = (
+            stopping.reason() or f"its time is up after {trained:,.0f} s (train.max_time={stopping.max_time_s:,.0f} s)"
+        )
+        self.tell(f"the training ended at step {state.step} of {stop}: {why}")
 
     def _evaluation_data(self) -> EvaluationData | None:
         """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""
@@ -199,13 +219,12 @@ class TrainingRun:
             further messages for the log.
 
         Raises:
-            UsageError: `checkpoint.keep_best` names no result of an evaluation.
+            UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
         """
-        prepared, state, evaluated, best = self.prepared, self.prepared.state, self.evaluated, self._best
-        if best:
-            dry_run.check_is_evaluated(evaluated is not None)
+        prepared, state, evaluated, chosen = self.prepared, self.prepared.state, self.evaluated, self._chosen_results
+        dry_run.check_is_evaluated(chosen, evaluated is not None)
         if state.step:  # a restart must be quick
-            dry_run.check_best_of_saved(best, self.run_dir / "checkpoints", state.world)
+            dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
             return []
         compiled = self.config.compute.compile is not None
         with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
@@ -225,7 +244,7 @@ class TrainingRun:
                 plan=evaluated.plan,
                 world=state.world,
                 precision=state.precision,
-                best=best,
+                chosen=chosen,
             )
 
     # ---- what the loop calls
@@ -280,7 +299,7 @@ class TrainingRun:
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
         saver.add_metrics(self.prepared.state.step, results)
-        dry_run.check_best(self._best, list(results))
+        dry_run.check_results(self._chosen_results, list(results))
 
     def halve_micro_batch(self) -> None:
         """Go on with micro-batches of half the size, from the step that did not fit into memory.
@@ -308,10 +327,11 @@ class TrainingRun:
         run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
 
     @property
-    def _best(self) -> str | None:
-        """Name of the result by which the best checkpoint is chosen."""
-        best = self.config.checkpoint.keep_best
-        return best.split()[1] if best else None
+    def _chosen_results(self) -> dict[str, str]:
+        """The results of evaluations that keys of the config name, by key."""
+        best, stop_when = self.config.checkpoint.keep_best, self.config.train.stop_when
+        chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
+        return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
 
 
 def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:

@@ -88,19 +88,21 @@ class Retention:
         reasons: dict[int, list[str]] = {}
         for checkpoint in by_step[-self.last :]:
             reasons.setdefault(checkpoint.step, []).append("last")
-        if self.best:
-            sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
-            rated = [
-                (sign * checkpoint.metrics[metric], checkpoint.step)
-                for checkpoint in by_step
-                if not math.isnan(checkpoint.metrics.get(metric, math.nan))
-            ]
-            if rated:
-                reasons.setdefault(max(rated)[1], []).append("best")
+        best = self.best_of(by_step)
+        if best is not None:
+            reasons.setdefault(best.step, []).append("best")
         for checkpoint in by_step if self.every_steps else ():
             if checkpoint.step % (self.every_steps or 1) == 0:
                 reasons.setdefault(checkpoint.step, []).append(f"every {self.every_steps}")
         return reasons
+
+    def best_of(self, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+        """The best by the metric, and the latest of equal ones. None: no metric was chosen, or none was evaluated."""
+        if self.best is None:
+            return None
+        sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
+        rated = [one for one in checkpoints if not math.isnan(one.metrics.get(metric, math.nan))]
+        return max(rated, key=lambda one: (sign * one.metrics[metric], one.step), default=None)
 
 
 def staging(folder: Path, step: int) -> Path:
@@ -229,6 +231,15 @@ def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
     return faults
 
 
+def check_together(checkpoint: Checkpoint, world: World) -> list[str]:
+    """As `check`, on every rank; each rank checks a part of the files."""
+    return _of_all_ranks(check(checkpoint, world.rank, world.size), world)
+
+
+def _of_all_ranks(faults: list[str], world: World) -> list[str]:
+    return list(dict.fromkeys(fault for rank in world.broadcast(world.gather(faults)) for fault in rank))
+
+
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
 
@@ -247,7 +258,7 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             mine = check(candidate, world.rank, world.size)
         else:
             mine = [manifest or f"{MANIFEST} is not there"]
-        faults = list(dict.fromkeys(fault for rank in world.broadcast(world.gather(mine)) for fault in rank))
+        faults = _of_all_ranks(mine, world)
         if not faults:
             return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
         complaints.append(f"{name}: {'; '.join(faults)}")
