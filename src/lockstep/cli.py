@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -480,6 +481,9 @@ def _reporting(debug: bool) -> Iterator[None]:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             _tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+report_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:
