@@ -20,6 +20,7 @@ ALLOWED = {
     "atomic": set(),
     "devices": {"devices"},
     "locks": set(),
+    "markup": set(),
     "plugins": {"errors"},
     "data.order": set(),
     "engine.schedule": set(),
@@ -64,8 +65,11 @@ ALLOWED = {
         "distributed",
         "engine",
         "tasks",
+        "markup",
         "verify",
     },
+    "report": {"errors", "atomic", "markup", "config_file", "checkpoint", "observe"},
+    "commands": {"errors", "report"},
     "observe.predictions": {"errors", "atomic", "observe"},
     "observe.progress": set(),
     "observe.drawing": {"atomic"},
@@ -109,6 +113,7 @@ ALLOWED = {
         "trainer",
         "run_directory",
         "verify",
+        "commands",
     },
 }
 
@@ -194,6 +199,7 @@ def test_only_the_composition_root_and_the_command_line_know_the_config():
         "build",
         "resume",
         "cli",
+        "report.run",
     }
 
 
@@ -217,6 +223,7 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.images.options",
         "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
+        "import lockstep.report.run_page, lockstep.report.comparison",
     ],
 )
 def test_light_imports_do_not_load_torch(code):

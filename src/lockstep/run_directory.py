@@ -40,6 +40,7 @@ _OURS = (
     model_table.FILE,
     "samples",
     "pictures",
+    "report.html",
 )
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")

@@ -98,7 +98,7 @@ def title_of(name: str, sets: Sequence[str]) -> str | None:
     if start in _TRAINING:
         return _TRAINING[start]
     if parts[0] == "memory":
-        return "Memory of evaluations (MiB)" if "evaluation" in name else None
+        return "Memory of evaluations (MiB)" if "evaluation" in name and "/rank" not in name else None
     return start if len(parts) > 2 else "/".join(parts)
 
 

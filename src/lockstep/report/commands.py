@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 
 from lockstep.markup import Markup, element
+from lockstep.report import page
 from lockstep.report.run import Run
 
 _WITH_VALUE = ("--nproc", "--preset", "--run-dir", "--allow-change", "--max-restarts", "--checkpoint")
@@ -18,15 +18,15 @@ def parts(run: Run) -> list[Markup]:
     if not given:
         said = "environment.json does not say by which command the run was started. Its config can be trained again:"
         again = ["lockstep", "train", str(run.folder / "config.yaml"), "--run-dir", f"{run.folder}-again"]
-        return [element("p", said), _command([again])]
+        return [element("p", said), page.command(again)]
     git = run.environment.get("git")
     commit = str(git.get("commit") or "") if isinstance(git, Mapping) else ""
     lines = [["git", "checkout", commit]] if commit else []
-    content = [element("p", "The command of the last start; it goes on with this run:"), _command([given])]
+    content = [element("p", "The command of the last start; it goes on with this run:"), page.command(given)]
     if _is_lockstep(given):
         anew = _without(given, ("--fresh", "--run-dir", "--allow-change"))
         again = [*anew, "--run-dir", f"{run.folder}-again"]
-        content += [element("p", "To train anew, beside it:"), _command([*lines, again])]
+        content += [element("p", "To train anew, beside it:"), page.command(*lines, again)]
     notes = []
     if isinstance(git, Mapping) and git.get("dirty"):
         notes.append("Files were changed after that commit; the folder source has the task's code as it was.")
@@ -88,7 +88,3 @@ def _without(command: Sequence[str], options: Sequence[str]) -> list[str]:
         else:
             kept.append(part)
     return kept
-
-
-def _command(lines: Sequence[Sequence[str]]) -> Markup:
-    return element("pre", "\n".join(shlex.join(line) for line in lines), class_="command", tabindex=0)

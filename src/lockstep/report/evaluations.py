@@ -20,22 +20,25 @@ from lockstep.report.run import Run
 _ROWS, _COLUMNS, _CLASSES = 30, 10, 300
 _REPORTS = 10
 _CELLS = 400  # of a matrix
-_PICTURES = 1_600_000  # bytes of all pictures; base64 makes a third more of them
 _STEP = re.compile(r"-?step-(\d+)$")
 _PNG = b"\x89PNG\r\n\x1a\n"
-_NOT_RESULTS = ("eval/samples", "eval/bad")
+NOT_RESULTS = ("eval/samples", "eval/bad")
 
 
-def parts(run: Run) -> list[Markup]:
-    """The section on evaluations."""
-    names = [name for name in run.metrics.series if name.startswith("eval/") and name not in _NOT_RESULTS]
+def parts(run: Run, *, room: int) -> list[Markup]:
+    """The section on evaluations.
+
+    Args:
+        room: bytes of all pictures.
+    """
+    names = [name for name in run.metrics.series if name.startswith("eval/") and name not in NOT_RESULTS]
     content: list[Markup] = []
     if names:
         content += _by_step(run, [name for name in names if name.count("/") == 1])
         content += _by_class(run, [name for name in names if name.count("/") > 1])
     else:
         content.append(element("p", "Nothing is evaluated yet, or the run has no evaluation data.", class_="soft"))
-    return [*content, *_reports(run), *_matrices(run), *_pictures(run)]
+    return [*content, *_reports(run), *_matrices(run), *_pictures(run, room)]
 
 
 def _steps(metrics: Metrics, names: Sequence[str]) -> list[float]:
@@ -136,22 +139,13 @@ def _matrices(run: Run) -> list[Markup]:
     return content
 
 
-def _pictures(run: Run) -> list[Markup]:
+def _pictures(run: Run, room: int) -> list[Markup]:
     """Pictures of samples and results: of each kind the last and the best, then earlier ones, while there is room."""
     best = _chosen_step(run)
-    kinds: dict[str, list[tuple[int, Path]]] = {}
-    for path in sorted([*(run.folder / "samples").glob("*.png"), *(run.folder / "pictures").glob("*.png")]):
-        step = _STEP.search(path.stem)
-        kind = f"{path.parent.name}/{path.stem[: step.start()] if step else path.stem}".rstrip("/")
-        kinds.setdefault(kind, []).append((int(step[1]) if step else 0, path))
-    first, later = [], []
-    for kind, found in kinds.items():
-        found.sort(reverse=True)
-        for number, (step, path) in enumerate(found):
-            (first if number == 0 or step == best else later).append((kind, step, path))
-    later.sort(key=lambda one: -one[1])
-    room, left_out = _PICTURES, 0
-    open_figures, folded_figures = [], []
+    first, later = _by_kind(run, best)
+    left_out = 0
+    open_figures: list[Markup] = []
+    folded_figures: list[Markup] = []
     for number, (kind, step, path) in enumerate([*first, *later]):
         try:
             if (size := path.stat().st_size) > room:
@@ -167,7 +161,7 @@ def _pictures(run: Run) -> list[Markup]:
         source = "data:image/png;base64," + base64.b64encode(content).decode()
         figure = element("figure", element("figcaption", title), _image(source, title))
         (open_figures if number < len(first) else folded_figures).append(figure)
-    content_parts = []
+    content_parts: list[Markup] = []
     if open_figures:
         content_parts += [element("h3", "Pictures"), element("div", open_figures, class_="pictures")]
     if folded_figures:
@@ -176,6 +170,23 @@ def _pictures(run: Run) -> list[Markup]:
         said = f"{left_out} pictures are left out, so that the page stays small; see the folders samples and pictures."
         content_parts.append(element("p", said, class_="soft"))
     return content_parts
+
+
+def _by_kind(run: Run, best: float | None) -> tuple[list[tuple[str, int, Path]], list[tuple[str, int, Path]]]:
+    """Kind, step and path of each picture: the last and the best of each kind, and earlier ones, the latest first."""
+    kinds: dict[str, list[tuple[int, Path]]] = {}
+    for path in sorted([*(run.folder / "samples").glob("*.png"), *(run.folder / "pictures").glob("*.png")]):
+        match = _STEP.search(path.stem)
+        kind = f"{path.parent.name}/{path.stem[: match.start()] if match else path.stem}".rstrip("/")
+        kinds.setdefault(kind, []).append((int(match[1]) if match else 0, path))
+    first: list[tuple[str, int, Path]] = []
+    later: list[tuple[str, int, Path]] = []
+    for kind, found in kinds.items():
+        found.sort(reverse=True)
+        for number, (step, path) in enumerate(found):
+            (first if number == 0 or step == best else later).append((kind, step, path))
+    later.sort(key=lambda one: -one[1])
+    return first, later
 
 
 def _image(source: str, title: str) -> Markup:

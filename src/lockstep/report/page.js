@@ -59,7 +59,17 @@
       hooks: { draw: [drawMarks] },
     };
     place.replaceChildren();
-    built.set(place, { plot: new uPlot(options, data, place), logarithmic });
+    const plot = new uPlot(options, data, place);
+    built.set(place, { plot, logarithmic });
+    place.querySelectorAll(".u-legend .u-series + .u-series th").forEach((name, number) => {
+      name.tabIndex = 0;
+      name.title = "show or hide";
+      name.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        plot.setSeries(number + 1, { show: !plot.series[number + 1].show });
+      });
+    });
   };
 
   const places = [...document.querySelectorAll("[data-chart]")];

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
@@ -101,6 +102,16 @@ def number_text(value: Any) -> str:
     if isinstance(value, int) or (value == int(value) and abs(value) < 1e15):
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def time(text: str) -> str:
+    """A time in ISO 8601 for people: with a space in the place of the T."""
+    return text.replace("T", " ", 1)
+
+
+def command(*lines: Sequence[str]) -> Markup:
+    """Commands, one a line, as a shell takes them."""
+    return element("pre", "\n".join(map(shlex.join, lines)), class_="command", tabindex=0)
 
 
 def duration(seconds: float) -> str:

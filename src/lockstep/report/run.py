@@ -17,6 +17,7 @@ from lockstep.report.metrics_file import Metrics
 from lockstep.report.train_log import TrainLog
 
 _OF_A_RUN = ("config.yaml", "environment.json", "metrics.jsonl", "train.log")
+_HANGS, _HANG = 5, 40_000  # reports on hangs, and characters of each, that are shown
 _LONGEST = 200_000  # characters of a text file that are read
 
 
@@ -113,6 +114,8 @@ def read(folder: Path) -> Run:
         run.config = config_file.read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     except UsageError as error:
         problems.append(f"config.yaml: {error.what}")
+    except RecursionError:
+        problems.append("config.yaml: too deeply nested")
     run.environment = _mapping(folder / "environment.json", problems)
     run.verdict = _mapping(folder / "verify.json", problems)
     run.metrics = metrics_file.read(folder / "metrics.jsonl")
@@ -123,7 +126,7 @@ def read(folder: Path) -> Run:
     run.checkpoints = [one for one in manifest.listed(folder / "checkpoints") if _is_whole(one)]
     problems += [f"checkpoints/{complaint}" for complaint in manifest.unreadable(folder / "checkpoints")]
     reports = sorted(path for path in folder.glob("hang-*.txt") if path.is_file())
-    run.hangs = [(path.name, text) for path in reports if (text := _text(path).strip())]
+    run.hangs = [(path.name, text[:_HANG]) for path in reports[-_HANGS:] if (text := _text(path).strip())]
     run.model = _text(folder / "model.txt")
     return run
 

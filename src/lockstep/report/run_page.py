@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import shlex
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from lockstep.report.page import code, duration, facts, folded, number_text, sec
 from lockstep.report.run import Run
 
 _SHOWN = 200  # characters of a value
+_LONG = 50_000  # of a text
+_BYTES = 4_700_000  # of the page
+_TEXTS = 900_000  # of them for other things than curves and pictures
 _KEYS = 20  # that differ, named at most
 
 
@@ -41,6 +44,8 @@ def to_html(shown: Run) -> str:
     """The page as text."""
     curves = charts.of_run(shown.metrics, shown.evaluation_sets)
     plots, values = page.figures(curves)
+    # In base64, 3 bytes become 4.
+    room = max(0, _BYTES - _TEXTS - len(json.dumps(values))) * 3 // 4
     hint = "Drag across a chart to enlarge a part, double-click to see all of it; a click on a name hides its line."
     marks = [start.from_step for start in shown.log.starts[1:]] or [after for _, after in shown.metrics.restarts()]
     restarts = " Broken upright lines mark restarts." if marks else ""
@@ -51,7 +56,7 @@ def to_html(shown: Run) -> str:
             "Curves",
             [element("p", hint + restarts, class_="soft"), plots] if curves else [_nothing("no entry is logged")],
         ),
-        ("Evaluations", evaluations.parts(shown)),
+        ("Evaluations", evaluations.parts(shown, room=room)),
         ("Checkpoints", _checkpoints(shown)),
         ("Time line", timeline.parts(shown)),
         ("Verification", _verification(shown)),
@@ -71,7 +76,11 @@ def _header(shown: Run) -> list[Markup]:
     problems = [element("p", "Left out: " + "; ".join(shown.problems), class_="soft")] if shown.problems else []
     return [
         element("h1", shown.name),
-        element("p", sentence[:1].upper() + sentence[1:], class_=f"state {state}"),
+        element(
+            "p",
+            sentence if sentence.startswith("train.log") else sentence[:1].upper() + sentence[1:],
+            class_=f"state {state}",
+        ),
         element("p", about, class_="soft"),
         *problems,
     ]
@@ -83,7 +92,8 @@ def _nothing(text: str) -> Markup:
 
 def _result(shown: Run) -> list[Markup]:
     metrics = shown.metrics
-    names = ["train/loss", *(name for name in metrics.series if name.startswith("eval/") and name.count("/") == 1)]
+    results = [name for name in metrics.series if name.startswith("eval/") and name.count("/") == 1]
+    names = ["train/loss", *(name for name in results if name not in evaluations.NOT_RESULTS)]
     pairs = [(name, number_text(value)) for name in names[:12] if (value := metrics.last(name)) is not None]
     best = shown.best
     content = [facts([("last step", number_text(shown.last_step)), *((f"last {name}", text) for name, text in pairs)])]
@@ -107,7 +117,8 @@ def _trained(shown: Run) -> Markup:
     samples, digest = source.get("samples"), str(source.get("digest", ""))
     batch = shown.section("batch")
     versions = [f"{name} {environment[name]}" for name in ("lockstep", "torch", "python") if environment.get(name)]
-    devices = f"{environment.get('world', starts[-1].world if starts else '?')} x {environment.get('device', '?')}"
+    world = environment.get("world", starts[-1].world if starts else None)
+    devices = f"{world} x {environment.get('device', '?')}" if world is not None else ""
     devices += f" ({starts[-1].device})" if starts else ""
     model = next((line for line in shown.log.intro if line.endswith(" parameters")), "")
     known = shown.section("data")
@@ -131,7 +142,8 @@ def _trained(shown: Run) -> Markup:
             ("digest of the task's code", shortened(str(environment.get("task") or ""), 17)),
         ]
     )
-    return element("div", content, folded("what the log says before the first step", code("\n".join(shown.log.intro))))
+    intro = "\n".join(shown.log.intro)[:_LONG]
+    return element("div", content, [folded("what the log says before the first step", code(intro))] if intro else [])
 
 
 def _checkpoints(shown: Run) -> list[Markup]:
@@ -141,7 +153,7 @@ def _checkpoints(shown: Run) -> list[Markup]:
     reasons = retention.reasons(shown.checkpoints)
     names = [retention.best[1]] if retention.best else []
     names += [name for one in shown.checkpoints for name in one.metrics if name.count("/") == 1]
-    names = [name for name in dict.fromkeys(names) if name not in ("eval/samples", "eval/bad")][:6]
+    names = [name for name in dict.fromkeys(names) if name not in evaluations.NOT_RESULTS][:6]
     rows = []
     for one in shown.checkpoints:
         kept = ", ".join(reasons.get(one.step, ["not kept by the config"]))
@@ -149,7 +161,7 @@ def _checkpoints(shown: Run) -> list[Markup]:
         if best is not None and one.step == best.step and retention.best is not None:
             why = element("span", f"best: {' '.join(retention.best)}; kept: {kept}", class_="best")
         values = [number_text(one.metrics.get(name)) for name in names]
-        saved = str(one.manifest.get("saved_at", ""))
+        saved = page.time(str(one.manifest.get("saved_at", "")))
         rows.append([f"{one.step:,}", why, *values, f"{one.size / 2**20:,.1f} MiB", saved])
     said = "The best is marked: the latest of the checkpoints with the best value."
     if retention.best is None:
@@ -176,7 +188,7 @@ def _verification(shown: Run) -> list[Markup]:
     text, state = _verdict(shown.verdict)
     how = commands.to_verify(shown)
     if text == "not verified":
-        return [element("p", "Nothing was verified in this folder. To verify:"), code(shlex.join(how))]
+        return [element("p", "Nothing was verified in this folder. To verify:"), page.command(how)]
     checks = [check for check in shown.verdict["checks"] if isinstance(check, Mapping)]
     rows = []
     for check in checks[:100]:
@@ -200,7 +212,7 @@ def _verification(shown: Run) -> list[Markup]:
         element("p", f"{about}; verify.html has the details.", class_="soft"),
         *notes,
         table(("check", "status", "value", "reason"), rows, label="Checks"),
-        folded("verify again", code(shlex.join(how))),
+        folded("verify again", page.command(how)),
     ]
 
 
@@ -209,9 +221,9 @@ def _config(shown: Run) -> list[Markup]:
     if shown.config:
         parts.append(folded("all keys of the config", code(_yaml(shown.config))))
     if shown.model:
-        parts.append(folded("layers of the model", code(shown.model)))
+        parts.append(folded("layers of the model", code(shown.model[:_LONG])))
     return parts or [_nothing("config.yaml and model.txt are missing")]
 
 
 def _yaml(values: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)[:100_000]
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)[:_LONG]

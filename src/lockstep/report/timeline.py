@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Sequence
 
 from lockstep.markup import Markup, element
+from lockstep.report import page
 from lockstep.report.page import code, duration, folded, table
 from lockstep.report.run import Run
 from lockstep.report.train_log import Start
@@ -28,7 +29,7 @@ def parts(run: Run) -> list[Markup]:
         )
     content += [folded(f"hang report {name}", code(text)) for name, text in run.hangs]
     if run.log.notes:
-        rows = [[note.at, note.text, str(note.count)] for note in run.log.notes]
+        rows = [[page.time(note.at), note.text, str(note.count)] for note in run.log.notes]
         content += [
             element("h3", "Warnings"),
             table(("first time", "message", "times"), rows, "paths", label="Warnings"),
@@ -55,9 +56,11 @@ def _table(starts: Sequence[Start]) -> Markup:
     rows = []
     for start, ending in list(zip(starts, endings(starts), strict=True))[-_MOST:]:
         about = f"{start.world} x {start.device}, lockstep {start.lockstep}, torch {start.torch}"
-        rows.append([start.at, f"{start.from_step:,} to {start.reached:,}", duration(start.seconds), ending, about])
+        rows.append(
+            [page.time(start.at), f"{start.from_step:,} to {start.reached:,}", duration(start.seconds), ending, about]
+        )
     left_out = f" (the last {_MOST} of {len(starts)})" if len(starts) > _MOST else ""
-    return table(("started", "steps", "for", f"end{left_out}", "on"), rows, label="Starts")
+    return table(("started", "steps", "for", f"end{left_out}", "on"), rows, "starts", label="Starts")
 
 
 def _picture(starts: Sequence[Start]) -> Markup:

@@ -15,7 +15,7 @@ _STOPPED = re.compile(r"stopped by \S+ (?:at step (\d+)|before the first step)")
 _ENDED = re.compile(r"the training ended at step (\d+) of \d+: ")
 _NOTED = ("warning:", "error:", "out of memory", "passed over a damaged", "loader worker")
 _MOST = 200  # different notes, and lines before the first step
-_TABLE_CHARACTERS = 20_000
+_TABLE_CHARACTERS, _NOTE_CHARACTERS = 20_000, 1000
 
 
 @dataclass
@@ -109,7 +109,7 @@ def _read(lines: Iterable[str]) -> TrainLog:
             if text in notes:
                 notes[text].count += 1
             elif len(notes) < _MOST:
-                notes[text] = Note(at, text)
+                notes[text] = Note(at, text[:_NOTE_CHARACTERS])
         elif "\n" in text:
             table = text[:_TABLE_CHARACTERS]
         if last is not None and len(log.starts) == 1 and last.goal is None and len(log.intro) < _MOST:
