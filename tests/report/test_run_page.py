@@ -59,6 +59,7 @@ def test_what_was_trained_and_how_it_went(tmp_path):
 def test_the_commands_that_repeat_and_verify(tmp_path):
     folder = write_run(tmp_path / "a run")
     text = page(folder).text
+    assert "deletes this run first (--fresh)" in text
     assert "lockstep train toy optim.lr=0.1 --fresh --run-dir runs/made --nproc 2" in text
     anew = f"git checkout abc123\nlockstep train toy optim.lr=0.1 --nproc 2 --run-dir '{folder}-again'"
     assert anew in text

@@ -22,7 +22,8 @@ def parts(run: Run) -> list[Markup]:
     git = run.environment.get("git")
     commit = str(git.get("commit") or "") if isinstance(git, Mapping) else ""
     lines = [["git", "checkout", commit]] if commit else []
-    content = [element("p", "The command of the last start; it goes on with this run:"), page.command(given)]
+    effect = "deletes this run first (--fresh)" if "--fresh" in given else "goes on with this run"
+    content = [element("p", f"The command of the last start; it {effect}:"), page.command(given)]
     if _is_lockstep(given):
         anew = _without(given, ("--fresh", "--run-dir", "--allow-change"))
         again = [*anew, "--run-dir", f"{run.folder}-again"]

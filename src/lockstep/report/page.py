@@ -53,7 +53,9 @@ def figures(shown: Sequence[Chart], number_from: int = 0) -> tuple[Markup, list[
     for number, chart in enumerate(shown, number_from):
         rows = [[label, *map(number_text, facts)] for label, facts in chart.facts()]
         more = [f"{chart.left_out} more lines are left out."] if chart.left_out else []
-        thinned = "Each point is the smallest or the largest value of neighbouring entries: no peak is lost."
+        thinned = (
+            "Downsampled: each point is the smallest or the largest value of neighbouring entries, so no peak is lost."
+        )
         more += [thinned] if chart.thinned else []
         facts = table(("", "first", "smallest", "largest", "last"), rows, "numbers", label=f"Values of {chart.title}")
         last = "; ".join(f"{label}: {number_text(values[-1])}" for label, values in chart.facts()[:4])
