@@ -66,6 +66,17 @@ _POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
     OnError.RAISE: "raise",
     OnError.SKIP: "skip",
 }
+_OF_EVALUATION = (
+    "data.eval",
+    "data.workers",
+    "data.on_error",
+    "batch.micro",
+    "device",
+    "precision",
+    "parallel",
+    "compute",
+)
+"""Keys of a run's config that may be changed for an evaluation."""
 _NAMED = 10  # inputs that could not be read are named up to this number
 
 
@@ -146,6 +157,12 @@ def train(
 @app.command()
 def evaluate(
     run_dir: RunDir,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Changes to the run's config, such as data.eval=other.csv or batch.micro=8."
+        ),
+    ] = None,
     checkpoint: Which = None,
     nproc: Nproc = None,
     preset: Machine = None,
@@ -156,11 +173,12 @@ def evaluate(
     with _reporting(debug):
         from lockstep import config_file
 
-        settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
+        settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
+        settings, nproc = _on_machine(settings, preset, nproc, overrides or ())
         if _is_launcher(nproc):
             options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
             options += ["--checkpoint", checkpoint] if checkpoint else []
-            _launch(["evaluate", str(run_dir), *options], nproc, settings, cold=cold)
+            _launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer

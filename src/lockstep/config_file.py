@@ -60,11 +60,15 @@ def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     return parse(values, where, overrides)
 
 
-def read_run(run_dir: Path) -> RunConfig:
+def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = ()) -> RunConfig:
     """The config that a run directory records.
 
+    Args:
+        overrides: `key=value` on the command line.
+        allowed: the keys that may be overridden, and all keys below them.
+
     Raises:
-        UsageError: not a run directory.
+        UsageError: not a run directory, or an override is wrong or not allowed.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -73,7 +77,15 @@ def read_run(run_dir: Path) -> RunConfig:
             where=str(run_dir),
             remedy="give the directory of a run, such as runs/digits",
         )
-    return parse(_of_today(read_yaml(path)), str(path), needs_task=False)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
+            raise UsageError(
+                f"{key} belongs to the training of this run",
+                where="command line",
+                remedy=f"here, only these keys can be changed: {', '.join(allowed)}",
+            )
+    return parse(_of_today(read_yaml(path)), str(path), overrides, needs_task=False)
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
