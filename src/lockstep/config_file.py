@@ -5,9 +5,7 @@ It imports no torch, so that a wrong key is reported before anything slow is loa
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -16,25 +14,18 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
-from lockstep.config_section import Section
+from lockstep.config_layers import Loader, alternatives, read_numbers_as_today, read_target, read_yaml
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks import registry
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: `1e-8` is a number. (For PyYAML, which follows YAML 1.1, it is text.)"""
-
-
 class _Dumper(yaml.SafeDumper):
-    """Writes values so that `_Loader` reads them back unchanged: the text '1e-8' gets quotes."""
+    """Writes values so that `Loader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+read_numbers_as_today(_Dumper)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -56,8 +47,8 @@ def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UsageError: something is wrong. The error names file, key and value of all faults at once.
     """
-    values, where = _read(target)
-    return parse(values, where, overrides)
+    layers = read_target(target)
+    return parse(layers.values, layers.name, overrides, sources=layers.sources)
 
 
 def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = ()) -> RunConfig:
@@ -116,13 +107,18 @@ def _of_today(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(
-    values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True
+    values: Mapping[str, Any],
+    where: str = "config",
+    overrides: Sequence[str] = (),
+    needs_task: bool = True,
+    sources: Mapping[str, str] | None = None,
 ) -> RunConfig:
     """The config of `values` with `overrides`.
 
     Args:
         where: the source of `values`, for errors.
         needs_task: whether a missing task is an error.
+        sources: the source of single keys by dotted path, where it is not `where`.
 
     Raises:
         UsageError: something is wrong. The error names all faults at once.
@@ -134,11 +130,7 @@ def parse(
 
     def origin(path: str) -> str:
         """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
-        return (
-            "command line"
-            if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given)
-            else where
-        )
+        return "command line" if _related(path, given) else (sources or {}).get(_related(path, sources or {}), where)
 
     config: RunConfig | None = None
     try:
@@ -158,6 +150,11 @@ def parse(
     return config
 
 
+def _related(path: str, keys: Iterable[str]) -> str:
+    """The first of `keys` that is `path`, or is above or below it; empty if there is none."""
+    return next((key for key in keys if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.")), "")
+
+
 def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]) -> set[str]:
     """Set the keys of `overrides` in `raw`, and remove the keys that they exclude.
 
@@ -174,7 +171,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
             problems.append(f"command line: {override!r} is not key=value")
             continue
         try:
-            value = yaml.load(text, _Loader)
+            value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue
@@ -184,74 +181,11 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
     if isinstance(batch, dict) and given & {"batch.per_rank", "batch.accumulate"}:
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             batch.pop(other, None)  # the keys on the command line take the place of the recipe's global batch
-    for section, key, other in _alternatives():
+    for section, key, other in alternatives():
         place = raw.get(section)
         if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
             place.pop(other, None)
     return given
-
-
-def _read(target: str) -> tuple[dict[str, Any], str]:
-    path, _, attribute = target.partition(":")
-    if path.endswith(".py"):
-        if not Path(path).is_file():
-            raise UsageError("no such file", where=path, remedy="give the path of your Python file, as FILE.py:Task")
-        if not attribute:
-            raise UsageError("no class is named", where=path, remedy=f"write {path}:MyTask")
-        return {"name": Path(path).stem, "task": {"kind": f"{os.path.abspath(path)}:{attribute}"}}, target
-    if target.endswith((".yaml", ".yml")):
-        if not Path(target).is_file():
-            raise UsageError(
-                "no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file"
-            )
-        values = read_yaml(Path(target))
-    else:
-        recipe = registry.shipped_recipe(target)
-        if recipe is None:
-            known = registry.recipes()
-            if target not in known:
-                hint = did_you_mean(target, known)
-                raise UsageError(
-                    f"there is no recipe {target!r}",
-                    remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
-                )
-            recipe = known[target]
-        values = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
-    values.setdefault("name", Path(target).stem)
-    return values, target
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a mapping of sections in YAML.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    return parse_yaml(content, str(path))
-
-
-def parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
-    """The sections in the `content` of a YAML file. `where` names the file in errors.
-
-    Raises:
-        UsageError: the content is not a mapping of sections in YAML.
-    """
-    try:
-        values = yaml.load(content.decode() if isinstance(content, bytes) else content, _Loader)
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: the file is not UTF-8, or holds an impossible date or number
-        raise UsageError(f"not YAML: {error}", where=where, remedy="repair the file") from error
-    if not isinstance(values, dict):
-        raise UsageError(
-            "not a YAML mapping of sections", where=where, remedy="write sections such as `task: {kind: toy}`"
-        )
-    return values
 
 
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
@@ -286,15 +220,6 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         raw = inner
 
 
-def _alternatives() -> Iterator[tuple[str, str, str]]:
-    """(section, key, other key) for keys that exclude each other, in both orders."""
-    for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for first, second in field.annotation.alternatives:
-                yield name, first, second
-                yield name, second, first
-
-
 def _suggest(raw: dict[str, Any]) -> None:
     """Fill in the values that suit the task.
 
@@ -315,7 +240,7 @@ def _suggest(raw: dict[str, Any]) -> None:
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue
-        excluded = {other for name, key, other in _alternatives() if name == section and key in given}
+        excluded = {other for name, key, other in alternatives() if name == section and key in given}
         if section == "train" and "epochs" in given:
             excluded.add("min_steps")
         raw[section] = {key: value for key, value in values.items() if key not in excluded} | given
