@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.commands import config as config_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -78,6 +79,23 @@ _OF_EVALUATION = (
 )
 """Keys of a run's config that may be changed for an evaluation."""
 _NAMED = 10  # inputs that could not be read are named up to this number
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from lockstep import __version__
+
+        print(f"lockstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _application(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -498,6 +516,9 @@ def _reporting(debug: bool) -> Iterator[None]:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             _tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+config_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:

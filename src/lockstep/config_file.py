@@ -5,6 +5,7 @@ It imports no torch, so that a wrong key is reported before anything slow is loa
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -14,23 +15,23 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
-from lockstep.config_layers import Loader, alternatives, read_numbers_as_today, read_target, read_yaml
+from lockstep.config_layers import Layers, Loader, alternatives, read_numbers_as_today, read_target, read_yaml
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks import registry
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
     """Writes values so that `Loader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
-read_numbers_as_today(_Dumper)
+read_numbers_as_today(Dumper)
 
 
 def to_yaml(config: RunConfig) -> str:
     """All keys of `config`, in the form that `load` reads."""
-    return yaml.dump(config.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(config.model_dump(by_alias=True), Dumper=Dumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
@@ -49,6 +50,13 @@ def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     """
     layers = read_target(target)
     return parse(layers.values, layers.name, overrides, sources=layers.sources)
+
+
+def without_suggestions(layers: Layers, overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of a config without those that are filled in because they suit the task."""
+    raw: dict[str, Any] = copy.deepcopy(layers.values)
+    _override(raw, overrides, [])
+    return RunConfig.model_validate(raw).model_dump(by_alias=True)
 
 
 def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = ()) -> RunConfig:
@@ -130,7 +138,7 @@ def parse(
 
     def origin(path: str) -> str:
         """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
-        return "command line" if _related(path, given) else (sources or {}).get(_related(path, sources or {}), where)
+        return "command line" if related(path, given) else (sources or {}).get(related(path, sources or {}), where)
 
     config: RunConfig | None = None
     try:
@@ -150,7 +158,7 @@ def parse(
     return config
 
 
-def _related(path: str, keys: Iterable[str]) -> str:
+def related(path: str, keys: Iterable[str]) -> str:
     """The first of `keys` that is `path`, or is above or below it; empty if there is none."""
     return next((key for key in keys if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.")), "")
 
