@@ -83,9 +83,9 @@ _NAMED = 10  # inputs that could not be read are named up to this number
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from lockstep import __version__
+        import lockstep
 
-        print(f"lockstep {__version__}")
+        print(f"lockstep {lockstep.__version__}")
         raise typer.Exit
 
 
