@@ -170,6 +170,25 @@ def test_a_run_that_goes_on(tmp_path):
     assert "Nothing is evaluated yet" in read.text
 
 
+def test_several_sets_of_evaluation_data(tmp_path):
+    values = {"eval/clean/f1": 0.5, "eval/noisy/f1": 0.25, "eval/clean/iou/Sky": 0.125, "eval/clean/samples": 7}
+    log = [*cases.LOG[:3], f"{cases.TIME.format(4)}  clean:\nA", f"{cases.TIME.format(4)}  noisy:\nB", cases.LOG[-1]]
+    data = {"eval": {"clean": "a.csv", "noisy": "b.csv"}}
+    read = page(write_run(tmp_path, rows=[cases.entry(20, **values)], log=log, data=data))
+    assert next(row for row in read.rows if row[:2] == ["step", "eval/clean/f1"]) == [
+        "step",
+        "eval/clean/f1",
+        "eval/noisy/f1",
+    ]
+    assert read.row("Sky") == ["Sky", "0.125"]
+    assert ["", "clean/iou"] in read.rows
+    assert "clean:\nA\n\nnoisy:\nB" in read.text
+    assert [chart["labels"] for chart in read.data["charts"]] == [
+        ["eval/clean/f1", "eval/noisy/f1"],
+        ["eval/clean/iou/Sky"],
+    ]
+
+
 def test_a_hang_is_shown(tmp_path):
     folder = write_run(tmp_path)
     (folder / "hang-20260304-050607.txt").write_text("no rank made progress for 60 s")

@@ -30,7 +30,10 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
         debug: Debug = False,
     ) -> None:
-        """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts."""
+        """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
+
+        Example: lockstep report runs/digits
+        """
         with reporting(debug), _writing(out or run_dir):
             from lockstep.report import run_page
 
@@ -42,7 +45,10 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
         debug: Debug = False,
     ) -> None:
-        """Compare runs with the first of them: what differs in their configs, and their last results."""
+        """Compare runs with the first of them: what differs in their configs, and their last results.
+
+        Example: lockstep compare runs/a runs/b --out compare.html
+        """
         with reporting(debug), _writing(out or Path()):
             from lockstep.report import comparison
 

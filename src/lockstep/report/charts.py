@@ -60,7 +60,7 @@ def of_run(metrics: Metrics, sets: Sequence[str] = ()) -> list[Chart]:
     charts: dict[str, Chart] = {}
     for name, series in metrics.series.items():
         title = title_of(name, sets)
-        if title is None or not np.isfinite(series.values).any() or (name in COUNTS and not np.any(series.values > 0)):
+        if title is None or not np.isfinite(series.values).any() or (title in COUNTS and not np.any(series.values > 0)):
             continue
         charts.setdefault(title, Chart(title)).lines.append(Line(name, series))
     first = ["Loss", *_TRAINING.values()]

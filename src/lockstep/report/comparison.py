@@ -75,7 +75,7 @@ def of_runs(folders: Sequence[Path]) -> Comparison:
 
 def _is_result(name: str) -> bool:
     """Whether the last value of a name says something of a run."""
-    if name in ("eval/samples", "train/lr") or name.startswith("train/lr/"):
+    if name.endswith("/samples") or name == "train/lr" or name.startswith("train/lr/"):
         return False
     return name.startswith(("eval/", "train/")) or name == "memory/peak_mb"
 
@@ -142,7 +142,7 @@ def _result_rows(compared: Comparison) -> list[list[str]]:
     """For each result its values, and below each value but the first the difference."""
     rows = []
     for name, values in {**compared.best, **compared.results}.items():
-        if name in charts.COUNTS and not any(values):
+        if name.endswith(("/bad", "/skipped")) and not any(values):
             continue
         first, *others = values
         cells = [number_text(first)]

@@ -15,14 +15,13 @@ from lockstep.markup import Markup, element
 from lockstep.observe import metric_arrays
 from lockstep.report.metrics_file import Metrics
 from lockstep.report.page import code, folded, number_text, table
-from lockstep.report.run import Run
+from lockstep.report.run import Run, is_result
 
 _ROWS, _COLUMNS, _CLASSES = 30, 10, 300
 _REPORTS = 10
 _CELLS = 400  # of a matrix
 _STEP = re.compile(r"-?step-(\d+)$")
 _PNG = b"\x89PNG\r\n\x1a\n"
-NOT_RESULTS = ("eval/samples", "eval/bad")
 
 
 def parts(run: Run, *, room: int) -> list[Markup]:
@@ -31,11 +30,11 @@ def parts(run: Run, *, room: int) -> list[Markup]:
     Args:
         room: bytes of all pictures.
     """
-    names = [name for name in run.metrics.series if name.startswith("eval/") and name not in NOT_RESULTS]
+    names = [name for name in run.metrics.series if is_result(name)]
     content: list[Markup] = []
     if names:
-        content += _by_step(run, [name for name in names if name.count("/") == 1])
-        content += _by_class(run, [name for name in names if name.count("/") > 1])
+        content += _by_step(run, [name for name in names if len(run.parts(name)) == 2])
+        content += _by_class(run, [name for name in names if len(run.parts(name)) > 2])
     else:
         content.append(element("p", "Nothing is evaluated yet, or the run has no evaluation data.", class_="soft"))
     return [*content, *_reports(run), *_matrices(run), *_pictures(run, room)]
@@ -86,7 +85,8 @@ def _by_class(run: Run, names: Sequence[str]) -> list[Markup]:
     for step in dict.fromkeys([steps[0], *([best] if best in steps else [])]):
         values: dict[str, dict[str, str]] = {}
         for name in names:
-            _, family, member = name.split("/", 2)
+            member = "/".join(run.parts(name)[2:])
+            family = name.removeprefix("eval/").removesuffix(f"/{member}")  # with the set, if there are several
             if (value := run.metrics.at(name, float(step or 0))) is not None:
                 values.setdefault(member, {})[family] = number_text(value)
         families = list(dict.fromkeys(family for row in values.values() for family in row))[:_COLUMNS]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import config_file
+from lockstep import config_layers
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import Checkpoint, Retention
 from lockstep.errors import UsageError
@@ -77,6 +77,15 @@ class Run:
         evaluated = self.section("data").get("eval")
         return list(map(str, evaluated)) if isinstance(evaluated, Mapping) else []
 
+    def results(self) -> list[str]:
+        """Names of the results of evaluations that stand for all samples of a set, not for a class."""
+        return [name for name in self.metrics.series if is_result(name) and len(self.parts(name)) == 2]
+
+    def parts(self, name: str) -> list[str]:
+        """The parts of a name, such as `eval`, `iou`, `Sky`. The name of a set of evaluation data is left out."""
+        parts = name.split("/")
+        return [parts[0], *parts[2:]] if len(parts) > 2 and parts[1] in self.evaluation_sets else parts
+
     def section(self, name: str) -> dict[str, Any]:
         """A section of the config; empty if it is none."""
         section = self.config.get(name)
@@ -99,6 +108,11 @@ class Run:
         )
 
 
+def is_result(name: str) -> bool:
+    """Whether a name is a result of an evaluation, not a number of samples."""
+    return name.startswith("eval/") and name.rpartition("/")[2] not in ("samples", "bad")
+
+
 def read(folder: Path) -> Run:
     """What is known of the run in `folder`.
 
@@ -111,7 +125,7 @@ def read(folder: Path) -> Run:
     problems = [f"{name} is missing" for name in _OF_A_RUN if not (folder / name).is_file()]
     run = Run(folder, problems=problems)
     try:
-        run.config = config_file.read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
+        run.config = config_layers.read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     except UsageError as error:
         problems.append(f"config.yaml: {error.what}")
     except RecursionError:

@@ -16,7 +16,7 @@ from lockstep.markup import Markup, element, shortened
 from lockstep.report import charts, commands, evaluations, page, run, timeline
 from lockstep.report.config_difference import flat
 from lockstep.report.page import code, duration, facts, folded, number_text, section, table
-from lockstep.report.run import Run
+from lockstep.report.run import Run, is_result
 
 _SHOWN = 200  # characters of a value
 _LONG = 50_000  # of a text
@@ -92,8 +92,7 @@ def _nothing(text: str) -> Markup:
 
 def _result(shown: Run) -> list[Markup]:
     metrics = shown.metrics
-    results = [name for name in metrics.series if name.startswith("eval/") and name.count("/") == 1]
-    names = ["train/loss", *(name for name in results if name not in evaluations.NOT_RESULTS)]
+    names = ["train/loss", *shown.results()]
     pairs = [(name, number_text(value)) for name in names[:12] if (value := metrics.last(name)) is not None]
     best = shown.best
     content = [facts([("last step", number_text(shown.last_step)), *((f"last {name}", text) for name, text in pairs)])]
@@ -152,8 +151,8 @@ def _checkpoints(shown: Run) -> list[Markup]:
     retention, best = shown.retention, shown.best
     reasons = retention.reasons(shown.checkpoints)
     names = [retention.best[1]] if retention.best else []
-    names += [name for one in shown.checkpoints for name in one.metrics if name.count("/") == 1]
-    names = [name for name in dict.fromkeys(names) if name not in evaluations.NOT_RESULTS][:6]
+    names += [name for one in shown.checkpoints for name in one.metrics if len(shown.parts(name)) == 2]
+    names = [name for name in dict.fromkeys(names) if is_result(name)][:6]
     rows = []
     for one in shown.checkpoints:
         kept = ", ".join(reasons.get(one.step, ["not kept by the config"]))

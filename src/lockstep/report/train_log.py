@@ -111,7 +111,7 @@ def _read(lines: Iterable[str]) -> TrainLog:
             elif len(notes) < _MOST:
                 notes[text] = Note(at, text[:_NOTE_CHARACTERS])
         elif "\n" in text:
-            table = text[:_TABLE_CHARACTERS]
+            table = (f"{table}\n\n{text}" if table else text)[:_TABLE_CHARACTERS]  # a text for each set of data
         if last is not None and len(log.starts) == 1 and last.goal is None and len(log.intro) < _MOST:
             log.intro += [] if text.startswith(_NOTED) else text.split("\n")
     log.notes = list(notes.values())
