@@ -138,7 +138,17 @@ def test_a_run_of_which_one_file_is_left(tmp_path, kept):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe\x00", b"[1]", b"{", b"null", b"[" * 1200, b'{"a": {"b": [1, {}]}}']
+    "content",
+    [
+        b"",
+        b"\xff\xfe\x00",
+        b"[1]",
+        b"{",
+        b"null",
+        b"[" * 1200,
+        b'{"a": {"b": [1, {}]}}',
+        b'{"step": 1, "m": [[NaN, 1e999]]}',
+    ],
 )
 @pytest.mark.parametrize("name", [*FILES, "verify.json", "metric_arrays.jsonl", "model.txt"])
 def test_a_damaged_file_is_left_out(tmp_path, name, content):

@@ -13,7 +13,7 @@ import typer
 from lockstep.errors import UsageError
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
-Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR RUN_DIR...", help="Directories of two runs or more.")]
+Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Directories of two runs or more.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from importlib import resources
 from typing import Any
 
-from lockstep.markup import Markup, element
+from lockstep.markup import Markup, element, shortened
 from lockstep.report import charts
 from lockstep.report.charts import Chart
 
@@ -98,10 +98,12 @@ def code(text: str) -> Markup:
 
 
 def number_text(value: Any) -> str:
-    """A number for people; a hyphen for None."""
-    if value is None or isinstance(value, str):
-        return value or "-"
-    if isinstance(value, int) or (value == int(value) and abs(value) < 1e15):
+    """A number for people; a hyphen for None. Other values, which a damaged file may have, as they are."""
+    if value is None or not isinstance(value, int | float):
+        return "-" if value is None else shortened(str(value), 40) or "-"
+    if not abs(value) < 1e15:  # also NaN and infinity
+        return f"{value:.4g}" if isinstance(value, float) else shortened(str(value)[:40], 40)
+    if value == int(value):
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
 
