@@ -707,7 +707,7 @@ def test_the_keys_that_determine_a_training_are_these():
         "precision",
         *(f"data.{key}" for key in ("train", "eval", "fold", "on_error", "drop_last", "cache_size")),
         *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
-        *(f"train.{key}" for key in ("ema_decay", "init_from", "init_skip", "unfreeze")),
+        *(f"train.{key}" for key in ("ema_decay", "init_from", "init_checkpoint", "init_skip", "unfreeze")),
         *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),
         *(f"optim.{key}" for key in ("layer_decay", "groups")),
         *(f"schedule.{key}" for key in ("name", "warmup_steps", "warmup_share", "end_factor")),

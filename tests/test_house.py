@@ -20,6 +20,7 @@ ALLOWED = {
     "atomic": set(),
     "devices": {"devices"},
     "locks": set(),
+    "markup": set(),
     "plugins": {"errors"},
     "data.order": set(),
     "engine.schedule": set(),
@@ -49,8 +50,11 @@ ALLOWED = {
     },
     "config_section": set(),
     "config": {"config_section"},
-    "config_file": {"errors", "config", "config_section", "tasks.registry"},
-    "config_preset": {"errors", "config", "config_file"},
+    "config_layers": {"errors", "config", "config_section", "tasks.registry"},
+    "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
+    "config_text": {"config", "config_file", "config_layers", "config_section", "tasks.registry"},
+    "commands": {"errors", "config_text", "report"},
+    "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
     "verify.checks": {"verify"},
     "verify": {
@@ -65,13 +69,15 @@ ALLOWED = {
         "distributed",
         "engine",
         "tasks",
+        "markup",
         "verify",
     },
+    "report": {"errors", "atomic", "markup", "config_layers", "checkpoint", "observe"},
     "observe.predictions": {"errors", "atomic", "observe"},
     "observe.progress": set(),
     "observe.profile": {"errors"},
     "observe.drawing": {"atomic"},
-    "build": COMPOSED,
+    "build": {*COMPOSED, "config_file", "run_directory"},
     "run_directory": {
         "errors",
         "devices",
@@ -101,6 +107,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": {
         "errors",
+        "commands",
         "config_file",
         "tasks.registry",
         "config_preset",
@@ -190,7 +197,7 @@ def test_imports_are_found_however_they_are_written(tmp_path):
 
 def test_only_the_composition_root_and_the_command_line_know_the_config():
     knowing = {module for module, path in MODULES.items() if {"config", "config_file"} & set(imports(path))}
-    assert knowing - {"config_file", "config_preset"} == {
+    assert knowing - {"config_file", "config_layers", "config_preset", "config_text"} == {
         "trainer",
         "training_run",
         "run_directory",
@@ -220,6 +227,7 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.images.options",
         "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
+        "import lockstep.report.run_page, lockstep.report.comparison",
     ],
 )
 def test_light_imports_do_not_load_torch(code):

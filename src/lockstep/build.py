@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep import devices
-from lockstep.checkpoint import finite
+from lockstep import config_file, devices, run_directory
+from lockstep.checkpoint import choice, finite
 from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.export import load_weights
 from lockstep.checkpoint.store import Checkpoint
-from lockstep.config import ParallelConfig, RunConfig
+from lockstep.config import ParallelConfig, RunConfig, TrainConfig
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Loader, MicroBatches, StepIterator
 from lockstep.data.order import EvaluationPlan, StepPlan
@@ -37,6 +37,7 @@ from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule, scaled_lr
 from lockstep.engine.step import TrainState
+from lockstep.engine.stopping import Stopping, StopRule
 from lockstep.engine.unfreeze import Stage, Unfreezing
 from lockstep.errors import DataError, TrainingError, UsageError
 from lockstep.observe import factory
@@ -92,6 +93,8 @@ class PreparedRun:
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     warnings: list[str]
     """Warnings that every start of the run shows at its beginning and at its end."""
+    stopping: Stopping
+    """Decides whether the training ends before `stop`."""
 
     @property
     def plan(self) -> StepPlan:
@@ -172,12 +175,18 @@ def prepare_run(
         evaluated=checkpoint.metrics if checkpoint else {},
         may_be_infinite={},
         warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
+        stopping=_stopping(train),
     )
 
 
 def _flop_count(config: RunConfig, built: BuiltModel, precision: Precision) -> FlopCount | None:
     compiled = config.compute.compile is not None
     return FlopCount(built.strategy, precision, compiled=compiled) if config.log.flops else None
+
+
+def _stopping(train: TrainConfig) -> Stopping:
+    rule = StopRule(**train.stop_when.model_dump()) if train.stop_when else None
+    return Stopping(rule, train.max_time)
 
 
 # ---- the model and the optimizer
@@ -240,9 +249,29 @@ def build_model(
         )
     forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
+    messages = list(messages)
     if init and config.train.init_from:
-        load_weights(model, Path(config.train.init_from), config.train.init_skip)
+        messages += _load_first_weights(model, config.train, world)
     return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)
+
+
+def _load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> list[str]:
+    """Load the weights of `train.init_from` into `model`. Returns lines that say which checkpoint of a run this is."""
+    source = Path(train.init_from or "").expanduser()
+    folder = source / "checkpoints"
+    if not folder.is_dir():
+        if train.init_checkpoint is not None:
+            raise UsageError(
+                f"{source} is not the directory of a run",
+                where="train.init_checkpoint",
+                remedy="leave it out, or let train.init_from name a run directory",
+            )
+        load_weights(model, source, train.init_skip)
+        return []
+    retention = run_directory.retention(config_file.read_run(source))
+    checkpoint, lines = choice.choose(folder, world, retention, train.init_checkpoint, where="train.init_checkpoint")
+    load_weights(model, source, train.init_skip, checkpoint)
+    return [f"train.init_from={train.init_from}: {line}" for line in lines]
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.commands import config as config_commands
+from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -44,6 +46,14 @@ Cold = Annotated[
     bool,
     typer.Option("--cold", help="Start each rank as a new interpreter that imports torch itself."),
 ]
+Which = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="newest|best|STEP",
+        help="Default: the best where the run keeps its best checkpoint, else the newest.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 
@@ -59,7 +69,35 @@ _POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
     OnError.RAISE: "raise",
     OnError.SKIP: "skip",
 }
+_OF_EVALUATION = (
+    "data.eval",
+    "data.workers",
+    "data.on_error",
+    "batch.micro",
+    "device",
+    "precision",
+    "parallel",
+    "compute",
+)
+"""Keys of a run's config that may be changed for an evaluation."""
 _NAMED = 10  # inputs that could not be read are named up to this number
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import lockstep
+
+        print(f"lockstep {lockstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _application(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -164,21 +202,34 @@ def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], o
 
 @app.command()
 def evaluate(
-    run_dir: RunDir, nproc: Nproc = None, preset: Machine = None, cold: Cold = False, debug: Debug = False
+    run_dir: RunDir,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Changes to the run's config, such as data.eval=other.csv or batch.micro=8."
+        ),
+    ] = None,
+    checkpoint: Which = None,
+    nproc: Nproc = None,
+    preset: Machine = None,
+    cold: Cold = False,
+    debug: Debug = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run; prints one JSON object."""
+    """Evaluate a checkpoint of a run; prints one JSON object."""
     with _reporting(debug):
         from lockstep import config_file
 
-        settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
+        settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
+        settings, nproc = _on_machine(settings, preset, nproc, overrides or ())
         if _is_launcher(nproc):
             options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
-            _launch(["evaluate", str(run_dir), *options], nproc, settings, cold=cold)
+            options += ["--checkpoint", checkpoint] if checkpoint else []
+            _launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
 
-            results = Trainer(settings, run_dir=run_dir).evaluate()
+            results = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).evaluate()
             if _is_first():
                 print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
 
@@ -207,12 +258,13 @@ def predict(
         OnError | None,
         typer.Option(help="What happens if an input cannot be read. Default: as the run's data.on_error."),
     ] = None,
+    checkpoint: Which = None,
     nproc: Nproc = None,
     preset: Machine = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Predict with the newest checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
+    """Predict with a checkpoint of a run; prints one JSON object per sample, in the order of the inputs."""
     with _reporting(debug):
         from lockstep import config_file
         from lockstep.observe import predictions
@@ -225,13 +277,14 @@ def predict(
         settings, nproc = _on_machine(settings, preset, nproc)
         if _is_launcher(nproc):
             given = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
+            given |= {"--checkpoint": checkpoint}
             options = [text for name, value in given.items() if value is not None for text in (name, str(value))]
             arguments = ["predict", *options, *(["--debug"] if debug else []), "--", str(run_dir), *(inputs or [])]
             _launch(arguments, nproc, settings, cold=cold)
             return
         from lockstep.trainer import Trainer
 
-        _predict(Trainer(settings, run_dir=run_dir), inputs or [], samples, out, on_error)
+        _predict(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint), inputs or [], samples, out, on_error)
 
 
 def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:
@@ -307,16 +360,17 @@ def checkpoints(
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    checkpoint: Which = None,
     debug: Debug = False,
 ) -> None:
-    """Write the newest checkpoint's weights as safetensors, for use without Lockstep."""
+    """Write a checkpoint's weights as safetensors, for use without Lockstep."""
     with _reporting(debug):
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir)
         from lockstep.trainer import Trainer
 
-        print(Trainer(settings, run_dir=run_dir).export(out))
+        print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
 
 
 @app.command()
@@ -501,6 +555,10 @@ def _reporting(debug: bool) -> Iterator[None]:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             _tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+config_commands.add_to(app, reporting=_reporting)
+report_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:

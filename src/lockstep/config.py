@@ -7,9 +7,9 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.config_section import DETERMINES_TRAINING, DOES_NOT_DETERMINE, Section, determines
 
@@ -32,10 +32,35 @@ def _best(text: str) -> str:
     return text
 
 
+def _checkpoint(wanted: Any) -> Any:
+    text = str(wanted)
+    if text not in ("newest", "best") and not text.isdigit():
+        raise ValueError(f"{text!r} is no checkpoint; write newest, best or a step")
+    return text
+
+
+def _seconds(time: Any) -> Any:
+    if not isinstance(time, str):
+        return time
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", time.strip())
+    if match is None:
+        raise ValueError(f"{time!r} is no time; write seconds, or text such as 90s, 45m, 4h or 2d")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
 def _from_epoch_0(by_epoch: dict[int, int]) -> dict[int, int]:
     if 0 not in by_epoch or min(by_epoch) < 0:
         raise ValueError("gives no value for epoch 0; write {0: 256, 20: 128}, with epochs that are counted from 0")
     return dict(sorted(by_epoch.items()))
+
+
+def _named_sets(sources: dict[str, str]) -> dict[str, str]:
+    if not sources:
+        raise ValueError("names no evaluation data; write {NAME: SOURCE}, or null")
+    for name in sources:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ValueError(f"{name!r} cannot name evaluation data; use letters, digits, '_', '.' and '-'")
+    return sources
 
 
 class DataConfig(Section):
@@ -43,8 +68,9 @@ class DataConfig(Section):
 
     train: str | None = None
     """Source of the training data, for the constructor of the task."""
-    eval: str | None = None
-    """Source of the evaluation data."""
+    eval: str | Annotated[dict[str, str], AfterValidator(_named_sets)] | None = None
+    """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
+    the results are `eval/clean/accuracy` and so on."""
     fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
     folds."""
@@ -62,6 +88,11 @@ class DataConfig(Section):
     cache_size: PositiveInt | None = None
     """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
     and other samples. None: pictures are kept as they are."""
+
+    @property
+    def eval_sources(self) -> dict[str, str | None]:
+        """The sources of evaluation data by name. A single source, or None, has the empty name."""
+        return dict(self.eval) if isinstance(self.eval, dict) else {"": self.eval}
 
     @model_validator(mode="after")
     def _size_of_a_cache(self) -> DataConfig:
@@ -162,10 +193,17 @@ class TrainConfig(Section):
     """Epochs between evaluations. 0 or None: no evaluation."""
     eval_every_steps: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
     """Steps between evaluations. 0: no evaluation."""
+    stop_when: Annotated[StopConfig | None, DOES_NOT_DETERMINE] = None
+    """Ends the training before its last step, by the results of its evaluations."""
+    max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
+    """Ends the training after this time, over all its starts: seconds, or text such as `90s`, `45m`, `4h` and `2d`."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
     init_from: str | None = None
-    """Weights to begin with: a safetensors file, or a folder with such a file."""
+    """Weights to begin with: a safetensors file, a folder with such a file, or the directory of a run."""
+    init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
+    """Which checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
+    its best checkpoint, else the newest."""
     init_skip: list[str] = Field(default_factory=list)
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
@@ -174,6 +212,27 @@ class TrainConfig(Section):
     def known_epochs(self) -> int | None:
         """Length in epochs, where it does not depend on the data."""
         return None if self.steps or self.min_steps else self.epochs or 1
+
+
+class StopConfig(Section):
+    """A training ends before its last step when the results of its evaluations say so."""
+
+    metric: Annotated[str, Field(pattern=r"^eval/\S+$")]
+    """Name of the result in the log, such as `eval/loss`."""
+    mode: Literal["min", "max"]
+    """Whether lower or higher results are better."""
+    patience: PositiveInt | None = None
+    """Number of evaluations without an improvement after which the training ends."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """An evaluation is an improvement only if it is better than the best so far by more than this number."""
+    target: float | None = None
+    """The training ends at a result as good as this, or better."""
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.patience is None and self.target is None:
+            raise ValueError("never ends a training; give patience, target, or both")
+        return self
 
 
 class GroupConfig(Section):

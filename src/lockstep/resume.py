@@ -55,6 +55,11 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
         messages.append("averages begin with the weights of this step")
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
+    stopping = prepared.stopping
+    stopping.results = [(step, value) for step, value in manifest.get("evaluations", ())]
+    stopping.earlier_s = manifest.get("trained_s", 0.0)
+    if checkpoint.metrics:
+        stopping.add(state.step, checkpoint.metrics)
     if state.step > state.skipped:  # the rate of the last update, which is logged where no other update follows
         set_lr(state.optimizer, state.schedule(state.step - state.skipped - 1))
     return messages
@@ -116,8 +121,14 @@ def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
     return finite.at_start(prepared.built.model, tensors, state.world)
 
 
-def save_function(prepared: PreparedRun, saver: Saver, config: RunConfig) -> Callable[[dict[str, float]], None]:
-    """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any."""
+def save_function(
+    prepared: PreparedRun, saver: Saver, config: RunConfig, elapsed_s: Callable[[], float]
+) -> Callable[[dict[str, float]], None]:
+    """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any.
+
+    Args:
+        elapsed_s: seconds since this start of the training; the same number on all ranks.
+    """
     state = prepared.state
 
     def save(evaluated: dict[str, float]) -> None:
@@ -126,7 +137,9 @@ def save_function(prepared: PreparedRun, saver: Saver, config: RunConfig) -> Cal
         state.strategy.sync_buffers()
         averages = state.averages.tensors if state.averages else None
         tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
-        saver.save(state.step, tensors, values, _manifest(prepared, config, evaluated))
+        manifest = _manifest(prepared, config, evaluated)
+        manifest["trained_s"] = prepared.stopping.earlier_s + elapsed_s()
+        saver.save(state.step, tensors, values, manifest)
         state.world.heartbeat.enter(Phase(phase))
 
     return save
@@ -145,6 +158,7 @@ def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, flo
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
         "warnings": prepared.warnings,
+        "evaluations": prepared.stopping.results,
     }
 
 

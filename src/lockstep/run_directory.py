@@ -43,6 +43,7 @@ _OURS = (
     "pictures",
     "profile",
     "memory",
+    "report.html",
 )
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")

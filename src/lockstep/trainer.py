@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep import build, config_file, devices, prediction_run, resume, run_directory
 from lockstep.build import BuiltModel, PreparedRun
-from lockstep.checkpoint import store
+from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
@@ -29,14 +29,14 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import CheckpointError, UsageError, exits_are_failures
+from lockstep.errors import UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.task import Task, methods_not_called
-from lockstep.training_run import TrainingRun, report, samples_of_report
+from lockstep.training_run import TrainingRun, named_results, report, samples_of_report
 
 
 class Trainer:
@@ -50,6 +50,8 @@ class Trainer:
         run_dir: the folder into which everything is written. None: `runs/<name>`.
         fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
+        checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
+            None: the best where the config has `checkpoint.keep_best`, else the newest.
         quiet: print nothing.
         profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
     """
@@ -70,6 +72,7 @@ class Trainer:
         run_dir: str | Path | None = None,
         fresh: bool = False,
         allow_change: Sequence[str] = (),
+        checkpoint: str | int | None = None,
         quiet: bool = False,
         profile: str | None = None,
     ) -> None:
@@ -81,6 +84,7 @@ class Trainer:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
+        self.checkpoint = checkpoint
 
     # ---- training
 
@@ -114,8 +118,11 @@ class Trainer:
             if recorder is not None:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
+            evaluated = self._evaluated_tasks(task, world)
+            run = TrainingRun(
+                task, prepared, config, self.run_dir, flag, writers, evaluated_tasks=evaluated, profile=self.profile
+            )
             try:
-                run = TrainingRun(task, prepared, config, self.run_dir, flag, writers, profile=self.profile)
                 self.results = run.train(batches)
             finally:
                 for writer in writers:
@@ -160,34 +167,45 @@ class Trainer:
     # ---- a trained model
 
     def evaluate(self, task: Task | None = None) -> dict[str, float]:
-        """Loss and metrics of the newest checkpoint on the task's evaluation data.
+        """Loss and metrics of the run's checkpoint on the task's evaluation data.
 
         Returns:
-            results by name, as `engine.evaluate.evaluate` gives them.
+            results by name, as `engine.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
+            their names stand in front: `clean/loss`.
         """
         with self._join() as world:
             task = task or self.task()
             strategy = self._trained(task, world).strategy
-            evaluated = build.evaluation_data(self.config, task, world)
             precision = Precision(self.config.precision, world.device)
-
-            def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-                text = report(task, evaluated, values, outputs)
-                if text and not self.quiet:
-                    print(text, file=sys.stderr)
-
+            results: dict[str, float] = {}
             with strategy.inference() as forward:
-                return evaluation.evaluate(
-                    task,
-                    forward,
-                    evaluated.loader,
-                    plan=evaluated.plan,
-                    world=world,
-                    precision=precision,
-                    show=show,
-                    show_samples=samples_of_report(task, evaluated),
-                    halves=self.config.compute.halve_on_oom,
-                )
+                for name, its_task in self._evaluated_tasks(task, world).items():
+                    found = self._evaluate(its_task, forward, world=world, precision=precision, name=name)
+                    results |= named_results(name, found)
+            return results
+
+    def _evaluate(
+        self, task: Task, forward: nn.Module, *, world: World, precision: Precision, name: str
+    ) -> dict[str, float]:
+        """Loss and metrics on the evaluation data of `task`, which are called `name`."""
+        evaluated = build.evaluation_data(self.config, task, world)
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            text = report(task, evaluated, values, outputs)
+            if text and not self.quiet:
+                print(f"{name}:\n{text}" if name else text, file=sys.stderr)
+
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=world,
+            precision=precision,
+            show=show,
+            show_samples=samples_of_report(task, evaluated),
+            halves=self.config.compute.halve_on_oom,
+        )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
@@ -311,7 +329,7 @@ class Trainer:
                             add(rows, True)
 
     def export(self, folder: str | Path, task: Task | None = None) -> Path:
-        """Write the newest checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
+        """Write the checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
 
         The tensors have the names that they have in the task's model.
 
@@ -339,12 +357,10 @@ class Trainer:
             return file
 
     def _trained(self, task: Task, world: World) -> BuiltModel:
-        """The model with the newest checkpoint's weights (their moving average, where there is an average)."""
+        """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
         self.model = None  # its memory may be needed
-        checkpoint, complaints = store.newest(self._checkpoints, world)
-        if checkpoint is None:
-            remedy = "train first, or give the run's own directory"
-            raise CheckpointError("no checkpoint", where=str(self._checkpoints), remedy=remedy)
+        retention = run_directory.retention(self.config)
+        checkpoint, complaints = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = build.build_model(self.config, task, world)
         if world.rank == 0 and not self.quiet:
@@ -358,13 +374,28 @@ class Trainer:
     # ---- shared by the methods above
 
     @exits_are_failures()
-    def task(self) -> Task:
-        """A new object of the config's task."""
+    def task(self, evaluated: str | None = None) -> Task:
+        """A new object of the config's task.
+
+        Args:
+            evaluated: the name of its evaluation data, where `data.eval` has several. None: the first.
+        """
         build.seed_everything(self.config)
         data = self.config.data
+        sources = data.eval_sources
+        held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        train, held_out = (source and os.path.expanduser(source) for source in (data.train, data.eval))
+        train, held_out = (source and os.path.expanduser(source) for source in (data.train, held_out))
         return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
+
+    def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
+        """For each set of evaluation data, by its name, the task that has it: `task` itself for the first."""
+        first, *others = self.config.data.eval_sources
+        tasks = {first: task}
+        for name in others:
+            tasks[name] = self.task(name)
+            self._set_up(tasks[name], world, trained=True)
+        return tasks
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

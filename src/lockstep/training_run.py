@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from lockstep import build, devices, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
@@ -27,6 +29,7 @@ from lockstep.observe.writer import WriteGuard, Writer
 from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
 
+T = TypeVar("T")
 _SHOWN = 4  # samples that a report gets
 
 
@@ -42,6 +45,8 @@ class TrainingRun:
     """Says whether a signal asked this process to stop."""
     writers: Sequence[Writer]
     """Receive the log. Empty but on rank 0."""
+    evaluated_tasks: Mapping[str, Task]
+    """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
     profile: Window | None = None
     """Steps to profile."""
     consensus: StopConsensus = field(init=False)
@@ -49,8 +54,8 @@ class TrainingRun:
     """Receives metrics of two and more dimensions."""
     pictures: RunPictures = field(init=False)
     """Draws samples and confusion matrices, and describes the model."""
-    evaluated: EvaluationData | None = field(init=False, default=None)
-    """What the training evaluates. None: nothing."""
+    evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
+    """What the training evaluates, by name. Empty: nothing."""
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.prepared.state.world, self.flag)
@@ -86,21 +91,23 @@ class TrainingRun:
         """
         prepared, state = self.prepared, self.prepared.state
         intervals = build.intervals(self.config, prepared.plan)
+        if not intervals.evaluate and type(self.task).eval_data is not Task.eval_data:
+            self.tell("note: nothing is evaluated; train.eval_every_epochs=1 evaluates after each epoch")
         if intervals.evaluate:
             self.evaluated = self._evaluation_data()
             intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
-        loaders = [prepared.batches.loader, *([self.evaluated.loader] if self.evaluated else [])]
+        loaders = [prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
         for loader in loaders if state.world.rank == 0 else ():
             loader.tell = partial(_tell, self.writers)
         for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
         if state.world.rank == 0:
-            self.pictures.begin(prepared, self.evaluated, compiled=self.config.compute.compile is not None)
+            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver = self._saver()
         hooks = loop.Hooks(
             evaluate=self.evaluate,
-            save=resume.save_function(prepared, saver, self.config),
+            save=resume.save_function(prepared, saver, self.config, lambda: self.consensus.elapsed_s),
             add_metrics=partial(self.add_metrics, saver),
             describe_checkpoints=saver.kept,
             elapsed_s=lambda: self.consensus.elapsed_s,
@@ -113,10 +120,7 @@ class TrainingRun:
         if profiler is not None:
             batches = profiler.watch(batches, lambda: state.step)
         try:
-            if state.step >= prepared.stop:
-                key = "steps" if self.config.train.steps else "epochs"
-                done = f"{self.run_dir} is complete at step {state.step}"
-                self.tell(f"{done}: raise train.{key} to go on, or start anew with --fresh")
+            self._tell_if_complete()
             latest = loop.fit(
                 state,
                 batches,
@@ -126,8 +130,10 @@ class TrainingRun:
                 hooks=hooks,
                 writers=self.writers,
                 evaluated=prepared.evaluated,
+                stopping=prepared.stopping,
             )
             saver.finish()
+            self._tell_why_it_ended()
             loop.check_any_update(state)
         except Preempted:
             raise self._preempted(saver) from None
@@ -161,16 +167,47 @@ class TrainingRun:
             tell=partial(_tell, self.writers),
         )
 
-    def _evaluation_data(self) -> EvaluationData | None:
-        """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""
+    def _tell_if_complete(self) -> None:
+        state, stopping = self.prepared.state, self.prepared.stopping
+        key = "train.steps" if self.config.train.steps else "train.epochs"
+        if state.step < self.prepared.stop:
+            key = "train.stop_when" if stopping.reason() else "train.max_time" if stopping.time_is_up(0.0) else ""
+        if key:
+            change = "change" if key == "train.stop_when" else "raise"
+            done = f"{self.run_dir} is complete at step {state.step}"
+            self.tell(f"{done}: {change} {key} to go on, or start anew with --fresh")
+
+    def _tell_why_it_ended(self) -> None:
+        """Say why the training ended before its last step, if it did."""
+        state, stopping, stop = self.prepared.state, self.prepared.stopping, self.prepared.stop
+        if state.step >= stop:
+            return
+        trained = stopping.earlier_s + self.consensus.elapsed_s
+        why = (
+            stopping.reason() or f"its time is up after {trained:,.0f} s (train.max_time={stopping.max_time_s:,.0f} s)"
+        )
+        self.tell(f"the training ended at step {state.step} of {stop}: {why}")
+
+    @property
+    def _first_evaluated(self) -> EvaluationData | None:
+        """The evaluation data of which pictures are drawn."""
+        return next(iter(self.evaluated.values()), None)
+
+    def _evaluation_data(self) -> dict[str, EvaluationData]:
+        """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
         state = self.prepared.state
         try:
-            evaluated = build.evaluation_data(self.config, self.task, state.world)
-            if state.strategy.is_sharded:  # its evaluations begin again with the run, with what fits in training
-                most = min(evaluated.plan.micro_batch, self.prepared.plan.micro_batch)
-                evaluated.plan = replace(evaluated.plan, micro_batch=most)
-            for remark in check_data(evaluated.data, state.world) if state.step == 0 else ():
-                self.tell(remark)
+            evaluated = {
+                name: build.evaluation_data(self.config, task, state.world)
+                for name, task in self.evaluated_tasks.items()
+            }
+            for data in evaluated.values() if state.strategy.is_sharded else ():
+                # An evaluation that does not fit begins again with the run, with what fits in training.
+                most = min(data.plan.micro_batch, self.prepared.plan.micro_batch)
+                data.plan = replace(data.plan, micro_batch=most)
+            for data in evaluated.values() if state.step == 0 else ():
+                for remark in check_data(data.data, state.world):
+                    self.tell(remark)
             return evaluated
         except build.NoEvaluationData:
             if type(self.task).eval_data is Task.eval_data:
@@ -179,7 +216,7 @@ class TrainingRun:
         text += "train.eval_every_epochs=0 if this is meant"
         warnings = self.prepared.warnings
         warnings += [text] if text not in warnings else []
-        return None
+        return {}
 
     def _check_model(self) -> list[str]:
         """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.
@@ -227,13 +264,12 @@ class TrainingRun:
             further messages for the log.
 
         Raises:
-            UsageError: `checkpoint.keep_best` names no result of an evaluation.
+            UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
         """
-        prepared, state, evaluated, best = self.prepared, self.prepared.state, self.evaluated, self._best
-        if best:
-            dry_run.check_is_evaluated(evaluated is not None)
+        prepared, state, chosen = self.prepared, self.prepared.state, self._chosen_results
+        dry_run.check_is_evaluated(chosen, bool(self.evaluated))
         if state.step:  # a restart must be quick
-            dry_run.check_best_of_saved(best, self.run_dir / "checkpoints", state.world)
+            dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
             return []
         compiled = self.config.compute.compile is not None
         with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
@@ -242,19 +278,26 @@ class TrainingRun:
                 prepared.batches.loader,
                 prepared.plan,
                 precision=state.precision,
-                must_run=evaluated is not None,
+                must_run=bool(self.evaluated),
             )
-            if evaluated is None:
-                return []
-            return dry_run.look_at_evaluation(
-                self.task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                best=best,
-            )
+            messages: list[str] = []
+            names: list[str] = []
+            for name, evaluated in self.evaluated.items():
+                found = dry_run.look_at_evaluation(
+                    self.evaluated_tasks[name],
+                    forward,
+                    evaluated.loader,
+                    plan=evaluated.plan,
+                    world=state.world,
+                    precision=state.precision,
+                )
+                messages += [text for text in found.messages if text not in messages]
+                names += [f"eval/{of_set}" for of_set in named_results(name, dict.fromkeys(found.names or (), 0.0))]
+                if found.names is None:  # the metrics need more samples
+                    chosen = {}
+            if self.evaluated:
+                dry_run.check_results(chosen, names)
+            return messages
 
     # ---- what the loop calls
 
@@ -264,27 +307,9 @@ class TrainingRun:
         Raises:
             Preempted: a rank was asked to stop.
         """
-        state, evaluated = self.prepared.state, self.evaluated
-        assert evaluated is not None
-
-        def tick() -> None:
-            if self.consensus():
-                raise Preempted
-
-        reported = samples_of_report(self.task, evaluated)
-        drawn = self.pictures.samples_to_draw(evaluated)
-        worst = self.pictures.worst_samples()
-
-        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            by_index = dict(outputs)
-            self.arrays.record({"step": state.step, **values})
-            if values and (text := report(self.task, evaluated, values, _of(by_index, reported))):
-                self.tell(text)
-            self.pictures.draw_results(state.step, values)
-            self.pictures.draw_samples(state.step, evaluated, by_index)
-            if worst is not None:
-                self.pictures.draw_worst(state.step, evaluated, worst)
-
+        state = self.prepared.state
+        results: dict[str, float] = {}
+        arrays: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
             stack.callback(self.consensus.restart)
@@ -293,24 +318,52 @@ class TrainingRun:
             if state.averages is not None:
                 with state.guard.update(state.step, "an evaluation"):
                     stack.enter_context(state.averages.applied())
-            return evaluation.evaluate(
-                self.task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                tick=tick,
-                show=show,
-                show_samples=tuple(dict.fromkeys((*reported, *drawn))),
-                worst=worst,
-                halves=self.config.compute.halve_on_oom,
-                smaller=self._evaluate_less_at_once,
-            )
+            for name in self.evaluated:
+                results |= named_results(name, self._evaluate(name, forward, arrays))
+        self.arrays.record({"step": state.step, **arrays})
+        return results
 
-    def _evaluate_less_at_once(self, plan: EvaluationPlan) -> None:
-        assert self.evaluated is not None
-        before, self.evaluated.plan = self.evaluated.plan.micro_batch, plan
+    def _evaluate(self, name: str, forward: nn.Module, arrays: dict[str, Any]) -> dict[str, float]:
+        """Evaluate a set of data. Adds what the metrics computed to `arrays`, by name."""
+        state, evaluated, task = self.prepared.state, self.evaluated[name], self.evaluated_tasks[name]
+        is_first = evaluated is self._first_evaluated
+
+        def tick() -> None:
+            if self.consensus():
+                raise Preempted
+
+        reported = samples_of_report(task, evaluated)
+        drawn = self.pictures.samples_to_draw(evaluated) if is_first else ()
+        worst = self.pictures.worst_samples() if is_first else None
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            by_index = dict(outputs)
+            arrays.update(named_results(name, values))
+            if values and (text := report(task, evaluated, values, _of(by_index, reported))):
+                self.tell(f"{name}:\n{text}" if name else text)
+            if is_first:
+                self.pictures.draw_results(state.step, values)
+                self.pictures.draw_samples(state.step, evaluated, by_index)
+            if worst is not None:
+                self.pictures.draw_worst(state.step, evaluated, worst)
+
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=state.world,
+            precision=state.precision,
+            tick=tick,
+            show=show,
+            show_samples=tuple(dict.fromkeys((*reported, *drawn))),
+            worst=worst,
+            halves=self.config.compute.halve_on_oom,
+            smaller=partial(self._evaluate_less_at_once, evaluated),
+        )
+
+    def _evaluate_less_at_once(self, evaluated: EvaluationData, plan: EvaluationPlan) -> None:
+        before, evaluated.plan = evaluated.plan.micro_batch, plan
         self.tell(
             f"out of memory in the evaluation after step {self.prepared.state.step}: it begins again with "
             f"micro-batches of {plan.micro_batch} instead of {before}"
@@ -319,7 +372,7 @@ class TrainingRun:
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
         saver.add_metrics(self.prepared.state.step, results)
-        dry_run.check_best(self._best, list(results))
+        dry_run.check_results(self._chosen_results, list(results))
 
     def halve_micro_batch(self) -> None:
         """Go on with micro-batches of half the size, from the step that did not fit into memory.
@@ -343,10 +396,16 @@ class TrainingRun:
         run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
 
     @property
-    def _best(self) -> str | None:
-        """Name of the result by which the best checkpoint is chosen."""
-        best = self.config.checkpoint.keep_best
-        return best.split()[1] if best else None
+    def _chosen_results(self) -> dict[str, str]:
+        """The results of evaluations that keys of the config name, by key."""
+        best, stop_when = self.config.checkpoint.keep_best, self.config.train.stop_when
+        chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
+        return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
+
+
+def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
+    """Results with the name of their evaluation data in front: `clean/loss`. The empty name changes nothing."""
+    return {f"{name}/{result}" if name else result: value for result, value in results.items()}
 
 
 def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:

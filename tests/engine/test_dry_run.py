@@ -284,7 +284,7 @@ def test_a_misspelt_metric_to_keep_by_is_an_error_before_the_first_step(tmp_path
         runs.fit(Untrained(), settings, tmp_path)
     assert caught.value.exit_code == 2
     assert "There are: eval/loss, eval/samples, eval/bad, eval/accuracy, " in str(caught.value)
-    with pytest.raises(LockstepError, match="nothing is evaluated that the best could be chosen by"):
+    with pytest.raises(LockstepError, match="nothing is evaluated, so there is no"):
         runs.fit(Untrained(), settings | {"train": {"steps": 4}}, tmp_path)
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import atomic
+from lockstep.checkpoint.run_weights import RunWeights
+from lockstep.checkpoint.store import Checkpoint
 from lockstep.distributed.sharded_tensor import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
@@ -102,7 +104,9 @@ def export_weights(
     return folder / _WEIGHTS
 
 
-def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> list[str]:
+def load_weights(
+    model: nn.Module, source: Path, skip: Sequence[str] = (), checkpoint: Checkpoint | None = None
+) -> list[str]:
     """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
 
     The file must have every tensor of the model's state_dict, with its shape, and no others, except names that match a
@@ -114,6 +118,7 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
         source: a safetensors file, or a folder with `model.safetensors`, or with several files and
             `model.safetensors.index.json`.
         skip: shell patterns. Matching tensors of the model stay as they are; matching tensors of the file are ignored.
+        checkpoint: of the run in `source`, where `source` is a run directory.
 
     Returns:
         names of the model that were skipped, sorted, without names that are tied to a loaded name.
@@ -122,7 +127,7 @@ def load_weights(model: nn.Module, source: Path, skip: Sequence[str] = ()) -> li
         UsageError: there is no such file, it is damaged or of another model, or a pattern matches nothing.
     """
     with contextlib.ExitStack() as opened:
-        stored = _open_tensors(source, opened)
+        stored = _open_tensors(source, opened) if checkpoint is None else _tensors_of(checkpoint)
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
         loaded = _names_to_load(own, stored, skip, source)
         with torch.no_grad():
@@ -197,6 +202,11 @@ def _free_mib(folder: Path) -> int:
     return 0
 
 
+def _tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    weights = RunWeights(checkpoint)
+    return dict.fromkeys(weights.keys(), weights)
+
+
 def _open_tensors(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     """The open file of each tensor, by its name."""
     if source.is_dir() and not (source / _WEIGHTS).exists():
@@ -210,7 +220,7 @@ def _open_several(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
     path = folder / _INDEX
     if not path.exists():
         what = f"{folder} has neither {_WEIGHTS} nor {_INDEX}"
-        remedy = "give a safetensors file, or a folder with one of these"
+        remedy = "give a safetensors file, a folder with one of these, or the directory of a run"
         raise UsageError(what, where="train.init_from", remedy=remedy)
     try:
         places = {name: folder / part for name, part in json.loads(path.read_text())["weight_map"].items()}

@@ -27,6 +27,9 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
             damage = "; ".join(faults[checkpoint.step])
             state = f"  DAMAGED: {damage}" if damage else "  valid"
         print(f"{_line(checkpoint)}  kept: {', '.join(reasons.get(checkpoint.step, ['no']))}{state}")
+    best = retention.best_of(checkpoints)
+    if best is not None and retention.best is not None:
+        print(f"best: {best.path.name}, {' '.join(retention.best)} {best.metrics[retention.best[1]]:.4g}")
     unreadable = store.unreadable(folder)
     for complaint in unreadable:
         print(complaint.replace(": ", "  DAMAGED: ", 1))

@@ -11,96 +11,25 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
-import re
 import shutil
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep import atomic
 from lockstep.checkpoint import files
+from lockstep.checkpoint import manifest as manifests
+from lockstep.checkpoint.manifest import INDEX, MANIFEST
+from lockstep.checkpoint.manifest import Checkpoint as Checkpoint
+from lockstep.checkpoint.manifest import Retention as Retention
+from lockstep.checkpoint.manifest import listed as listed
+from lockstep.checkpoint.manifest import unreadable as unreadable
 from lockstep.distributed.faults import fail_at
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 
-MANIFEST = "manifest.json"
-INDEX = "index.json"
 _STAGING = ".staging-"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A directory with a manifest. `check` compares its files with the manifest."""
-
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Step after which the state was saved."""
-        return int(self.manifest["step"])
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(about["bytes"] for about in self.manifest["files"].values())
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the evaluation at this step; empty if there was none, or it has not ended yet."""
-        return dict(self.manifest["metrics"])
-
-    @cached_property
-    def _contents(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.path / INDEX).read_text())
-        return content
-
-    @property
-    def index(self) -> files.Index:
-        """The place of each tensor, by name."""
-        return dict(self._contents["tensors"])
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """State that is not a tensor, by name."""
-        return dict(self._contents["values"])
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay: the newest, the best by a metric, and those of every n-th step."""
-
-    last: int = 3
-    """How many of the newest stay."""
-    best: tuple[str, str] | None = None
-    """`min` or `max`, and the name of the metric."""
-    every_steps: int | None = None
-    """Checkpoints stay whose step is a multiple of this number."""
-
-    def reasons(self, checkpoints: Iterable[Checkpoint]) -> dict[int, list[str]]:
-        """Why a checkpoint stays, by step. Steps whose checkpoint may be deleted are left out."""
-        by_step = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-        reasons: dict[int, list[str]] = {}
-        for checkpoint in by_step[-self.last :]:
-            reasons.setdefault(checkpoint.step, []).append("last")
-        if self.best:
-            sign, metric = (-1 if self.best[0] == "min" else 1), self.best[1]
-            rated = [
-                (sign * checkpoint.metrics[metric], checkpoint.step)
-                for checkpoint in by_step
-                if not math.isnan(checkpoint.metrics.get(metric, math.nan))
-            ]
-            if rated:
-                reasons.setdefault(max(rated)[1], []).append("best")
-        for checkpoint in by_step if self.every_steps else ():
-            if checkpoint.step % (self.every_steps or 1) == 0:
-                reasons.setdefault(checkpoint.step, []).append(f"every {self.every_steps}")
-        return reasons
 
 
 def staging(folder: Path, step: int) -> Path:
@@ -130,7 +59,7 @@ def commit(
     content = {**manifest, "saved_at": now, "files": {**manifest["files"], **more}}
     fail_at("before-manifest", step)
     with (staged / MANIFEST).open("w") as text:
-        text.write(_signed(content))
+        text.write(manifests.signed(content))
         fail_at("in-manifest", step)
         text.flush()
         os.fsync(text.fileno())
@@ -154,55 +83,15 @@ def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
         OSError: the manifest cannot be written.
     """
     path, staging = folder / f"step-{step:08d}", folder / f"{_STAGING}{MANIFEST}-{step:08d}"
-    content = _manifest(path)
+    content = manifests.read(path)
     if not isinstance(content, dict):
         return False
     fail_at("before-metrics", step)
     with atomic.staged_file(path / MANIFEST, staging), staging.open("w") as text:
-        text.write(_signed({**content, "metrics": dict(metrics)}))
+        text.write(manifests.signed({**content, "metrics": dict(metrics)}))
         fail_at("in-metrics", step)
     atomic.sync(path)
     return True
-
-
-def listed(folder: Path) -> list[Checkpoint]:
-    """All checkpoints with a valid manifest, newest first. Their other files are not checked."""
-    checkpoints = [
-        Checkpoint(path, manifest) for path in _folders(folder) if isinstance(manifest := _manifest(path), dict)
-    ]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
-
-
-def unreadable(folder: Path) -> list[str]:
-    """A complaint for each manifest that is damaged."""
-    return [f"{path.name}: {fault}" for path in _folders(folder) if isinstance(fault := _manifest(path), str)]
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Directories with a manifest file, the newest last."""
-    named = [
-        path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and (path / MANIFEST).exists()
-    ]
-    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def _signed(content: Mapping[str, Any]) -> str:
-    """A manifest as text, with a checksum of the manifest itself."""
-    return json.dumps({"crc32": zlib.crc32(json.dumps(content).encode()), "checkpoint": content})
-
-
-def _manifest(path: Path) -> dict[str, Any] | str | None:
-    """The content of a manifest; text on what is wrong with it; or None if there is no manifest."""
-    try:
-        text = (path / MANIFEST).read_text()
-        content: dict[str, Any] = json.loads(text)["checkpoint"]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return f"{MANIFEST} cannot be read: {error.strerror}"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is damaged"
-    return content if text == _signed(content) else f"{MANIFEST} differs from its checksum"
 
 
 def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
@@ -229,6 +118,15 @@ def check(checkpoint: Checkpoint, part: int = 0, parts: int = 1) -> list[str]:
     return faults
 
 
+def check_together(checkpoint: Checkpoint, world: World) -> list[str]:
+    """As `check`, on every rank; each rank checks a part of the files."""
+    return _of_all_ranks(check(checkpoint, world.rank, world.size), world)
+
+
+def _of_all_ranks(faults: list[str], world: World) -> list[str]:
+    return list(dict.fromkeys(fault for rank in world.broadcast(world.gather(faults)) for fault in rank))
+
+
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
 
@@ -238,16 +136,16 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    names: list[str] = world.broadcast([path.name for path in reversed(_folders(folder))])
+    names: list[str] = world.broadcast([path.name for path in reversed(manifests.folders(folder))])
     complaints: list[str] = []
     for name in names:
-        manifest = _manifest(folder / name)
+        manifest = manifests.read(folder / name)
         if isinstance(manifest, dict):
             candidate = Checkpoint(folder / name, manifest)
             mine = check(candidate, world.rank, world.size)
         else:
             mine = [manifest or f"{MANIFEST} is not there"]
-        faults = list(dict.fromkeys(fault for rank in world.broadcast(world.gather(mine)) for fault in rank))
+        faults = _of_all_ranks(mine, world)
         if not faults:
             return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
         complaints.append(f"{name}: {'; '.join(faults)}")

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,15 @@ def look_at_losses(
     ]
 
 
+class LookedAt(NamedTuple):
+    """An evaluation of some samples."""
+
+    messages: list[str]
+    """Warnings for the log."""
+    names: list[str] | None = None
+    """Names of the results of an evaluation. None: they are not known, because the metrics need more samples."""
+
+
 def look_at_evaluation(
     task: Task,
     forward: nn.Module,
@@ -120,19 +129,14 @@ def look_at_evaluation(
     plan: EvaluationPlan,
     world: World,
     precision: Precision,
-    best: str | None,
-) -> list[str]:
+) -> LookedAt:
     """Evaluate some samples, spread over the data set. Each rank evaluates them by itself.
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
-        best: the logged name of the result by which the best checkpoint is chosen.
-
-    Returns:
-        warnings for the log.
 
     Raises:
-        UsageError: no result has the name `best`, or `Task.loss` gives another output than `Task.predict`.
+        UsageError: `Task.loss` gives another output than `Task.predict`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
@@ -156,37 +160,41 @@ def look_at_evaluation(
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some metrics need more samples
                 cause = f"{type(error).__name__}: {error}"
-                return [*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
+                return LookedAt([*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"])
             finally:
                 metrics.reset()
         check_names(values)
         names += values
         for metric in metrics.values():  # such as an AUC, which is undefined where a few samples have one class
             names += getattr(metric, "possible_results", ())
-    check_best(best, [f"eval/{name}" for name in names])
-    return messages
+    return LookedAt(messages, names)
 
 
-def check_best(best: str | None, names: Sequence[str]) -> None:
-    """Raises UsageError where no result is called `best`."""
-    if best is not None and best not in names:
-        remedy = f"{did_you_mean(best, names)}There are: {', '.join(names)}"
-        raise UsageError(f"there is no metric {best}", where="checkpoint.keep_best", remedy=remedy)
+def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:
+    """Raises UsageError where a key of the config names a result, and `names` lack that result.
+
+    Args:
+        chosen: name of the result by key.
+    """
+    for key, result in chosen.items():
+        if result not in names:
+            remedy = f"{did_you_mean(result, names)}There are: {', '.join(names)}"
+            raise UsageError(f"there is no metric {result}", where=key, remedy=remedy)
 
 
-def check_is_evaluated(evaluates: bool) -> None:
-    """Raises UsageError where the best checkpoint must be kept, but the run evaluates nothing."""
-    if not evaluates:
-        remedy = "set train.eval_every_epochs or train.eval_every_steps, or checkpoint.keep_best=null"
-        what = "nothing is evaluated that the best could be chosen by"
-        raise UsageError(what, where="checkpoint.keep_best", remedy=remedy)
+def check_is_evaluated(chosen: Mapping[str, str], evaluates: bool) -> None:
+    """Raises UsageError where a key of the config names a result, but the run evaluates nothing."""
+    for key, result in () if evaluates else chosen.items():
+        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or leave out {key}"
+        raise UsageError(f"nothing is evaluated, so there is no {result}", where=key, remedy=remedy)
 
 
-def check_best_of_saved(best: str | None, checkpoints: Path, world: World) -> None:
-    """Raises UsageError where checkpoints hold results of evaluations, and none of them is called `best`."""
+def check_results_of_saved(chosen: Mapping[str, str], checkpoints: Path, world: World) -> None:
+    """Raises UsageError where checkpoints hold results of evaluations, and lack a result that the config names."""
     saved = world.on_rank0(lambda: store.listed(checkpoints))
     known = sorted({name for checkpoint in saved for name in checkpoint.metrics})
-    check_best(best if known else None, known)
+    if known:
+        check_results(chosen, known)
 
 
 def read(loader: Loader, parts: Sequence[Sequence[int]]) -> list[MicroBatch]:

@@ -19,6 +19,7 @@ from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.out_of_memory import StepTooLarge
 from lockstep.engine.step import StepResult, TrainState, train_step
+from lockstep.engine.stopping import Stopping
 from lockstep.errors import LockstepError, Preempted, TrainingError
 
 if TYPE_CHECKING:
@@ -85,8 +86,9 @@ def fit(
     hooks: Hooks,
     writers: Sequence[Writer] = (),
     evaluated: dict[str, float] | None = None,
+    stopping: Stopping | None = None,
 ) -> dict[str, float]:
-    """Train from `state.step` to `stop`.
+    """Train from `state.step` to `stop`, or until `stopping` ends the training.
 
     A due checkpoint is saved before the evaluation of the same step: an evaluation that fails loses nothing. The state
     is also saved before the first evaluation of this process, because nobody has seen that evaluation succeed.
@@ -95,6 +97,8 @@ def fit(
         batches: this rank's micro-batches, step by step.
         plan: which samples the steps take.
         evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
+        stopping: decides after each evaluation whether the training ends there, and before each step whether that step
+            is the last, because the time is up. What happens after the last step then happens, too.
 
     Returns:
         the last value of everything logged.
@@ -107,12 +111,14 @@ def fit(
     memory = MemoryMonitor(state, stop=stop, evaluates=intervals.evaluate > 0)
     evaluate, save = memory.measured("evaluation", hooks.evaluate), memory.measured("saving", hooks.save)
     heartbeat, results = state.world.heartbeat, dict(evaluated or {})
+    stopping = stopping or Stopping()
     log = _Log(state, window, memory, writers, dict(results))
     epochs = EpochLog(
         state, window, plan, stop=stop, lines=intervals.epoch_lines, header=hooks.epoch_header, writers=writers
     )
     epoch_end = state.step
     saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
+    ends_early = False
     device, shown = devices.of(state.world.device), time.perf_counter()
     heartbeat.step = state.step
     state.forward.train()
@@ -121,12 +127,17 @@ def fit(
             with window.excluded():
                 results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before it
             hooks.add_metrics(results)
+            stopping.add(state.step, results)
             if state.step % plan.steps_per_epoch == 0:
                 epochs.end(results, trained=False)
+        if stopping.reason() or stopping.time_is_up(0.0):
+            return log.latest
         heartbeat.enter(Phase.FIRST_STEP)
         asked = device.mark()
         for micro_batches in batches:
             waited, step = (asked, device.mark()), state.step + 1
+            if stopping.time_is_up(hooks.elapsed_s()):
+                stop, ends_early = step, True
             if step > epoch_end:
                 epoch_end = epochs.begin()
             logs = intervals.due(intervals.log, step, stop)
@@ -173,8 +184,17 @@ def fit(
                 has_evaluated = True
                 if saves:
                     hooks.add_metrics(results)
+                stopping.add(step, results)
                 if step == epoch_end:
                     epochs.end(results)
+                if stopping.reason() and step < stop:
+                    ends_early = True
+                    if not logs:
+                        log.window_entry()
+                    if not saves:
+                        save(results)
+            if ends_early:
+                break
             save_is_late = intervals.save_s > 0 and hooks.elapsed_s() - saved_s >= intervals.save_s
             asked = device.mark()
     except Preempted:

@@ -63,7 +63,7 @@ def verify(
             where="device=mps",
             remedy="use device=cpu: the checks are about the training, and not about the device",
         )
-    config = _on_device_for(config, nproc, tell)
+    config = _with_one_evaluation_set(_on_device_for(config, nproc, tell), tell)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, "cpu", quick, dict(config), versions)
     start = time.perf_counter()
@@ -196,3 +196,13 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
         )
     tell(f"note: {counted}, so the checks are made on the CPU; --nproc {gpus} makes them on the GPU{'s' * (gpus > 1)}")
     return {**config, "device": "cpu"}
+
+
+def _with_one_evaluation_set(config: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+    """`config` with the first of several sets of evaluation data."""
+    sets = config["data"]["eval"]
+    if not isinstance(sets, Mapping):
+        return config
+    name, source = next(iter(sets.items()))
+    tell(f"note: of {len(sets)} sets of evaluation data, {name} is used")
+    return {**config, "data": {**config["data"], "eval": source}}

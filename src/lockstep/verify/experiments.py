@@ -142,6 +142,8 @@ class Experiments:
             "train__epochs": None,
             "train__min_steps": None,
             "train__steps": steps,
+            "train__stop_when": None,
+            "train__max_time": None,
             "train__eval_every_epochs": None,
             "train__eval_every_steps": 0,
             "schedule__warmup_steps": min(config["schedule"]["warmup_steps"], steps // 4),

@@ -1,0 +1,97 @@
+"""Which checkpoint of a run is evaluated, predicts, is exported, or gives the first weights of another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.checkpoint import store
+from lockstep.checkpoint.store import Checkpoint, Retention
+from lockstep.distributed.world import World
+from lockstep.errors import CheckpointError, UsageError
+
+NEWEST, BEST = "newest", "best"
+
+
+def choose(
+    folder: Path,
+    world: World,
+    retention: Retention,
+    wanted: str | int | None = None,
+    *,
+    where: str = "--checkpoint",
+) -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that is wanted, the same on every rank. Its files are compared with their checksums.
+
+    Args:
+        folder: of the checkpoints.
+        retention: says by which metric the best is chosen.
+        wanted: `newest`, `best`, or a step. None: the best where the run keeps its best checkpoint, else the newest.
+        where: the flag or the key that says what is wanted, for errors.
+
+    Returns:
+        the checkpoint, and lines that say which it is and which damaged checkpoints were passed over.
+
+    Raises:
+        UsageError: `wanted` is none of these, there is no checkpoint of that step, or the best is not known.
+        CheckpointError: there is no checkpoint, or the wanted checkpoint is damaged.
+    """
+    text = str(wanted) if wanted is not None else (BEST if retention.best else NEWEST)
+    if text not in (NEWEST, BEST) and not text.isdigit():
+        raise UsageError(f"{text!r} is no checkpoint", where=where, remedy="use newest, best or a step")
+    if text == NEWEST:
+        return _newest(folder, world)
+    number: int | None = world.on_rank0(
+        lambda: _step(folder, retention, text, where=where, must_be_known=wanted is not None)
+    )
+    if number is None:  # nothing was evaluated yet
+        checkpoint, lines = _newest(folder, world)
+        return checkpoint, [*lines, f"using the newest checkpoint, of step {checkpoint.step}: none is evaluated yet"]
+    checkpoint = next(one for one in store.listed(folder) if one.step == number)
+    faults = store.check_together(checkpoint, world)
+    if faults:
+        raise CheckpointError(
+            f"the checkpoint is damaged: {'; '.join(faults)}",
+            where=str(checkpoint.path),
+            remedy="use the newest, or another step: lockstep checkpoints RUN_DIR --check lists them",
+        )
+    return checkpoint, [describe(checkpoint, retention, text)]
+
+
+def describe(checkpoint: Checkpoint, retention: Retention, wanted: str) -> str:
+    """A line that says which checkpoint is used, and why."""
+    if wanted != BEST or retention.best is None:
+        return f"using the checkpoint of step {checkpoint.step}"
+    kind, metric = retention.best
+    value = f"{kind} {metric} {checkpoint.metrics[metric]:.4g}"
+    return f"using the best checkpoint, of step {checkpoint.step} ({value}); --checkpoint newest takes the newest"
+
+
+def _newest(folder: Path, world: World) -> tuple[Checkpoint, list[str]]:
+    checkpoint, complaints = store.newest(folder, world)
+    if checkpoint is None:
+        remedy = "train first, or give the run's own directory"
+        raise CheckpointError("no checkpoint", where=str(folder), remedy=remedy)
+    return checkpoint, complaints
+
+
+def _step(folder: Path, retention: Retention, wanted: str, *, where: str, must_be_known: bool) -> int | None:
+    """The step of the wanted checkpoint. None: no checkpoint is evaluated, and the best need not be known."""
+    found = store.listed(folder)
+    steps = [checkpoint.step for checkpoint in found]
+    if wanted != BEST:
+        if int(wanted) in steps:
+            return int(wanted)
+        known = ", ".join(map(str, reversed(steps))) or "none"
+        raise UsageError(
+            f"there is no checkpoint of step {wanted}",
+            where=where,
+            remedy=f"there are the steps {known}; checkpoint.keep_every_steps keeps more of them",
+        )
+    best = retention.best_of(found)
+    if best is not None or not must_be_known:
+        return best.step if best is not None else None
+    what, remedy = "no checkpoint is evaluated", "use the newest, or a step"
+    if retention.best is None:
+        what = "the run does not say by which result the best is chosen"
+        remedy = "set checkpoint.keep_best (such as max eval/accuracy) when training, or use newest or a step"
+    raise UsageError(what, where=f"{where} best", remedy=remedy)

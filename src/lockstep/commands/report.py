@@ -1,0 +1,68 @@
+"""`lockstep report` and `lockstep compare`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lockstep.errors import UsageError
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
+Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Directories of two runs or more.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
+
+
+def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
+    """Add the commands to the application.
+
+    Args:
+        reporting: turns exceptions into messages and exit codes.
+    """
+
+    @app.command()
+    def report(
+        run_dir: Folder,
+        out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
+        debug: Debug = False,
+    ) -> None:
+        """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
+
+        Example: lockstep report runs/digits
+        """
+        with reporting(debug), _writing(out or run_dir):
+            from lockstep.report import run_page
+
+            print(f"written: {run_page.write(run_dir, out)}")
+
+    @app.command()
+    def compare(
+        run_dirs: Folders,
+        out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
+        debug: Debug = False,
+    ) -> None:
+        """Compare runs with the first of them: what differs in their configs, and their last results.
+
+        Example: lockstep compare runs/a runs/b --out compare.html
+        """
+        with reporting(debug), _writing(out or Path()):
+            from lockstep.report import comparison
+
+            print(comparison.compare(run_dirs, out))
+            if out is not None:
+                print(f"written: {out}")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an error of a file into a message that names it."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or path)
+        what = f"cannot be read or written: {error.strerror}"
+        raise UsageError(what, where=where, remedy="choose another place with --out") from error

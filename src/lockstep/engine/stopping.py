@@ -1,0 +1,79 @@
+"""When a training ends before its last step: by the results of its evaluations, or because its time is up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """A training ends when the results of its evaluations do not get better any more, or are good enough."""
+
+    metric: str
+    """Name of the result in the log, such as `eval/loss`."""
+    mode: str
+    """`min` or `max`: whether lower or higher results are better."""
+    patience: int | None = None
+    """Evaluations without an improvement after which the training ends. None: it does not end so."""
+    min_delta: float = 0.0
+    """An evaluation is an improvement only if it is better than the best so far by more than this number."""
+    target: float | None = None
+    """The training ends at a result as good as this, or better."""
+
+    def reason(self, results: Sequence[float]) -> str:
+        """Why a training with these results ends, as a sentence; empty if it goes on.
+
+        Args:
+            results: of all evaluations so far, in their order. NaN is no improvement.
+        """
+        sign = -1.0 if self.mode == "min" else 1.0
+        best, since = -math.inf, 0
+        for result in results:
+            value = sign * result
+            if self.target is not None and value >= sign * self.target:
+                return f"{self.metric} reached {result:.6g} (train.stop_when.target={self.target:g})"
+            if value > best + (self.min_delta if math.isfinite(best) else 0.0):
+                best, since = value, 0
+            else:
+                since += 1
+            if self.patience is not None and since >= self.patience:
+                shown = f"{sign * best:.6g}" if math.isfinite(best) else "no number"
+                return (
+                    f"{self.metric} has not improved on {shown} for {since} evaluations "
+                    f"(train.stop_when.patience={self.patience})"
+                )
+        return ""
+
+
+@dataclass
+class Stopping:
+    """Decides whether a training ends early. All ranks have the same results, and so decide the same.
+
+    What it decides follows from the results and the seconds that a checkpoint holds. So a run that was killed and goes
+    on ends at the same evaluation as a run without a break.
+    """
+
+    rule: StopRule | None = None
+    max_time_s: float | None = None
+    """Seconds of training, over all its starts. None: any time."""
+    results: list[tuple[int, float]] = field(default_factory=list)
+    """Step and result of each evaluation since the run began, in their order."""
+    earlier_s: float = 0.0
+    """Seconds that earlier starts trained until the checkpoint from which this start went on."""
+
+    def add(self, step: int, results: dict[str, float]) -> None:
+        """Add the results of an evaluation. An evaluation that is made again after a restart counts once."""
+        if self.rule is None:
+            return
+        self.results = [one for one in self.results if one[0] < step]
+        self.results.append((step, float(results.get(self.rule.metric, math.nan))))
+
+    def reason(self) -> str:
+        """Why the training ends at its last evaluation, as a sentence; empty if it goes on."""
+        return self.rule.reason([result for _, result in self.results]) if self.rule is not None else ""
+
+    def time_is_up(self, elapsed_s: float) -> bool:
+        """Whether the training has used up its time, `elapsed_s` seconds after it was started."""
+        return self.max_time_s is not None and self.earlier_s + elapsed_s >= self.max_time_s

@@ -1,0 +1,40 @@
+"""The commands `lockstep report` and `lockstep compare`."""
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from tests.report.cases import write_run
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_report(tmp_path):
+    folder = write_run(tmp_path)
+    result = call("report", folder)
+    assert (result.exit_code, result.output) == (0, f"written: {folder}/report.html\n")
+    assert call("report", folder, "--out", tmp_path / "x.html").exit_code == 0
+    assert (tmp_path / "x.html").is_file()
+
+
+def test_compare(tmp_path):
+    folders = [write_run(tmp_path / name) for name in ("one", "two")]
+    result = call("compare", *folders, "--out", tmp_path / "x.html")
+    assert result.exit_code == 0
+    assert "no key differs" in result.output
+    assert result.output.endswith(f"written: {tmp_path}/x.html\n")
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_folder_that_is_no_run(tmp_path, command):
+    result = call(command, tmp_path, tmp_path) if command == "compare" else call(command, tmp_path)
+    assert result.exit_code == 2
+    assert "not a run directory" in result.output
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    result = call("report", write_run(tmp_path / "run"), "--out", tmp_path / "none" / "x.html")
+    assert result.exit_code == 2
+    assert "--out" in result.output
