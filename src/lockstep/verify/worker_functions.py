@@ -244,3 +244,14 @@ def data_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
     task = Trainer(config, quiet=True).task()
     data = task.eval_data()
     return len(task.train_data()), 0 if data is None else len(data)  # type: ignore[arg-type]
+
+
+def train_lengths(config: Mapping[str, Any], count: int | None) -> list[int]:
+    """The lengths of the training samples, by the attribute `lengths` of the data set.
+
+    Args:
+        count: number of samples, as `TaskChanges.train_samples` chooses them. None: all.
+    """
+    task = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count))
+    data: Any = task.train_data()
+    return [int(length) for length in data.lengths]
