@@ -1109,12 +1109,6 @@ _engine(
     base="grouped",
 )
 _engine(
-    "batches of every window shuffled alike",
-    "samples",
-    ("data.order:group", "batches, seed, window", "batches, seed, 0"),
-    base="grouped",
-)
-_engine(
     "samples not grouped by length",
     "samples",
     ("build:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
