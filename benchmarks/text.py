@@ -2,13 +2,14 @@
 
     pip install accelerate psutil          # what transformers' Trainer needs
     python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4]
-        [--model DIR] [--data FILE.csv]
+        [--model DIR] [--data FILE.csv] [--window 7]
 
 All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with
 AdamW, float32, the gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches
 are padded to the longest of their texts. Runs of the systems alternate; each is a process per rank that leaves out its
-first two steps; what counts is the median over rounds of the ratios. `lockstep-grouped` has `data.group_by_length=50`,
-and `trainer-grouped` the Trainer's own sorting by length (`train_sampling_strategy=group_by_length`). That is why
+first two steps; what counts is the median over rounds of the ratios. `lockstep-grouped` has `data.group_by_length` =
+--window (7 global batches of the default are about what the Trainer sorts together of 4,000 texts: a quarter), and
+`trainer-grouped` the Trainer's own sorting by length (`train_sampling_strategy=group_by_length`). That is why
 tokens are counted too, without padding: the Trainer begins each of its windows with the longest texts, so a few steps
 have other texts than a whole epoch. A ratio of tokens per second of processor time (of all ranks) depends less on what
 else the machine does than a ratio of the clock.
@@ -87,7 +88,7 @@ def lockstep_worker(options, grouped=False):
         "train": {"steps": options.steps + WARM_UP},
         "optim": {"lr": LR, "clip_norm": 1.0},
         "device": "cpu",
-        "data": {"group_by_length": 50 if grouped else None},
+        "data": {"group_by_length": options.window if grouped else None},
         "log": {"writers": ["text_log", "json_lines"]},
     }
     with tempfile.TemporaryDirectory() as own:
@@ -227,7 +228,7 @@ def measure(system, options):
             __file__,
         ]
         command += ["--worker", system, "--result", folder, "--folder", f"{folder}/run"]
-        for name in ("ranks", "steps", "micro", "accumulate", "data", "model"):
+        for name in ("ranks", "steps", "micro", "accumulate", "data", "model", "window"):
             if getattr(options, name) is not None:
                 command += [f"--{name}", str(getattr(options, name))]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -249,6 +250,7 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--window", type=int, default=7, help="global batches that are sorted together")
     parser.add_argument("--model", help="a local Hugging Face model instead of the new one")
     parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "text" / "ag_news" / "train.csv"))
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)

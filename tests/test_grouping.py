@@ -66,6 +66,13 @@ def test_the_run_directory_says_that_samples_were_grouped(tmp_path):
     assert "group_by_length" not in (tmp_path / "plain" / "train.log").read_text()
 
 
+@pytest.mark.parametrize(("group", "told"), [(5, False), (6, True), (50, True)])
+def test_a_window_of_a_whole_epoch_is_told(tmp_path, group, told):
+    runs.fit(own_tasks.WithLengths(), settings(1, group=group), tmp_path)
+    line = "a window holds the whole epoch (6 batches), so every epoch has almost the same batches"
+    assert (line in (tmp_path / "train.log").read_text()) == told
+
+
 def test_unknown_lengths_are_an_error_before_anything_is_computed(tmp_path):
     with pytest.raises(UsageError, match=r"data\.group_by_length: the lengths of the samples are not known") as caught:
         runs.fit(own_tasks.Masked(), settings(), tmp_path)

@@ -136,7 +136,7 @@ def prepare_run(
     data_fingerprint = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
-    built.messages += [*_grouping(config), *remarks]
+    built.messages += [*_grouping(plan), *remarks]
     precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
         strategy=built.strategy,
@@ -404,12 +404,18 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
     )
 
 
-def _grouping(config: RunConfig) -> list[str]:
-    """A line for the log where lengths choose the samples of a batch."""
-    count = config.data.group_by_length
+def _grouping(plan: StepPlan) -> list[str]:
+    """Lines for the log where lengths choose the samples of a batch."""
+    count, batches = plan.group_by_length, plan.length // plan.global_batch
     if not count:
         return []
-    return [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
+    lines = [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
+    if count >= batches:
+        lines.append(
+            f"  a window holds the whole epoch ({batches} batches), so every epoch has almost the same batches; "
+            f"data.group_by_length={max(1, batches // 4)} makes four windows"
+        )
+    return lines
 
 
 def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
