@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep.commands import config as config_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.trainer import Trainer
 
 app = typer.Typer(
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -66,7 +67,35 @@ _POLICY: dict[OnError | None, Literal["raise", "skip"] | None] = {
     OnError.RAISE: "raise",
     OnError.SKIP: "skip",
 }
+_OF_EVALUATION = (
+    "data.eval",
+    "data.workers",
+    "data.on_error",
+    "batch.micro",
+    "device",
+    "precision",
+    "parallel",
+    "compute",
+)
+"""Keys of a run's config that may be changed for an evaluation."""
 _NAMED = 10  # inputs that could not be read are named up to this number
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import lockstep
+
+        print(f"lockstep {lockstep.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _application(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -146,6 +175,12 @@ def train(
 @app.command()
 def evaluate(
     run_dir: RunDir,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Changes to the run's config, such as data.eval=other.csv or batch.micro=8."
+        ),
+    ] = None,
     checkpoint: Which = None,
     nproc: Nproc = None,
     preset: Machine = None,
@@ -156,11 +191,12 @@ def evaluate(
     with _reporting(debug):
         from lockstep import config_file
 
-        settings, nproc = _on_machine(config_file.read_run(run_dir), preset, nproc)
+        settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
+        settings, nproc = _on_machine(settings, preset, nproc, overrides or ())
         if _is_launcher(nproc):
             options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
             options += ["--checkpoint", checkpoint] if checkpoint else []
-            _launch(["evaluate", str(run_dir), *options], nproc, settings, cold=cold)
+            _launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
@@ -480,6 +516,9 @@ def _reporting(debug: bool) -> Iterator[None]:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             _tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+config_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:

@@ -54,13 +54,23 @@ def _from_epoch_0(by_epoch: dict[int, int]) -> dict[int, int]:
     return dict(sorted(by_epoch.items()))
 
 
+def _named_sets(sources: dict[str, str]) -> dict[str, str]:
+    if not sources:
+        raise ValueError("names no evaluation data; write {NAME: SOURCE}, or null")
+    for name in sources:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+            raise ValueError(f"{name!r} cannot name evaluation data; use letters, digits, '_', '.' and '-'")
+    return sources
+
+
 class DataConfig(Section):
     """The training and evaluation data."""
 
     train: str | None = None
     """Source of the training data, for the constructor of the task."""
-    eval: str | None = None
-    """Source of the evaluation data."""
+    eval: str | Annotated[dict[str, str], AfterValidator(_named_sets)] | None = None
+    """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
+    the results are `eval/clean/accuracy` and so on."""
     fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
     folds."""
@@ -82,6 +92,11 @@ class DataConfig(Section):
     cache_size: PositiveInt | None = None
     """Shorter side in pixels to which larger pictures are reduced before they are kept. It makes the cache smaller,
     and other samples. None: pictures are kept as they are."""
+
+    @property
+    def eval_sources(self) -> dict[str, str | None]:
+        """The sources of evaluation data by name. A single source, or None, has the empty name."""
+        return dict(self.eval) if isinstance(self.eval, dict) else {"": self.eval}
 
     @model_validator(mode="after")
     def _size_of_a_cache(self) -> DataConfig:

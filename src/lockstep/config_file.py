@@ -5,9 +5,8 @@ It imports no torch, so that a wrong key is reported before anything slow is loa
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -16,30 +15,23 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
-from lockstep.config_section import Section
+from lockstep.config_layers import Layers, Loader, alternatives, read_numbers_as_today, read_target, read_yaml
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks import registry
 
 Origin = Callable[[str], str]  # from a key's dotted path to the place where it was set: the command line, or a file
 
 
-class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 does: `1e-8` is a number. (For PyYAML, which follows YAML 1.1, it is text.)"""
+class Dumper(yaml.SafeDumper):
+    """Writes values so that `Loader` reads them back unchanged: the text '1e-8' gets quotes."""
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes values so that `_Loader` reads them back unchanged: the text '1e-8' gets quotes."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
+read_numbers_as_today(Dumper)
 
 
 def to_yaml(config: RunConfig) -> str:
     """All keys of `config`, in the form that `load` reads."""
-    return yaml.dump(config.model_dump(by_alias=True), Dumper=_Dumper, sort_keys=False)
+    return yaml.dump(config.model_dump(by_alias=True), Dumper=Dumper, sort_keys=False)
 
 
 def recipes() -> dict[str, str]:
@@ -56,15 +48,26 @@ def load(target: str, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UsageError: something is wrong. The error names file, key and value of all faults at once.
     """
-    values, where = _read(target)
-    return parse(values, where, overrides)
+    layers = read_target(target)
+    return parse(layers.values, layers.name, overrides, sources=layers.sources)
 
 
-def read_run(run_dir: Path) -> RunConfig:
+def without_suggestions(layers: Layers, overrides: Sequence[str]) -> dict[str, Any]:
+    """The values of a config without those that are filled in because they suit the task."""
+    raw: dict[str, Any] = copy.deepcopy(layers.values)
+    _override(raw, overrides, [])
+    return RunConfig.model_validate(raw).model_dump(by_alias=True)
+
+
+def read_run(run_dir: Path, overrides: Sequence[str] = (), allowed: Sequence[str] = ()) -> RunConfig:
     """The config that a run directory records.
 
+    Args:
+        overrides: `key=value` on the command line.
+        allowed: the keys that may be overridden, and all keys below them.
+
     Raises:
-        UsageError: not a run directory.
+        UsageError: not a run directory, or an override is wrong or not allowed.
     """
     path = run_dir / "config.yaml"
     if not path.is_file():
@@ -73,7 +76,15 @@ def read_run(run_dir: Path) -> RunConfig:
             where=str(run_dir),
             remedy="give the directory of a run, such as runs/digits",
         )
-    return parse(_of_today(read_yaml(path)), str(path), needs_task=False)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not any(f"{key}.".startswith(f"{name}.") for name in allowed):
+            raise UsageError(
+                f"{key} belongs to the training of this run",
+                where="command line",
+                remedy=f"here, only these keys can be changed: {', '.join(allowed)}",
+            )
+    return parse(_of_today(read_yaml(path)), str(path), overrides, needs_task=False)
 
 
 def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> RunConfig:
@@ -104,13 +115,18 @@ def _of_today(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse(
-    values: Mapping[str, Any], where: str = "config", overrides: Sequence[str] = (), needs_task: bool = True
+    values: Mapping[str, Any],
+    where: str = "config",
+    overrides: Sequence[str] = (),
+    needs_task: bool = True,
+    sources: Mapping[str, str] | None = None,
 ) -> RunConfig:
     """The config of `values` with `overrides`.
 
     Args:
         where: the source of `values`, for errors.
         needs_task: whether a missing task is an error.
+        sources: the source of single keys by dotted path, where it is not `where`.
 
     Raises:
         UsageError: something is wrong. The error names all faults at once.
@@ -122,11 +138,7 @@ def parse(
 
     def origin(path: str) -> str:
         """`command line` if an override set the key at `path`, or a key above or below it. Otherwise the file."""
-        return (
-            "command line"
-            if any(f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.") for key in given)
-            else where
-        )
+        return "command line" if related(path, given) else (sources or {}).get(related(path, sources or {}), where)
 
     config: RunConfig | None = None
     try:
@@ -146,6 +158,11 @@ def parse(
     return config
 
 
+def related(path: str, keys: Iterable[str]) -> str:
+    """The first of `keys` that is `path`, or is above or below it; empty if there is none."""
+    return next((key for key in keys if f"{path}.".startswith(f"{key}.") or f"{key}.".startswith(f"{path}.")), "")
+
+
 def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]) -> set[str]:
     """Set the keys of `overrides` in `raw`, and remove the keys that they exclude.
 
@@ -162,7 +179,7 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
             problems.append(f"command line: {override!r} is not key=value")
             continue
         try:
-            value = yaml.load(text, _Loader)
+            value = yaml.load(text, Loader)
         except (yaml.YAMLError, ValueError) as error:
             problems.append(f"command line: {key}: {text!r} is not YAML: {error}")
             continue
@@ -172,74 +189,11 @@ def _override(raw: dict[str, Any], overrides: Sequence[str], problems: list[str]
     if isinstance(batch, dict) and given & {"batch.per_rank", "batch.accumulate"}:
         for other in {"global", "micro"} - {key.removeprefix("batch.") for key in given}:
             batch.pop(other, None)  # the keys on the command line take the place of the recipe's global batch
-    for section, key, other in _alternatives():
+    for section, key, other in alternatives():
         place = raw.get(section)
         if f"{section}.{key}" in given and f"{section}.{other}" not in given and isinstance(place, dict):
             place.pop(other, None)
     return given
-
-
-def _read(target: str) -> tuple[dict[str, Any], str]:
-    path, _, attribute = target.partition(":")
-    if path.endswith(".py"):
-        if not Path(path).is_file():
-            raise UsageError("no such file", where=path, remedy="give the path of your Python file, as FILE.py:Task")
-        if not attribute:
-            raise UsageError("no class is named", where=path, remedy=f"write {path}:MyTask")
-        return {"name": Path(path).stem, "task": {"kind": f"{os.path.abspath(path)}:{attribute}"}}, target
-    if target.endswith((".yaml", ".yml")):
-        if not Path(target).is_file():
-            raise UsageError(
-                "no such file", where=target, remedy="`lockstep recipes` lists the recipes that need no file"
-            )
-        values = read_yaml(Path(target))
-    else:
-        recipe = registry.shipped_recipe(target)
-        if recipe is None:
-            known = registry.recipes()
-            if target not in known:
-                hint = did_you_mean(target, known)
-                raise UsageError(
-                    f"there is no recipe {target!r}",
-                    remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml or FILE.py:Task",
-                )
-            recipe = known[target]
-        values = parse_yaml(recipe.read_text(encoding="utf-8"), str(recipe))
-    values.setdefault("name", Path(target).stem)
-    return values, target
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The sections of a YAML file.
-
-    Raises:
-        UsageError: the file cannot be read, or is not a mapping of sections in YAML.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    return parse_yaml(content, str(path))
-
-
-def parse_yaml(content: bytes | str, where: str) -> dict[str, Any]:
-    """The sections in the `content` of a YAML file. `where` names the file in errors.
-
-    Raises:
-        UsageError: the content is not a mapping of sections in YAML.
-    """
-    try:
-        values = yaml.load(content.decode() if isinstance(content, bytes) else content, _Loader)
-    except (
-        yaml.YAMLError,
-        ValueError,
-    ) as error:  # ValueError: the file is not UTF-8, or holds an impossible date or number
-        raise UsageError(f"not YAML: {error}", where=where, remedy="repair the file") from error
-    if not isinstance(values, dict):
-        raise UsageError(
-            "not a YAML mapping of sections", where=where, remedy="write sections such as `task: {kind: toy}`"
-        )
-    return values
 
 
 def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
@@ -274,15 +228,6 @@ def _assign(raw: Any, path: list[str], value: Any) -> None:
         raw = inner
 
 
-def _alternatives() -> Iterator[tuple[str, str, str]]:
-    """(section, key, other key) for keys that exclude each other, in both orders."""
-    for name, field in RunConfig.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            for first, second in field.annotation.alternatives:
-                yield name, first, second
-                yield name, second, first
-
-
 def _suggest(raw: dict[str, Any]) -> None:
     """Fill in the values that suit the task.
 
@@ -303,7 +248,7 @@ def _suggest(raw: dict[str, Any]) -> None:
         given = raw.setdefault(section, {})
         if not isinstance(given, dict) or given.get("name", values.get("name")) != values.get("name"):
             continue
-        excluded = {other for name, key, other in _alternatives() if name == section and key in given}
+        excluded = {other for name, key, other in alternatives() if name == section and key in given}
         if section == "train" and "epochs" in given:
             excluded.add("min_steps")
         raw[section] = {key: value for key, value in values.items() if key not in excluded} | given

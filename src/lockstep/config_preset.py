@@ -13,7 +13,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from lockstep import config_file
+from lockstep import config_file, config_layers
 from lockstep.config import RunConfig, all_keys
 from lockstep.errors import UsageError, did_you_mean
 
@@ -123,7 +123,7 @@ def read(target: str) -> Preset:
         path = Path(target)
         if not path.is_file():
             raise UsageError("no such file", where=target, remedy="`lockstep presets` lists the presets by name")
-        return _checked(target, config_file.read_yaml(path), target)
+        return _checked(target, config_layers.read_yaml(path), target)
     known = _shipped()
     if target not in known:
         hint = did_you_mean(target, known)
@@ -133,7 +133,7 @@ def read(target: str) -> Preset:
             remedy=f"{hint}There are: {', '.join(known)}; or give FILE.yaml",
         )
     where = f"preset {target}"
-    return _checked(target, config_file.parse_yaml(known[target].read_text(encoding="utf-8"), where), where)
+    return _checked(target, config_layers.parse_yaml(known[target].read_text(encoding="utf-8"), where), where)
 
 
 def _checked(name: str, values: dict[str, Any], where: str) -> Preset:

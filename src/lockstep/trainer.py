@@ -34,7 +34,7 @@ from lockstep.observe.writer import Writer
 from lockstep.tasks import registry
 from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.task import Task, methods_not_called
-from lockstep.training_run import TrainingRun, report, samples_of_report
+from lockstep.training_run import TrainingRun, named_results, report, samples_of_report
 
 
 class Trainer:
@@ -113,8 +113,10 @@ class Trainer:
             if recorder is not None:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
+            evaluated = self._evaluated_tasks(task, world)
+            run = TrainingRun(task, prepared, config, self.run_dir, flag, writers, evaluated)
             try:
-                self.results = TrainingRun(task, prepared, config, self.run_dir, flag, writers).train(batches)
+                self.results = run.train(batches)
             finally:
                 for writer in writers:
                     writer.close()
@@ -161,30 +163,41 @@ class Trainer:
         """Loss and metrics of the run's checkpoint on the task's evaluation data.
 
         Returns:
-            results by name, as `engine.evaluate.evaluate` gives them.
+            results by name, as `engine.evaluate.evaluate` gives them. Where `data.eval` names several sets of data,
+            their names stand in front: `clean/loss`.
         """
         with self._join() as world:
             task = task or self.task()
             strategy = self._trained(task, world).strategy
-            evaluated = build.evaluation_data(self.config, task, world)
             precision = Precision(self.config.precision, world.device)
-
-            def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-                text = report(task, evaluated, values, outputs)
-                if text and not self.quiet:
-                    print(text, file=sys.stderr)
-
+            results: dict[str, float] = {}
             with strategy.inference() as forward:
-                return evaluation.evaluate(
-                    task,
-                    forward,
-                    evaluated.loader,
-                    plan=evaluated.plan,
-                    world=world,
-                    precision=precision,
-                    show=show,
-                    show_samples=samples_of_report(task, evaluated),
-                )
+                for name, its_task in self._evaluated_tasks(task, world).items():
+                    found = self._evaluate(its_task, forward, world=world, precision=precision, name=name)
+                    results |= named_results(name, found)
+            return results
+
+    def _evaluate(
+        self, task: Task, forward: nn.Module, *, world: World, precision: Precision, name: str
+    ) -> dict[str, float]:
+        """Loss and metrics on the evaluation data of `task`, which are called `name`."""
+        evaluated = build.evaluation_data(self.config, task, world)
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            text = report(task, evaluated, values, outputs)
+            if text and not self.quiet:
+                print(f"{name}:\n{text}" if name else text, file=sys.stderr)
+
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=world,
+            precision=precision,
+            show=show,
+            show_samples=samples_of_report(task, evaluated),
+        )
 
     def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
@@ -353,13 +366,28 @@ class Trainer:
     # ---- shared by the methods above
 
     @exits_are_failures()
-    def task(self) -> Task:
-        """A new object of the config's task."""
+    def task(self, evaluated: str | None = None) -> Task:
+        """A new object of the config's task.
+
+        Args:
+            evaluated: the name of its evaluation data, where `data.eval` has several. None: the first.
+        """
         build.seed_everything(self.config)
         data = self.config.data
+        sources = data.eval_sources
+        held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))
         cache = CacheOptions(int(data.cache_gb * 1e9), data.cache_size) if data.cache == "decoded" else None
-        train, held_out = (source and os.path.expanduser(source) for source in (data.train, data.eval))
+        train, held_out = (source and os.path.expanduser(source) for source in (data.train, held_out))
         return registry.build_task(self.config.task, train, held_out, cache, fold=data.fold)
+
+    def _evaluated_tasks(self, task: Task, world: World) -> dict[str, Task]:
+        """For each set of evaluation data, by its name, the task that has it: `task` itself for the first."""
+        first, *others = self.config.data.eval_sources
+        tasks = {first: task}
+        for name in others:
+            tasks[name] = self.task(name)
+            self._set_up(tasks[name], world, trained=True)
+        return tasks
 
     @contextlib.contextmanager
     def _join(self) -> Iterator[World]:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import nn
 
 from lockstep import build, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
@@ -25,6 +27,7 @@ from lockstep.observe.writer import WriteGuard, Writer
 from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
 
+T = TypeVar("T")
 _SHOWN = 4  # samples that a report gets
 
 
@@ -40,13 +43,15 @@ class TrainingRun:
     """Says whether a signal asked this process to stop."""
     writers: Sequence[Writer]
     """Receive the log. Empty but on rank 0."""
+    evaluated_tasks: Mapping[str, Task]
+    """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
     pictures: RunPictures = field(init=False)
     """Draws samples and confusion matrices, and describes the model."""
-    evaluated: EvaluationData | None = field(init=False, default=None)
-    """What the training evaluates. None: nothing."""
+    evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
+    """What the training evaluates, by name. Empty: nothing."""
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.prepared.state.world, self.flag)
@@ -82,16 +87,18 @@ class TrainingRun:
         """
         prepared, state = self.prepared, self.prepared.state
         intervals = build.intervals(self.config, prepared.plan)
+        if not intervals.evaluate and type(self.task).eval_data is not Task.eval_data:
+            self.tell("note: nothing is evaluated; train.eval_every_epochs=1 evaluates after each epoch")
         if intervals.evaluate:
             self.evaluated = self._evaluation_data()
             intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
-        loaders = [prepared.batches.loader, *([self.evaluated.loader] if self.evaluated else [])]
+        loaders = [prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
         for loader in loaders if state.world.rank == 0 else ():
             loader.tell = partial(_tell, self.writers)
         for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
         if state.world.rank == 0:
-            self.pictures.begin(prepared, self.evaluated, compiled=self.config.compute.compile is not None)
+            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver = self._saver()
         hooks = loop.Hooks(
@@ -156,13 +163,22 @@ class TrainingRun:
         )
         self.tell(f"the training ended at step {state.step} of {stop}: {why}")
 
-    def _evaluation_data(self) -> EvaluationData | None:
-        """The evaluation data. None, and a warning: this kind of task has evaluation data, and this source has none."""
+    @property
+    def _first_evaluated(self) -> EvaluationData | None:
+        """The evaluation data of which pictures are drawn."""
+        return next(iter(self.evaluated.values()), None)
+
+    def _evaluation_data(self) -> dict[str, EvaluationData]:
+        """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
         state = self.prepared.state
         try:
-            evaluated = build.evaluation_data(self.config, self.task, state.world)
-            for remark in check_data(evaluated.data, state.world) if state.step == 0 else ():
-                self.tell(remark)
+            evaluated = {
+                name: build.evaluation_data(self.config, task, state.world)
+                for name, task in self.evaluated_tasks.items()
+            }
+            for data in evaluated.values() if state.step == 0 else ():
+                for remark in check_data(data.data, state.world):
+                    self.tell(remark)
             return evaluated
         except build.NoEvaluationData:
             if type(self.task).eval_data is Task.eval_data:
@@ -171,7 +187,7 @@ class TrainingRun:
         text += "train.eval_every_epochs=0 if this is meant"
         warnings = self.prepared.warnings
         warnings += [text] if text not in warnings else []
-        return None
+        return {}
 
     def _check_model(self) -> list[str]:
         """Put the model into training mode, and check that BatchNorm can take the smallest micro-batch.
@@ -221,8 +237,8 @@ class TrainingRun:
         Raises:
             UsageError: `checkpoint.keep_best` or `train.stop_when` names no result of an evaluation.
         """
-        prepared, state, evaluated, chosen = self.prepared, self.prepared.state, self.evaluated, self._chosen_results
-        dry_run.check_is_evaluated(chosen, evaluated is not None)
+        prepared, state, chosen = self.prepared, self.prepared.state, self._chosen_results
+        dry_run.check_is_evaluated(chosen, bool(self.evaluated))
         if state.step:  # a restart must be quick
             dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
             return []
@@ -233,19 +249,26 @@ class TrainingRun:
                 prepared.batches.loader,
                 prepared.plan,
                 precision=state.precision,
-                must_run=evaluated is not None,
+                must_run=bool(self.evaluated),
             )
-            if evaluated is None:
-                return []
-            return dry_run.look_at_evaluation(
-                self.task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                chosen=chosen,
-            )
+            messages: list[str] = []
+            names: list[str] = []
+            for name, evaluated in self.evaluated.items():
+                found = dry_run.look_at_evaluation(
+                    self.evaluated_tasks[name],
+                    forward,
+                    evaluated.loader,
+                    plan=evaluated.plan,
+                    world=state.world,
+                    precision=state.precision,
+                )
+                messages += [text for text in found.messages if text not in messages]
+                names += [f"eval/{of_set}" for of_set in named_results(name, dict.fromkeys(found.names or (), 0.0))]
+                if found.names is None:  # the metrics need more samples
+                    chosen = {}
+            if self.evaluated:
+                dry_run.check_results(chosen, names)
+            return messages
 
     # ---- what the loop calls
 
@@ -255,27 +278,9 @@ class TrainingRun:
         Raises:
             Preempted: a rank was asked to stop.
         """
-        state, evaluated = self.prepared.state, self.evaluated
-        assert evaluated is not None
-
-        def tick() -> None:
-            if self.consensus():
-                raise Preempted
-
-        reported = samples_of_report(self.task, evaluated)
-        drawn = self.pictures.samples_to_draw(evaluated)
-        worst = self.pictures.worst_samples()
-
-        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
-            by_index = dict(outputs)
-            self.arrays.record({"step": state.step, **values})
-            if values and (text := report(self.task, evaluated, values, _of(by_index, reported))):
-                self.tell(text)
-            self.pictures.draw_results(state.step, values)
-            self.pictures.draw_samples(state.step, evaluated, by_index)
-            if worst is not None:
-                self.pictures.draw_worst(state.step, evaluated, worst)
-
+        state = self.prepared.state
+        results: dict[str, float] = {}
+        arrays: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             self.consensus.restart()
             stack.callback(self.consensus.restart)
@@ -283,18 +288,47 @@ class TrainingRun:
             forward = stack.enter_context(state.strategy.inference())
             if state.averages is not None:
                 stack.enter_context(state.averages.applied())
-            return evaluation.evaluate(
-                self.task,
-                forward,
-                evaluated.loader,
-                plan=evaluated.plan,
-                world=state.world,
-                precision=state.precision,
-                tick=tick,
-                show=show,
-                show_samples=tuple(dict.fromkeys((*reported, *drawn))),
-                worst=worst,
-            )
+            for name in self.evaluated:
+                results |= named_results(name, self._evaluate(name, forward, arrays))
+        self.arrays.record({"step": state.step, **arrays})
+        return results
+
+    def _evaluate(self, name: str, forward: nn.Module, arrays: dict[str, Any]) -> dict[str, float]:
+        """Evaluate a set of data. Adds what the metrics computed to `arrays`, by name."""
+        state, evaluated, task = self.prepared.state, self.evaluated[name], self.evaluated_tasks[name]
+        is_first = evaluated is self._first_evaluated
+
+        def tick() -> None:
+            if self.consensus():
+                raise Preempted
+
+        reported = samples_of_report(task, evaluated)
+        drawn = self.pictures.samples_to_draw(evaluated) if is_first else ()
+        worst = self.pictures.worst_samples() if is_first else None
+
+        def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
+            by_index = dict(outputs)
+            arrays.update(named_results(name, values))
+            if values and (text := report(task, evaluated, values, _of(by_index, reported))):
+                self.tell(f"{name}:\n{text}" if name else text)
+            if is_first:
+                self.pictures.draw_results(state.step, values)
+                self.pictures.draw_samples(state.step, evaluated, by_index)
+            if worst is not None:
+                self.pictures.draw_worst(state.step, evaluated, worst)
+
+        return evaluation.evaluate(
+            task,
+            forward,
+            evaluated.loader,
+            plan=evaluated.plan,
+            world=state.world,
+            precision=state.precision,
+            tick=tick,
+            show=show,
+            show_samples=tuple(dict.fromkeys((*reported, *drawn))),
+            worst=worst,
+        )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
@@ -332,6 +366,11 @@ class TrainingRun:
         best, stop_when = self.config.checkpoint.keep_best, self.config.train.stop_when
         chosen = {"checkpoint.keep_best": best.split()[1]} if best else {}
         return chosen | ({"train.stop_when.metric": stop_when.metric} if stop_when else {})
+
+
+def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
+    """Results with the name of their evaluation data in front: `clean/loss`. The empty name changes nothing."""
+    return {f"{name}/{result}" if name else result: value for result, value in results.items()}
 
 
 def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,15 @@ def look_at_losses(
     ]
 
 
+class LookedAt(NamedTuple):
+    """An evaluation of some samples."""
+
+    messages: list[str]
+    """Warnings for the log."""
+    names: list[str] | None = None
+    """Names of the results of an evaluation. None: they are not known, because the metrics need more samples."""
+
+
 def look_at_evaluation(
     task: Task,
     forward: nn.Module,
@@ -120,19 +129,14 @@ def look_at_evaluation(
     plan: EvaluationPlan,
     world: World,
     precision: Precision,
-    chosen: Mapping[str, str],
-) -> list[str]:
+) -> LookedAt:
     """Evaluate some samples, spread over the data set. Each rank evaluates them by itself.
 
     Args:
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
-        chosen: the logged names of results that keys of the config name, by key.
-
-    Returns:
-        warnings for the log.
 
     Raises:
-        UsageError: no result has a name in `chosen`, or `Task.loss` gives another output than `Task.predict`.
+        UsageError: `Task.loss` gives another output than `Task.predict`.
     """
     count = min(_SAMPLES, plan.micro_batch, plan.length)
     (micro_batch,) = read(loader, [[number * plan.length // count for number in range(count)]])
@@ -156,15 +160,14 @@ def look_at_evaluation(
                 values, _ = metric_sync.compute(metrics, World(0, 1, 0, world.device))
             except Exception as error:  # some metrics need more samples
                 cause = f"{type(error).__name__}: {error}"
-                return [*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"]
+                return LookedAt([*messages, f"warning: the metrics of {count} samples cannot be computed ({cause})"])
             finally:
                 metrics.reset()
         check_names(values)
         names += values
         for metric in metrics.values():  # such as an AUC, which is undefined where a few samples have one class
             names += getattr(metric, "possible_results", ())
-    check_results(chosen, [f"eval/{name}" for name in names])
-    return messages
+    return LookedAt(messages, names)
 
 
 def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:

@@ -62,6 +62,7 @@ def verify(
             where="device=mps",
             remedy="use device=cpu: the checks are about the training, and not about the device",
         )
+    config = _with_one_evaluation_set(config, tell)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     result = VerifyResult(str(config["name"]), nproc, _device(config), quick, dict(config), versions)
     start = time.perf_counter()
@@ -168,6 +169,16 @@ def _announce(name: str) -> None:
     """Print the name of the check that begins, on a terminal. The line of its result replaces it."""
     if sys.stdout.isatty():
         print(f"{name} ...", end="\r", flush=True)
+
+
+def _with_one_evaluation_set(config: Mapping[str, Any], tell: Callable[[str], None]) -> Mapping[str, Any]:
+    """`config` with the first of several sets of evaluation data."""
+    sets = config["data"]["eval"]
+    if not isinstance(sets, Mapping):
+        return config
+    name, source = next(iter(sets.items()))
+    tell(f"note: of {len(sets)} sets of evaluation data, {name} is used")
+    return {**config, "data": {**config["data"], "eval": source}}
 
 
 def _device(config: Mapping[str, Any]) -> str:

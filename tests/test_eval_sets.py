@@ -1,0 +1,98 @@
+"""Several sets of evaluation data by name, and the evaluation of a run on other data."""
+
+import json
+
+import pytest
+
+from lockstep import LockstepError, Trainer, cli
+from tests import runs
+from tests.ranks import run_ranks
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from torchmetrics import MeanMetric, MetricCollection
+import lockstep
+
+class Lines(lockstep.Task):
+    def __init__(self, eval: str = "0"):
+        self.shift = float(eval)
+    def model(self):
+        return nn.Linear(1, 1)
+    def train_data(self):
+        return TensorDataset(torch.linspace(-1, 1, 48)[:, None])
+    def eval_data(self):
+        return TensorDataset(torch.linspace(-1, 1, 7 + int(self.shift))[:, None] + self.shift)
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[0]).square().sum()
+    def predict(self, model, batch):
+        return batch[0]
+    def metrics(self):
+        update = lambda metrics, output, batch: metrics["mean"].update(output)
+        return lockstep.Metrics(MetricCollection({"mean": MeanMetric()}), update)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    (tmp_path / "lines.py").write_text(TASK)
+    return runs.config(
+        task={"kind": f"{tmp_path / 'lines.py'}:Lines"},
+        data={"eval": {"near": "0", "far": "5"}},
+        train={"steps": 4, "eval_every_steps": 2},
+        checkpoint={"keep_best": "min eval/far/loss"},
+    )
+
+
+def fit(settings, folder):
+    return Trainer(settings, run_dir=folder, quiet=True).fit()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_set_is_evaluated_and_its_results_have_its_name(tmp_path, config, world):
+    results = run_ranks(world, fit, config, str(tmp_path / "run"))[0]
+    assert {"eval/near/loss", "eval/far/loss", "eval/near/samples", "eval/far/samples"} <= results.keys()
+    assert (results["eval/near/samples"], results["eval/far/samples"]) == (7, 12)
+    assert results["eval/far/mean"] == pytest.approx(5.0)
+    assert results["eval/near/mean"] == pytest.approx(0.0, abs=1e-6)
+    again = Trainer(config, run_dir=tmp_path / "run", quiet=True).evaluate()
+    assert {f"eval/{name}": value for name, value in again.items()} == pytest.approx(
+        {name: value for name, value in results.items() if name.startswith("eval/")}
+    )
+
+
+def test_a_run_is_evaluated_on_other_data(tmp_path, config, monkeypatch):
+    from typer.testing import CliRunner
+
+    monkeypatch.setenv("COLUMNS", "200")
+    fit(config, tmp_path / "run")
+    done = CliRunner().invoke(cli.app, ["evaluate", str(tmp_path / "run"), "data.eval='3'", "batch.micro=2"])
+    assert done.exit_code == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert results["eval/samples"] == 10
+    assert results["eval/mean"] == pytest.approx(3.0)
+    done = CliRunner().invoke(cli.app, ["evaluate", str(tmp_path / "run"), "optim.lr=3"])
+    assert done.exit_code == 2
+    assert "optim.lr belongs to the training of this run" in done.stderr
+    assert "only these keys can be changed: data.eval," in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "text"),
+    [({}, "names no evaluation data"), ({"a/b": "0"}, "'a/b' cannot name evaluation data"), ({"a": 3}, "data.eval")],
+)
+def test_wrong_names_are_errors(tmp_path, config, evaluated, text):
+    with pytest.raises(LockstepError, match=text):
+        fit(config | {"data": {"eval": evaluated}}, tmp_path / "run")
+
+
+def test_a_result_without_the_name_of_its_set_is_an_error_before_the_first_step(tmp_path, config):
+    with pytest.raises(LockstepError, match=r"there is no metric eval/loss(?s:.*)eval/near/loss"):
+        fit(config | {"checkpoint": {"keep_best": "min eval/loss"}}, tmp_path / "run")
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
+def test_where_nothing_is_evaluated_the_log_names_the_key(tmp_path, config):
+    fit(config | {"train": {"steps": 2}, "checkpoint": {}}, tmp_path / "run")
+    assert "nothing is evaluated; train.eval_every_epochs=1" in (tmp_path / "run/train.log").read_text()
