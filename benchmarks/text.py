@@ -5,14 +5,16 @@
         [--model DIR] [--data FILE.csv] [--window 7]
 
 All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with
-AdamW, float32, the gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches
-are padded to the longest of their texts. Runs of the systems alternate; each is a process per rank that leaves out its
-first two steps; what counts is the median over rounds of the ratios. `lockstep-grouped` has `data.group_by_length` =
---window (7 global batches of the default are about what the Trainer sorts together of 4,000 texts: a quarter), and
-`trainer-grouped` the Trainer's own sorting by length (`train_sampling_strategy=group_by_length`). That is why
-tokens are counted too, without padding: the Trainer begins each of its windows with the longest texts, so a few steps
-have other texts than a whole epoch. A ratio of tokens per second of processor time (of all ranks) depends less on what
-else the machine does than a ratio of the clock.
+AdamW (fused, as the Trainer's default is, but in the plain loop), float32, the gradient clipped to 1, global batch =
+ranks x micro x accumulate, one torch thread per rank. Batches are padded to the longest of their texts. Runs of the
+systems alternate; each is a process per rank that leaves out its first two steps; what counts is the median over rounds
+of the ratios.
+
+`lockstep-grouped` has `data.group_by_length` = --window (7 global batches of the default are about as many texts as the
+Trainer sorts together of 4,000: a quarter), and `trainer-grouped` the Trainer's own sorting by length
+(`train_sampling_strategy=group_by_length`). That is why tokens are counted too, without padding: the Trainer begins
+each of its windows with the longest texts, so a few steps have other texts than a whole epoch. A ratio of tokens per
+second of processor time (of all ranks) depends less on what else the machine does than a ratio of the clock.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def lockstep_worker(options, grouped=False):
     settings = {
         "batch": {"global": options.micro * options.accumulate * options.ranks, "micro": options.micro},
         "train": {"steps": options.steps + WARM_UP},
-        "optim": {"lr": LR, "clip_norm": 1.0},
+        "optim": {"lr": LR, "clip_norm": 1.0, "fused": True},
         "device": "cpu",
         "data": {"group_by_length": options.window if grouped else None},
         "log": {"writers": ["text_log", "json_lines"]},

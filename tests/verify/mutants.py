@@ -800,7 +800,7 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)",
+        "buffer.copy_(shard.local, non_blocking=apart)",
         "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
     ),
 )
@@ -943,7 +943,7 @@ _engine(
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
@@ -1411,7 +1411,7 @@ _engine(
 _engine(
     "live tensors saved",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
     says="is not what training had",
 )
 _engine(
