@@ -2,13 +2,19 @@
 
     pip install accelerate psutil          # what transformers' Trainer needs
     python benchmarks/text.py [--ranks 2] [--rounds 5] [--steps 8] [--micro 16] [--accumulate 4]
-        [--model DIR] [--data FILE.csv]
+        [--model DIR] [--data FILE.csv] [--window 7]
 
 All train the same BERT (four layers of 256, new, unless --model is given) on the same tokens of the same texts with
-AdamW, float32, the gradient clipped to 1, global batch = ranks x micro x accumulate, one torch thread per rank. Batches
-are padded to the longest of their texts. Runs of the systems alternate; each is a process per rank that leaves out its
-first two steps; what counts is the median over rounds of the ratio of samples per second. `trainer-grouped` is the
-Trainer with its own sorting by length (`train_sampling_strategy=group_by_length`).
+AdamW (fused, as the Trainer's default is, but in the plain loop), float32, the gradient clipped to 1, global batch =
+ranks x micro x accumulate, one torch thread per rank. Batches are padded to the longest of their texts. Runs of the
+systems alternate; each is a process per rank that leaves out its first two steps; what counts is the median over rounds
+of the ratios.
+
+`lockstep-grouped` has `data.group_by_length` = --window (7 global batches of the default are about as many texts as the
+Trainer sorts together of 4,000: a quarter), and `trainer-grouped` the Trainer's own sorting by length
+(`train_sampling_strategy=group_by_length`). That is why tokens are counted too, without padding: the Trainer begins
+each of its windows with the longest texts, so a few steps have other texts than a whole epoch. A ratio of tokens per
+second of processor time (of all ranks) depends less on what else the machine does than a ratio of the clock.
 """
 
 from __future__ import annotations
@@ -22,9 +28,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-SYSTEMS = ("lockstep", "trainer", "plain", "trainer-grouped")
+SYSTEMS = ("lockstep", "trainer", "plain", "lockstep-grouped", "trainer-grouped")
 SIZES = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 WARM_UP = 2
 LR = 1e-4
@@ -44,37 +51,46 @@ def make_task(options):
 
 
 def counted(collate, counts):
-    """`collate`, with its tokens and those that are padding added to `counts`."""
+    """`collate`, with its number of tokens and of those that are padding appended to `counts`."""
 
     def collate_and_count(samples):
         batch = collate(samples)
-        counts[0] += batch["attention_mask"].numel()
-        counts[1] += int((batch["attention_mask"] == 0).sum())
+        counts.append((batch["attention_mask"].numel(), int((batch["attention_mask"] == 0).sum())))
         return batch
 
     return collate_and_count
 
 
-def lockstep_worker(options):
-    from lockstep import Trainer
+def now():
+    """Seconds by the clock, and of processor time of this process."""
+    return time.perf_counter(), time.process_time()
 
-    task, counts, times = make_task(options), [0, 0], []
+
+def lockstep_worker(options, grouped=False):
+    from lockstep import Trainer
+    from lockstep.trainer import Recorder
+
+    task, counts, times = make_task(options), [], []
     task.collate = counted(task.collate, counts)
 
-    class Clock:
-        def watch(self, job):
-            for batch in job.batches:
-                times.append(time.perf_counter())
+    class Clock(Recorder):
+        def __init__(self):
+            pass
+
+        def record_steps(self, prepared):
+            for batch in prepared.batches:
+                times.append(now())
                 yield batch
 
-        record = progress = message = lambda self, _: None
-        close = lambda self: times.append(time.perf_counter())  # noqa: E731
+        def close(self):
+            times.append(now())
 
     settings = {
         "batch": {"global": options.micro * options.accumulate * options.ranks, "micro": options.micro},
         "train": {"steps": options.steps + WARM_UP},
-        "optim": {"lr": LR, "clip_norm": 1.0},
+        "optim": {"lr": LR, "clip_norm": 1.0, "fused": True},
         "device": "cpu",
+        "data": {"group_by_length": options.window if grouped else None},
         "log": {"writers": ["text_log", "json_lines"]},
     }
     with tempfile.TemporaryDirectory() as own:
@@ -103,7 +119,7 @@ def plain_worker(options):
 
     torch.distributed.init_process_group("gloo")
     task, rows = prepared(options)
-    counts, times = [0, 0], []
+    counts, times = [], []
 
     def collate(samples):
         return dict(task.tokenizer.pad(samples, return_tensors="pt"))
@@ -129,7 +145,7 @@ def plain_worker(options):
                 optimizer.step()
                 optimizer.zero_grad()
                 steps += 1
-                times.append(time.perf_counter())
+                times.append(now())
                 if steps == options.steps + WARM_UP:
                     break
     torch.distributed.destroy_process_group()
@@ -141,11 +157,11 @@ def trainer_worker(options, grouped=False):
     from transformers import DataCollatorWithPadding, Trainer, TrainerCallback, TrainingArguments
 
     task, rows = prepared(options)
-    counts, times = [0, 0], []
+    counts, times = [], []
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_, **__):
-            times.append(time.perf_counter())
+            times.append(now())
 
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
@@ -172,6 +188,7 @@ def trainer_worker(options, grouped=False):
 
 WORKERS = {
     "lockstep": lockstep_worker,
+    "lockstep-grouped": lambda options: lockstep_worker(options, True),
     "plain": plain_worker,
     "trainer": trainer_worker,
     "trainer-grouped": lambda options: trainer_worker(options, True),
@@ -183,11 +200,25 @@ def work(options):
 
     torch.set_num_threads(1)
     times, counts = WORKERS[options.worker](options)
+    counts = counts[WARM_UP * options.accumulate : (WARM_UP + options.steps) * options.accumulate]
     Path(options.result, f"{os.environ['RANK']}.json").write_text(json.dumps({"times": times, "counts": counts}))
 
 
+class Measured(NamedTuple):
+    """A run of a system."""
+
+    samples: float
+    """Per second of the clock, over all ranks."""
+    padding: float
+    """Share of all tokens."""
+    tokens: float
+    """Without padding, per second of the clock, over all ranks."""
+    tokens_cpu: float
+    """Without padding, per second of processor time of all ranks."""
+
+
 def measure(system, options):
-    """Samples per second of all ranks, and the share of padding."""
+    """A run of `system`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -199,17 +230,19 @@ def measure(system, options):
             __file__,
         ]
         command += ["--worker", system, "--result", folder, "--folder", f"{folder}/run"]
-        for name in ("ranks", "steps", "micro", "accumulate", "data", "model"):
+        for name in ("ranks", "steps", "micro", "accumulate", "data", "model", "window"):
             if getattr(options, name) is not None:
                 command += [f"--{name}", str(getattr(options, name))]
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    seconds = max(rank["times"][-1] - rank["times"][0] for rank in ranks)
+    spans = [[end - start for start, end in zip(rank["times"][0], rank["times"][-1], strict=True)] for rank in ranks]
+    seconds, cpu = max(span[0] for span in spans), sum(span[1] for span in spans)
     steps = len(ranks[0]["times"]) - 1
-    tokens, padding = (sum(rank["counts"][place] for rank in ranks) for place in (0, 1))
-    return steps * options.ranks * options.micro * options.accumulate / seconds, padding / tokens
+    tokens, padding = (sum(count[place] for rank in ranks for count in rank["counts"]) for place in (0, 1))
+    samples, real = steps * options.ranks * options.micro * options.accumulate, tokens - padding
+    return Measured(samples / seconds, padding / tokens, real / seconds, real / cpu)
 
 
 def main():
@@ -219,6 +252,7 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--accumulate", type=int, default=4)
+    parser.add_argument("--window", type=int, default=7, help="global batches that are sorted together")
     parser.add_argument("--model", help="a local Hugging Face model instead of the new one")
     parser.add_argument("--data", default=str(ROOT.parent / "shared" / "data" / "text" / "ag_news" / "train.csv"))
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
@@ -232,20 +266,29 @@ def main():
     found = {system: [] for system in options.systems}
     for number in range(options.rounds):
         for system in options.systems:
-            rate, padding = measure(system, options)
-            found[system].append((rate, padding))
-            print(f"round {number}  {system:<16} {rate:7.1f} samples/s  padding {padding:.1%}", flush=True)
+            found[system].append(measure(system, options))
+            print(f"round {number}  {system:<17} {described(found[system][-1:])}", flush=True)
     for system in options.systems:
-        rates, paddings = zip(*found[system], strict=True)
-        line = (
-            f"{system:<16} median {statistics.median(rates):7.1f} samples/s  padding {statistics.median(paddings):.1%}"
-        )
-        if "lockstep" in found and system != "lockstep":
-            ratios = [ours[0] / theirs for ours, theirs in zip(found["lockstep"], rates, strict=True)]
-            line += (
-                f"  lockstep is {statistics.median(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
-            )
-        print(line)
+        print(f"{system:<17} median {described(found[system])}")
+    for ours in ("lockstep", "lockstep-grouped"):
+        for theirs in ("trainer", "plain", "trainer-grouped"):
+            if ours in found and theirs in found:
+                print(f"{ours} over {theirs}: {compared(found[ours], found[theirs])}")
+
+
+def described(runs):
+    samples, padding, tokens, tokens_cpu = (statistics.median(values) for values in zip(*runs, strict=True))
+    by_clock = f"{samples:7.1f} samples/s  padding {padding:5.1%}  {tokens:7.0f} tokens/s"
+    return f"{by_clock}  {tokens_cpu:7.0f} tokens per second of processor"
+
+
+def compared(ours, theirs):
+    """Medians over rounds of the ratios, with the smallest and the largest."""
+    texts = []
+    for name in ("samples", "tokens", "tokens_cpu"):
+        ratios = [getattr(a, name) / getattr(b, name) for a, b in zip(ours, theirs, strict=True)]
+        texts.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    return ", ".join(texts)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,19 @@ class Plain(Masked):
         return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
 
 
+class WithLengths(Masked):
+    """Samples of seven lengths, by which they may be grouped."""
+
+    def __init__(self, length=150, wrong=None, **options):
+        super().__init__(length, **options)
+        self.wrong = wrong
+
+    def train_data(self):
+        data = super().train_data()
+        data.lengths = [1 + number * 5 % 7 for number in range(self.length)] if self.wrong is None else self.wrong
+        return data
+
+
 class Block(nn.Module):
     """A residual block; 7 features, which no number of ranks divides."""
 

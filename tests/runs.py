@@ -130,11 +130,12 @@ def fit_kind(kind, options, settings, run_dir=None):
     return fit(getattr(own_tasks, kind)(**options), settings, run_dir)
 
 
-def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None, before_step=None):
+def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=None, before_step=None, samples=None):
     """Train in plain torch: in one process, the whole global batch at once, by the mean over its units.
 
     Args:
         before_step: called with the model and the step's number, from 0.
+        samples: gives the indices of a step, instead of those of the permutation.
 
     Returns:
         final weights by name, and the gradient norm of each update before clipping.
@@ -151,7 +152,7 @@ def by_hand(task, steps=20, global_batch=24, clip_norm=None, seed=0, optimizer=N
             before_step(model, step)
         epoch, within = divmod(step, per_epoch)
         positions = np.arange(within * global_batch, min((within + 1) * global_batch, length))
-        indices = torch.from_numpy(permute(positions, length, seed, epoch))
+        indices = torch.from_numpy(permute(positions, length, seed, epoch)) if samples is None else samples(step)
         batch = [tensor[indices] for tensor in data.tensors]
         losses, weights = task.loss(model, batch), task.weight(batch)
         if weights is None:

@@ -632,6 +632,7 @@ def test_how_a_run_is_run_does_not_determine_it(override):
         ("data.train=other", "data.train"),
         ("data.drop_last=true", "data.drop_last"),
         ("data.on_error=skip", "data.on_error"),
+        ("data.group_by_length=50", "data.group_by_length"),
         ("task.hidden=11", "task.hidden"),
     ],
 )
@@ -705,7 +706,7 @@ def test_the_keys_that_determine_a_training_are_these():
     assert keys == {
         "seed",
         "precision",
-        *(f"data.{key}" for key in ("train", "eval", "fold", "on_error", "drop_last", "cache_size")),
+        *(f"data.{key}" for key in ("train", "eval", "fold", "on_error", "drop_last", "group_by_length", "cache_size")),
         *(f"batch.{key}" for key in ("global", "per_rank", "accumulate")),
         *(f"train.{key}" for key in ("ema_decay", "init_from", "init_checkpoint", "init_skip", "unfreeze")),
         *(f"optim.{key}" for key in ("name", "lr", "weight_decay", "clip_norm", "lr_scaling", "reference_batch")),

@@ -137,7 +137,7 @@ def prepare_run(
     data_fingerprint = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
-    built.messages += remarks
+    built.messages += [*_grouping(plan), *remarks]
     precision = Precision(config.precision, world.device, world.data_size)
     state = TrainState(
         strategy=built.strategy,
@@ -408,7 +408,8 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
         micro_batch: largest number of samples in a forward pass, also where the config asks for more.
 
     Raises:
-        DataError: the data set is empty, or smaller than the only batch of an epoch.
+        DataError: the data set is empty, or smaller than the only batch of an epoch, or its lengths are not numbers.
+        UsageError: samples are to be grouped by length, and their lengths are not known.
     """
     length = len(data)  # type: ignore[arg-type]
     if length == 0:
@@ -419,6 +420,14 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
         raise DataError(
             f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
         )
+    lengths = _sample_lengths(data, "Task.train_data")
+    if config.data.group_by_length and lengths is None:
+        raise UsageError(
+            "the lengths of the samples are not known",
+            where="data.group_by_length",
+            remedy="leave it out, or let Task.train_data return a data set with the attribute `lengths`: "
+            "an array of the length of each sample",
+        )
     return StepPlan(
         length,
         global_batch,
@@ -426,9 +435,24 @@ def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: 
         world.data_size,
         config.seed,
         config.data.drop_last,
-        _sample_lengths(data),
+        lengths,
         config.batch.micro if isinstance(config.batch.micro, dict) else None,
+        config.data.group_by_length,
     )
+
+
+def _grouping(plan: StepPlan) -> list[str]:
+    """Lines for the log where lengths choose the samples of a batch."""
+    count, batches = plan.group_by_length, plan.length // plan.global_batch
+    if not count:
+        return []
+    lines = [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
+    if count >= batches:
+        lines.append(
+            f"  a window holds the whole epoch ({batches} batches), so every epoch has almost the same batches; "
+            f"data.group_by_length={max(1, batches // 4)} makes four windows"
+        )
+    return lines
 
 
 def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
@@ -448,7 +472,7 @@ def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[A
     else:
         data = task_checks.data(data, "the data to predict")
     micro_batch = config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
-    plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data))  # type: ignore[arg-type]
+    plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data, "the evaluation data"))  # type: ignore[arg-type]
     return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
 
 
@@ -473,10 +497,24 @@ def required_evaluation_data(task: Task) -> Dataset[Any]:
     return data
 
 
-def _sample_lengths(data: Dataset[Any]) -> Any:
-    """Lengths of the samples, where the data set has the attribute `lengths`."""
+def _sample_lengths(data: Dataset[Any], where: str) -> Any:
+    """Lengths of the samples, where the data set has the attribute `lengths`.
+
+    Raises:
+        DataError: the attribute is not an array of one number for each sample.
+    """
     lengths = getattr(data, "lengths", None)
-    return None if lengths is None else np.asarray(lengths)
+    if lengths is None:
+        return None
+    found, expected = np.asarray(lengths), (len(data),)  # type: ignore[arg-type]
+    if found.shape != expected or found.dtype.kind not in "iuf":
+        raise DataError(
+            f"`lengths` of the data set has the shape {found.shape} and the type {found.dtype}; expected: one number "
+            f"for each of {len(data)} samples",  # type: ignore[arg-type]
+            where=where,
+            remedy="correct `lengths`, or give the attribute another name",
+        )
+    return found
 
 
 def intervals(config: RunConfig, plan: StepPlan) -> Intervals:

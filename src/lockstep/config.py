@@ -80,6 +80,10 @@ class DataConfig(Section):
     """What happens if a sample cannot be read: `raise` the error, or `skip` the sample."""
     drop_last: bool = False
     """Whether the last, partial batch of an epoch is left out."""
+    group_by_length: PositiveInt | None = None
+    """Batches of samples of similar length, which need less padding: number of global batches in a window of the epoch,
+    whose samples are sorted by length and cut into these batches, which are then shuffled. For data with the attribute
+    `lengths`. None: lengths do not choose the samples of a batch."""
     cache: Annotated[Literal["decoded"] | None, DOES_NOT_DETERMINE] = None
     """Pictures: `decoded` keeps their pixels on disk, so that only the first epoch decodes. The samples are the same.
     None: no cache."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import EvaluationPlan, StepPlan, cut, derive_seed, permute
+from lockstep.data.order import EvaluationPlan, StepPlan, cut, derive_seed, group, permute
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
@@ -449,6 +449,139 @@ def test_lengths_group_the_samples_of_a_step_but_do_not_choose_them():
     assert sum(padding(grouped.by_rank(step)) for step in range(14)) < 0.3 * sum(
         padding(plain.by_rank(step)) for step in range(14)
     )
+
+
+# ---- StepPlan with group_by_length
+
+
+def lengths_of(length, kinds, seed=0):
+    """Random lengths of `kinds` values, so that many samples are of equal length."""
+    return np.random.default_rng([length, kinds, seed]).integers(1, kinds + 1, length)
+
+
+GROUPED = {
+    "length": st.integers(1, 120),
+    "global_batch": st.integers(1, 20),
+    "window": st.integers(1, 9),
+    "kinds": st.sampled_from([1, 3, 500]),
+    "seed": st.integers(0, 2**63),
+}
+
+
+def grouped(length, global_batch, window, kinds, seed, *, micro=4, world=1, drop_last=False):
+    lengths = lengths_of(length, kinds)
+    return StepPlan(length, global_batch, micro, world, seed, drop_last, lengths, group_by_length=window)
+
+
+@FIXED
+@given(drop_last=st.booleans(), micro=st.integers(1, 6), world=st.integers(1, 5), **GROUPED)
+def test_grouping_takes_every_sample_once_per_epoch(drop_last, micro, world, **case):
+    plan = grouped(**case, micro=micro, world=world, drop_last=drop_last)
+    plain = StepPlan(plan.length, plan.global_batch, micro, world, plan.seed, drop_last)
+    assert plan.steps_per_epoch == plain.steps_per_epoch
+    for epoch in (0, 2):
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        seen = [real(plan.by_rank(step)) for step in steps]
+        assert [len(batch) for batch in seen] == [plain.samples(step) for step in steps]
+        samples = [index for batch in seen for index in batch]
+        expected = [index for step in steps for index in real(plain.by_rank(step))]
+        assert sorted(samples) == sorted(expected)  # with `drop_last`, the same samples are left out
+        assert drop_last or sorted(samples) == list(range(plan.length))
+
+
+@FIXED
+@given(micro=st.integers(1, 6), world=st.integers(2, 5), step=st.integers(0, 10**6), **GROUPED)
+def test_grouped_samples_of_a_step_do_not_depend_on_world_or_micro_batch(micro, world, step, **case):
+    alone, spread = grouped(**case), grouped(**case, micro=micro, world=world)
+    assert sorted(real(alone.by_rank(step))) == sorted(real(spread.by_rank(step)))
+
+
+@FIXED
+@given(**GROUPED)
+def test_each_window_is_its_samples_by_length_cut_and_shuffled(**case):
+    plan = grouped(**case)
+    epoch, batch = 3, plan.global_batch
+    whole = order(plan.length, plan.seed, epoch)
+    steps = [plan.indices(epoch * plan.steps_per_epoch + place)[0].tolist() for place in range(plan.steps_per_epoch)]
+    batches = plan.length // batch
+    for first in range(0, batches, case["window"]):
+        mine = steps[first : min(first + case["window"], batches)]
+        by_length = sorted(whole[first * batch : (first + len(mine)) * batch].tolist(), key=lambda i: plan.lengths[i])
+        assert sorted(mine) == sorted(by_length[start : start + batch] for start in range(0, len(by_length), batch))
+    if len(steps) > batches:  # the partial batch stays the last, with its samples
+        assert steps[-1] == whole[batches * batch :].tolist()
+
+
+@FIXED
+@given(**GROUPED)
+def test_grouped_steps_asked_for_in_any_order_are_the_same(**case):
+    plan = grouped(**case)
+    steps = list(range(3 * plan.steps_per_epoch))
+    in_order = {step: plan.by_rank(step) for step in steps}
+    random.Random(1).shuffle(steps)
+    assert {step: plan.by_rank(step) for step in steps} == in_order
+    assert all(grouped(**case).by_rank(step) == in_order[step] for step in steps[:3])
+
+
+def test_batches_of_windows_are_shuffled_by_seed_epoch_and_window():
+    """By their length, batches of a sorted window would rise."""
+    length, batch, window = 6000, 10, 50
+    lengths = np.random.default_rng(0).permutation(length)
+    orders = []
+    for seed, epoch in ((0, 0), (0, 1), (1, 0)):
+        plan = StepPlan(length, batch, batch, seed=seed, lengths=lengths, group_by_length=window)
+        steps = range(epoch * plan.steps_per_epoch, (epoch + 1) * plan.steps_per_epoch)
+        means = np.array([lengths[plan.indices(step)[0]].mean() for step in steps]).reshape(-1, window)
+        orders += [tuple(np.argsort(row)) for row in means]
+    assert len(set(orders)) == len(orders) == 36
+    first = np.array(orders)[:, :25]
+    assert 23 < first.mean() < 26  # neither short nor long batches come first
+
+
+def test_grouping_leaves_hardly_any_padding():
+    lengths = np.random.default_rng(0).integers(1, 300, 6400)
+    plain = StepPlan(6400, 64, 8, 2, seed=3, lengths=lengths)
+    by_window = StepPlan(6400, 64, 8, 2, seed=3, lengths=lengths, group_by_length=50)
+
+    def padding(plan):
+        found = [lengths[list(c.indices)] for step in range(100) for c in flatten(plan.by_rank(step))]
+        return sum(int((values.max() - values).sum()) for values in found)
+
+    assert padding(by_window) < 0.05 * padding(plain)
+
+
+def test_a_step_of_huge_data_costs_the_work_of_its_window():
+    class Lengths:
+        """The lengths of 10^12 samples, which count how many were asked for."""
+
+        asked = 0
+
+        def __getitem__(self, indices):
+            self.asked += len(indices)
+            return indices % 100
+
+    lengths = Lengths()
+    plan = StepPlan(10**12, 64, 8, 4, 1, False, lengths, group_by_length=50)
+    for step in (10**18, 10**18 + 1):
+        _, peak = peak_memory(lambda step=step: plan.by_rank(step))
+        assert peak < 2_000_000
+    assert lengths.asked == 50 * 64 + 2 * 4 * 64  # the window once; each rank cuts the step by its lengths
+
+
+def test_samples_of_unknown_length_cannot_be_grouped():
+    with pytest.raises(ValueError, match="lengths are not known"):
+        StepPlan(20, 4, 4, group_by_length=2).indices(0)
+
+
+def test_decimals_of_lengths_are_cut():
+    lengths = np.array([2.9, 2.1, 1.5, 1.6])
+    found = [StepPlan(4, 1, 1, lengths=values, group_by_length=4) for values in (lengths, lengths.astype(int))]
+    assert [found[0].indices(step) for step in range(4)] == [found[1].indices(step) for step in range(4)]
+
+
+def test_a_window_without_a_whole_batch_is_left_alone():
+    indices = np.array([5, 3, 4])
+    assert group(indices, np.array([3, 1, 2]), 4, seed=0, window=0).tolist() == [5, 3, 4]
 
 
 # ---- EvaluationPlan

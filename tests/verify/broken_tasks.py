@@ -322,6 +322,15 @@ class Tokens(Task):
         return model(batch[0])
 
 
+class Grouped(Tokens):
+    """Right: the same, with the lengths of the sequences, by which samples may be grouped."""
+
+    def train_data(self):
+        data = super().train_data()
+        data.lengths = (data.labels >= 0).sum(1).numpy()
+        return data
+
+
 # ---- labels and inputs
 
 

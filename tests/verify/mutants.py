@@ -75,6 +75,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "frozen-norm": ("FrozenNorm", "task.length=204"),
     "wide": ("Classes", "batch.global=128", "optim.reference_batch=128"),
     "tokens": ("Tokens",),
+    "grouped": ("Grouped", "data.group_by_length=2"),
 }
 
 Edit = tuple[str, str, str]  # module:function of the package, its text, what stands there instead
@@ -815,7 +816,7 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)",
+        "buffer.copy_(shard.local, non_blocking=apart)",
         "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
     ),
 )
@@ -958,7 +959,7 @@ _engine(
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
@@ -1067,8 +1068,8 @@ _engine(
     "samples",
     (
         "data.order:StepPlan.indices",
-        "return order[start - first * _BLOCK : stop - first * _BLOCK], epoch",
-        "return np.resize(order[start - first * _BLOCK : stop - first * _BLOCK], "
+        "return order[start - first * size : stop - first * size], epoch",
+        "return np.resize(order[start - first * size : stop - first * size], "
         "min(self.global_batch, self.length)), epoch",
     ),
     (
@@ -1086,7 +1087,11 @@ _engine(
         "max(1, self.length // self.global_batch)",
     ),
 )
-_engine("same order in every epoch", "samples", ("data.order:StepPlan._block", "self.seed, epoch)", "self.seed, 0)"))
+_engine(
+    "same order in every epoch",
+    "samples",
+    ("data.order:StepPlan._block", "self.length, self.seed, epoch)", "self.length, self.seed, 0)"),
+)
 _engine(
     "no shuffling",
     "samples",
@@ -1096,6 +1101,34 @@ _engine(
     "order drawn per rank",
     "samples",
     ("data.order:StepPlan._block", "self.length, self.seed, epoch", f"self.length, self.seed + {RANK}, epoch"),
+)
+_engine(
+    "one sample of a sorted window lost",
+    "samples",
+    (
+        "data.order:group",
+        'np.argsort(lengths[:whole], kind="stable")',
+        'np.maximum(np.argsort(lengths[:whole], kind="stable"), 1)',
+    ),
+    base="grouped",
+)
+_engine(
+    "batches of a sorted window not shuffled",
+    "samples",
+    ("data.order:group", "by_length[permute(np.arange(batches), batches, seed, window)]", "by_length"),
+    base="grouped",
+)
+_engine(
+    "lengths of other samples sort a window",
+    "samples",
+    ("data.order:StepPlan._block", "self._lengths_of(order)", "self._lengths_of(places)"),
+    base="grouped",
+)
+_engine(
+    "samples not grouped by length",
+    "samples",
+    ("build:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
+    base="grouped",
 )
 _engine(
     "all ranks read rank 0's share",
@@ -1394,7 +1427,7 @@ _engine(
 _engine(
     "live tensors saved",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=shard.local.is_cuda)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
     says="is not what training had",
 )
 _engine(

@@ -472,7 +472,10 @@ def test_a_part_keeps_lengths_and_names():
 
 
 def test_a_part_of_tensors_are_tensors():
-    part = _subset(TensorDataset(torch.arange(10), torch.arange(20).view(10, 2)), 2)
+    whole = TensorDataset(torch.arange(10), torch.arange(20).view(10, 2))
+    whole.lengths = list(range(10, 20))
+    part = _subset(whole, 2)
+    assert list(part.lengths) == [10, 15]
     assert type(part) is TensorDataset
     assert [tensor.tolist() for tensor in part.tensors] == [[0, 5], [[0, 1], [10, 11]]]
 

@@ -57,6 +57,47 @@ def test_steps_are_those_of_the_engine(length, batch, drop_last):
         assert found == (indices.tolist(), epoch)
 
 
+GOLDEN_GROUPED = {  # by (length, global batch, batches of a window, seed, epoch): the first three steps, and the last
+    (23, 4, 2, 0, 0): ([21, 9, 2, 17], [20, 15, 5, 11], [1, 6, 12, 22], [0, 10, 19]),
+    (23, 4, 2, 0, 1): ([6, 7, 22, 12], [5, 20, 8, 3], [11, 4, 19, 17], [21, 9, 18]),
+    (23, 4, 3, 7, 0): ([5, 20, 10, 18], [3, 8, 21, 16], [11, 14, 9, 12], [4, 1, 0]),
+    (1000, 3, 50, 1, 2): ([70, 175, 80], [287, 162, 417], [931, 191, 601], [725]),
+}
+
+
+@pytest.mark.parametrize("key", GOLDEN_GROUPED, ids=str)
+def test_the_order_of_samples_that_are_grouped_by_length_never_changes(key):
+    length, batch, window, seed, epoch = key
+    lengths = [index * 7 % 5 for index in range(length)]
+    plan = engine_order.StepPlan(length, batch, batch, 1, seed, lengths=np.array(lengths), group_by_length=window)
+    rule = {"length": length, "global_batch": batch, "seed": seed, "group_by_length": window, "lengths": lengths}
+    steps = [epoch * plan.steps_per_epoch + place for place in (0, 1, 2, plan.steps_per_epoch - 1)]
+    expected = [(list(indices), epoch) for indices in GOLDEN_GROUPED[key]]
+    assert [order.samples_of_step(step, **rule) for step in steps] == expected
+    assert [(indices.tolist(), at) for indices, at in map(plan.indices, steps)] == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "window", "drop_last"),
+    [
+        (103, 10, 3, False),
+        (103, 10, 3, True),
+        (100, 10, 50, False),
+        (7, 10, 2, True),
+        (7, 10, 2, False),
+        (60, 5, 1, False),
+    ],
+)
+def test_grouped_steps_are_those_of_the_engine(length, batch, window, drop_last):
+    lengths = np.random.default_rng(length).integers(1, 9, length)
+    plan = engine_order.StepPlan(length, batch, batch, 1, 5, drop_last, lengths, group_by_length=window)
+    rule = {"length": length, "global_batch": batch, "seed": 5, "drop_last": drop_last}
+    for step in range(2 * plan.steps_per_epoch):
+        indices, epoch = plan.indices(step)
+        found = order.samples_of_step(step, **rule, group_by_length=window, lengths=lengths)
+        assert found == (indices.tolist(), epoch)
+
+
 # ---- learning rates
 
 PLAIN = {

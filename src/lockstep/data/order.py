@@ -1,7 +1,8 @@
 """Which sample goes where: pure functions of (seed, data-set length, global batch, step). NumPy only.
 
 The order of an epoch is a keyed pseudo-random permutation that is computed, never stored: any position of any
-epoch costs the same, whether the data set holds ten samples or 10^12.
+epoch costs the same, whether the data set holds ten samples or 10^12. Where samples are grouped by length, their
+lengths determine the order too, and a step costs the work of its window of the epoch, which is kept.
 
 Source of the construction: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002), the
 generalised Feistel network on Z_a x Z_b with cycle walking; the round function is SplitMix64's finaliser.
@@ -152,6 +153,34 @@ def split_for_rank(
     return plans
 
 
+def group(indices: Indices, lengths: Indices | None, global_batch: int, *, seed: int, window: int) -> Indices:
+    """The samples of a window of an epoch in another order, in which each global batch has samples of similar length.
+
+    The window is sorted by length, the shortest first; samples of equal length keep their order. The sorted window is
+    cut into global batches, and the batches are shuffled. The samples at the end that do not fill a batch stay there,
+    and are not sorted with the others: otherwise they would be the longest samples.
+
+    Args:
+        indices: samples of the window, as the permutation of the epoch orders them.
+        lengths: of these samples.
+        global_batch: samples per step, over all ranks.
+        seed: of the epoch.
+        window: number of the window in the epoch, from 0. With `seed`, the key of the order of the batches.
+
+    Raises:
+        ValueError: there are no lengths.
+    """
+    if lengths is None:
+        raise ValueError("samples cannot be grouped by length, because their lengths are not known")
+    batches = len(indices) // global_batch
+    if not batches:
+        return indices
+    whole = batches * global_batch
+    by_length = indices[np.argsort(lengths[:whole], kind="stable")].reshape(batches, global_batch)
+    shuffled = by_length[permute(np.arange(batches), batches, seed, window)]
+    return np.concatenate([shuffled.reshape(-1), indices[whole:]])
+
+
 @dataclass
 class StepPlan:
     """The samples of every training step, for every rank. It has no state except a cache of the current block."""
@@ -172,6 +201,9 @@ class StepPlan:
     """Length of each sample (such as tokens), if known: samples of similar length then share a micro-batch."""
     micro_by_epoch: Mapping[int, int] | None = None
     """Most samples in a forward pass from an epoch on, see `at_epoch`. `micro_batch` limits all of them."""
+    group_by_length: int | None = None
+    """Number of global batches in a window, whose samples are sorted by length before they are cut into the batches;
+    see `group`. It needs `lengths`. None: batches are those of the permutation."""
     _cached: tuple[int, int, Indices] | None = field(default=None, repr=False)
 
     @property
@@ -208,10 +240,11 @@ class StepPlan:
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_batch
         stop = min(start + self.global_batch, self.length)
-        first, last = start // _BLOCK, (stop - 1) // _BLOCK
+        size = self._block_size
+        first, last = start // size, (stop - 1) // size
         blocks = [self._block(epoch, number) for number in range(first, last + 1)]
         order = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return order[start - first * _BLOCK : stop - first * _BLOCK], epoch
+        return order[start - first * size : stop - first * size], epoch
 
     def by_rank(self, step: int) -> list[list[MicroBatchPlan]]:
         """The micro-batches of step `step`: plans[rank][micro-batch]."""
@@ -220,14 +253,25 @@ class StepPlan:
     def rank_micro_batches(self, step: int, rank: int) -> list[MicroBatchPlan]:
         """The micro-batches of one rank in step `step`."""
         indices, epoch = self.indices(step)
-        lengths = None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
-        return split_for_rank(indices, epoch, self.world, self.micro_batch_at(step), rank, lengths)
+        return split_for_rank(indices, epoch, self.world, self.micro_batch_at(step), rank, self._lengths_of(indices))
+
+    def _lengths_of(self, indices: Indices) -> Indices | None:
+        return None if self.lengths is None else np.asarray(self.lengths[indices], dtype=np.int64)
+
+    @property
+    def _block_size(self) -> int:
+        """Positions of an epoch that are computed together: a window of batches, where samples are grouped."""
+        return self.group_by_length * self.global_batch if self.group_by_length else _BLOCK
 
     def _block(self, epoch: int, number: int) -> Indices:
         # A step takes a few dozen positions. Computing thousands at once spreads NumPy's cost per call over many steps.
         if self._cached is None or self._cached[:2] != (epoch, number):
-            places = np.arange(number * _BLOCK, min((number + 1) * _BLOCK, self.length))
+            size = self._block_size
+            places = np.arange(number * size, min((number + 1) * size, self.length))
             order = permute(places, self.length, self.seed, epoch)
+            if self.group_by_length:
+                seed = derive_seed(self.seed, epoch)
+                order = group(order, self._lengths_of(order), self.global_batch, seed=seed, window=number)
             order.flags.writeable = False  # callers get slices of it
             self._cached = (epoch, number, order)
         return self._cached[2]

@@ -254,7 +254,11 @@ def _subset(data: Any, count: int | None) -> Dataset[Any]:
         return data  # type: ignore[no-any-return]
     indices = [number * length // count for number in range(count)]
     if type(data) is TensorDataset:
-        return TensorDataset(*(tensor[indices] for tensor in data.tensors))
+        part = TensorDataset(*(tensor[indices] for tensor in data.tensors))
+        lengths = getattr(data, "lengths", None)
+        if lengths is not None:
+            part.lengths = np.asarray(lengths)[indices]  # type: ignore[attr-defined]
+        return part
     return _Subset(data, indices)
 
 

@@ -272,6 +272,14 @@ class Experiments:
         return sizes  # type: ignore[no-any-return]
 
     @_once
+    def train_lengths(self, count: int | None) -> list[int] | None:
+        """The lengths of `count` training samples (None: of all), where they determine the order. None: they do not."""
+        if not self.config["data"]["group_by_length"]:
+            return None
+        (lengths,) = self.run("train-lengths", 1, worker_functions.train_lengths, self.short_config(), count)
+        return lengths  # type: ignore[no-any-return]
+
+    @_once
     def data_remarks(self) -> list[str]:
         """What in the data may make a metric better than it should be."""
         return self.run("data-probe", 1, probe_data, self.short_config())[0]  # type: ignore[no-any-return]

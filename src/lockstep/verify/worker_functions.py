@@ -276,3 +276,14 @@ def device_name(wanted: str) -> str:
     """
     with join_world(wanted) as world:
         return devices.of(world.device).name()
+
+
+def train_lengths(config: Mapping[str, Any], count: int | None) -> list[int]:
+    """The lengths of the training samples, by the attribute `lengths` of the data set.
+
+    Args:
+        count: number of samples, as `TaskChanges.train_samples` chooses them. None: all.
+    """
+    task = ComparableTask(Trainer(config, quiet=True).task(), TaskChanges(train_samples=count))
+    data: Any = task.train_data()
+    return [int(length) for length in data.lengths]

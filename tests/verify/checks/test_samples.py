@@ -1,8 +1,12 @@
 """The check of samples, on recordings that a test makes up."""
 
+import numpy as np
+import pytest
+
 from lockstep.data.order import StepPlan
 from lockstep.verify.checks import samples
 from lockstep.verify.task_probe import TaskProbe
+from lockstep.verify.worker_functions import Answer
 from tests.verify.made_up import experiments, recording
 
 BATCH, LENGTH = 6, 26  # five steps are an epoch, the last of two samples
@@ -51,6 +55,27 @@ def test_every_sample_once_per_epoch_passes():
 
 def test_more_data_than_can_be_counted_are_not_counted():
     assert checked(sizes=(10**9, 0)).reason.endswith("use each sample once")
+
+
+LENGTHS = [1 + number * 5 % 7 for number in range(LENGTH)]
+
+
+def checked_grouped(group):
+    """Recordings of windows of two batches, in a training whose config has windows of `group` batches."""
+    plan = StepPlan(LENGTH, BATCH, 2, 2, 0, lengths=np.array(LENGTHS), group_by_length=2)
+    answers = {"undisturbed": consumed(plan=plan), "data-sizes": [(LENGTH, 0)], "train-lengths": [Answer(LENGTHS)]}
+    return samples.samples(experiments(answers, batch={"global": BATCH}, data={"group_by_length": group}))
+
+
+def test_samples_that_are_grouped_by_length_pass():
+    assert checked_grouped(2).status == "passed"
+
+
+@pytest.mark.parametrize("group", [None, 3])
+def test_samples_of_other_groups_are_found(group):
+    result = checked_grouped(group)
+    assert result.status == "fault"
+    assert "of another step" in result.reason
 
 
 def test_a_sample_that_is_used_twice_in_a_step_is_found():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from lockstep.verify import worker_functions
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import Recording
@@ -21,6 +23,7 @@ def samples(experiments: Experiments) -> CheckResult:
     length, config, batch = experiments.train_samples, experiments.config, experiments.global_batch
     length = min(length, experiments.data_sizes()[0])
     drop_last, skips = config["data"]["drop_last"], config["data"]["on_error"] != "raise"
+    grouping = {"group_by_length": config["data"]["group_by_length"], "lengths": experiments.train_lengths(length)}
     steps_per_epoch = order.steps_per_epoch(length, batch, drop_last=drop_last)
     epochs: dict[int, Counter[int]] = {}
     more: dict[str, Any] = {"value": 0.0, "bound": 0.0, "what": "samples lost, repeated or shared"}
@@ -28,7 +31,7 @@ def samples(experiments: Experiments) -> CheckResult:
         by_rank = _samples_of_step(recordings, step)
         used = Counter(index for indices in by_rank for index in indices)
         planned, epoch = order.samples_of_step(
-            step, length=length, global_batch=batch, seed=config["seed"], drop_last=drop_last
+            step, length=length, global_batch=batch, seed=config["seed"], drop_last=drop_last, **grouping
         )
         wanted = set(planned)
         repeated = [index for index, count in used.items() if count > 1]
@@ -93,6 +96,10 @@ def _wrong_plan(experiments: Experiments, total: int) -> str:
     """
     batch, drop_last = experiments.global_batch, experiments.config["data"]["drop_last"]
     plan = {"length": total, "global_batch": batch, "seed": experiments.config["seed"], "drop_last": drop_last}
+    lengths = experiments.train_lengths(None)
+    if lengths is not None:
+        grouping = {"group_by_length": experiments.config["data"]["group_by_length"], "lengths": np.array(lengths)}
+        plan |= grouping
     world = {"micro_batch": experiments.small_micro_batch, "world": experiments.nproc}
     (epochs,) = experiments.run("plan", 1, worker_functions.planned_epochs, 2, plan | world)
     steps = order.steps_per_epoch(total, batch, drop_last=drop_last)

@@ -77,6 +77,8 @@ def reference_gradient(
         global_batch=int(config["batch"]["global"]),
         seed=config["seed"],
         drop_last=config["data"]["drop_last"],
+        group_by_length=config["data"]["group_by_length"],
+        lengths=getattr(samples_of, "lengths", None),
     )
     skip = config["data"]["on_error"] != "raise"
     samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)

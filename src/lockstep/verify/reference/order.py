@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _WORD = 1 << 64
 _ROUNDS = 8
@@ -58,7 +59,14 @@ def steps_per_epoch(length: int, global_batch: int, *, drop_last: bool) -> int:
 
 
 def samples_of_step(
-    step: int, *, length: int, global_batch: int, seed: int, drop_last: bool = False
+    step: int,
+    *,
+    length: int,
+    global_batch: int,
+    seed: int,
+    drop_last: bool = False,
+    group_by_length: int | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[list[int], int]:
     """The indices of the samples of a step, in their order, and the epoch.
 
@@ -68,7 +76,20 @@ def samples_of_step(
         global_batch: samples of a step, over all ranks.
         seed: of the run.
         drop_last: whether the samples that do not fill a global batch are left out.
+        group_by_length: number of global batches of a window whose samples are sorted by length.
+        lengths: length of each training sample, where they are sorted.
     """
     epoch, within = divmod(step, steps_per_epoch(length, global_batch, drop_last=drop_last))
+    whole_batches = length // global_batch
+    if group_by_length and lengths is not None and within < whole_batches:
+        window = within // group_by_length
+        first = window * group_by_length
+        count = min(group_by_length, whole_batches - first)  # batches of this window
+        positions = range(first * global_batch, (first + count) * global_batch)
+        in_order = [index_at(position, length=length, seed=seed, epoch=epoch) for position in positions]
+        length_of = {index: int(lengths[index]) for index in in_order}
+        by_length = sorted(in_order, key=length_of.__getitem__)
+        batch = index_at(within - first, length=count, seed=seed_of(seed, epoch), epoch=window)
+        return by_length[batch * global_batch : (batch + 1) * global_batch], epoch
     positions = range(within * global_batch, min((within + 1) * global_batch, length))
     return [index_at(position, length=length, seed=seed, epoch=epoch) for position in positions], epoch
