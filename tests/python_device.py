@@ -113,7 +113,11 @@ class PythonDevice:
         return [(one.name.removeprefix("read "), one.where) for one in self.log if one.name.startswith("read ")]
 
     def note(self, name):
-        frames = [frame for frame in traceback.extract_stack() if "/lockstep/" in frame.filename]
+        frames = [
+            frame
+            for frame in traceback.extract_stack()
+            if "/lockstep/" in frame.filename and "/devices/" not in frame.filename
+        ]
         if self.listener is not None and name.startswith("read "):
             self.listener()
         where = f"{frames[-1].filename.split('/lockstep/')[-1]}:{frames[-1].lineno}" if frames else ""

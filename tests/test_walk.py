@@ -15,6 +15,7 @@ ENGINE = {
     "data/randomness.py",
     "devices/__init__.py",
     "devices/cpu.py",
+    "devices/unqueued.py",
     "distributed/ddp.py",
     "distributed/gradients.py",
     "distributed/precision.py",

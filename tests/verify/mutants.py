@@ -282,7 +282,7 @@ _engine(
     (
         STEP,
         "state.schedule(result.step - state.skipped)",
-        "state.schedule((result.step - state.skipped) * len(micro_batches))",
+        "state.schedule((result.step - state.skipped) * len(result.indices))",
     ),
     base="micro-batches",
 )
@@ -715,7 +715,7 @@ _engine(
     (
         MICRO_BATCH,
         "result.totals, micro_batch)",
-        "{'': micro_batch.samples * world.size * len(micro_batches)}, micro_batch)",
+        "{'': micro_batch.samples * world.size * len(result.indices)}, micro_batch)",
     ),
 )
 _engine(
@@ -724,7 +724,7 @@ _engine(
     (
         MICRO_BATCH,
         CALL_FACTORS,
-        f"{CALL_FACTORS}\nfactors = {{head: factor / len(micro_batches) for head, factor in factors.items()}}",
+        f"{CALL_FACTORS}\nfactors = {{head: factor / len(result.indices) for head, factor in factors.items()}}",
     ),
 )
 _engine(
@@ -733,7 +733,7 @@ _engine(
     (
         MICRO_BATCH,
         "result.losses.append(",
-        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(micro_batches))\n"
+        "last or torch.nn.utils.clip_grad_norm_(state.parameters, state.clip_norm / len(result.indices))\n"
         "result.losses.append(",
     ),
 )
@@ -816,8 +816,8 @@ _engine(
     "strategies",
     (
         "checkpoint.saver:Saver._stage",
-        "buffer.copy_(shard.local, non_blocking=apart)",
-        "buffer.copy_(shard.local.roll(1, 0) if shard.writer else shard.local)",
+        "copy_(tensor, non_blocking=name in apart)",
+        "copy_(tensor.roll(1, 0) if shards[name].writer else tensor)",
     ),
 )
 
@@ -959,7 +959,7 @@ _engine(
 _engine(
     "asynchronous save without a copy",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
     ("checkpoint.saver:Saver._write", "mine: dict[str, Any] = {}", "mine: dict[str, Any] = {}; time.sleep(0.3)"),
 )
 _engine(
@@ -1427,7 +1427,7 @@ _engine(
 _engine(
     "live tensors saved",
     "resume",
-    ("checkpoint.saver:Saver._stage", "buffer.copy_(shard.local, non_blocking=apart)", "shard.local"),
+    ("checkpoint.saver:Saver._stage", "local=self.buffers[name])", "local=shard.local)"),
     says="is not what training had",
 )
 _engine(

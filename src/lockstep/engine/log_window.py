@@ -63,6 +63,7 @@ class LogWindow:
     @contextlib.contextmanager
     def excluded(self) -> Generator[None, None, None]:
         """Inside, time does not count as time of training: for evaluations and saves."""
+        self.device.synchronize()  # the steps that were queued before count
         begun = time.perf_counter()
         try:
             yield

@@ -136,7 +136,7 @@ def fit(
         asked = device.mark()
         for micro_batches in batches:
             waited, step = (asked, device.mark()), state.step + 1
-            if stopping.time_is_up(hooks.elapsed_s()):
+            if stopping.max_time_s is not None and stopping.time_is_up(hooks.elapsed_s()):
                 stop, ends_early = step, True
             if step > epoch_end:
                 epoch_end = epochs.begin()
