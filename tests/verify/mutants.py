@@ -448,7 +448,7 @@ _engine(
 SEEDING = "data.randomness:SampleSeeding.found_more"
 _engine(
     "first micro-batch that draws not read again",
-    "gradients",
+    "resume",
     (AT_ONCE, "if not self.seeding.found_more():", "if [self.seeding.found_more()]:"),
     base="rarely",
 )
@@ -465,7 +465,7 @@ _engine(
 )
 _engine(
     "nobody looks for draws after a micro-batch without any",
-    "gradients",
+    "determinism",
     (
         SEEDING,
         "if newly_drawn:",
@@ -887,7 +887,7 @@ _engine(
 )
 _engine(
     "dropout not a function of progress",
-    "resume",
+    "determinism",
     ("data.randomness:seed_forward", "seed_all(seed)", "pass"),
     base="dropout-workers",
 )
@@ -919,7 +919,7 @@ _engine(
 )
 _engine(
     "collate not seeded",
-    "resume",
+    "determinism",
     (AT_ONCE, "if self.collates:", "if False:"),
     (AT_ONCE, "self.seeding.begin(derive_seed(self.seed, plan.epoch))", "pass"),
     (AT_ONCE, "if not self.seeding.found_more():", "if True:"),
