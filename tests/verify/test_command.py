@@ -308,7 +308,11 @@ def test_a_second_verification_in_the_same_folder_waits_and_says_for_which_proce
 
 def test_a_verification_goes_on_while_the_folder_trains_and_beside_other_verifications(call, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(command, "verify", lambda *_, **__: made.append(1) or VerifyResult("x", 1, "cpu", True, {}, {}))
+    monkeypatch.setattr(
+        command,
+        "verify",
+        lambda *_, **__: made.append(1) or VerifyResult("x", 1, "cpu", True, {}, {}, [passed("good")]),
+    )
     for folder, lock in (("run", ".lock"), ("other", ".verify-lock")):
         (tmp_path / folder).mkdir()
         with locks.locked(tmp_path / folder / lock):
