@@ -107,6 +107,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "cli": {
         "errors",
+        "devices",
         "commands",
         "config_file",
         "tasks.registry",

@@ -458,10 +458,10 @@ def _on_machine(
     nproc = nproc or chosen.nproc or default
     _check_nproc(nproc)
     if changed.device == "cuda" and "RANK" not in os.environ:
-        import torch
+        from lockstep import devices
 
         ranks = None if nproc == "auto" else int(nproc)
-        chosen.check_fits(changed, ranks, gpus=torch.cuda.device_count())
+        chosen.check_fits(changed, ranks, gpus=devices.gpus())
     if _is_first() and LAUNCHED not in os.environ:
         for line in chosen.notes(settings, changed):
             print(line, file=sys.stderr, flush=True)
@@ -508,9 +508,9 @@ def _ranks_of(nproc: str) -> int:
             what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
             print(f"{what}; --nproc {cores} gives each rank a core", file=sys.stderr, flush=True)
         return int(nproc)
-    import torch
+    from lockstep import devices
 
-    return max(1, torch.cuda.device_count())
+    return max(1, devices.gpus())
 
 
 def _is_first() -> bool:

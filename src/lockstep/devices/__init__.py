@@ -17,7 +17,7 @@ from lockstep.devices.cuda import Cuda
 from lockstep.devices.device import Device
 from lockstep.devices.mps import Mps
 
-__all__ = ["Accelerator", "Cpu", "Cuda", "Device", "Mps", "gpus", "of", "register"]
+__all__ = ["Accelerator", "Cpu", "Cuda", "Device", "Mps", "generators_of_gpus", "gpus", "of", "register"]
 
 # torch then counts GPUs without starting the driver, which does not work in processes that are forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -50,4 +50,9 @@ def register(kind: str, device: type[Device]) -> None:
 
 def gpus() -> int:
     """How many GPUs with torch's CUDA interface this process sees."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.cuda.device_count()
+
+
+def generators_of_gpus() -> list[torch.Tensor]:
+    """The state of the random number generator of each GPU, if this process uses GPUs."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []

@@ -216,9 +216,9 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
     """
     if wanted == "mps":
         return _mps(max(size, local_size))
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    gpus = devices.gpus() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
-    gpus = torch.cuda.device_count()
     if gpus == 0:
         raise UsageError("no CUDA device is visible", where="device=cuda", remedy="use device=cpu or device=auto")
     if gpus == 1 and LAUNCHED not in os.environ:  # our launcher gives all ranks the same environment

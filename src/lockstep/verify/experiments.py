@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
+from lockstep import devices
 from lockstep.verify import compare, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
@@ -92,7 +91,7 @@ class Experiments:
 
     def __post_init__(self) -> None:
         if self.deterministic is None:
-            self.deterministic = self.config["device"] != "cpu" and torch.cuda.is_available()
+            self.deterministic = self.config["device"] != "cpu" and devices.gpus() > 0
 
     # ---- configs
 
@@ -115,7 +114,7 @@ class Experiments:
     @property
     def most_ranks(self) -> int:
         """The largest world on this machine: a rank per GPU, or without GPUs one rank more than was asked for."""
-        gpus = 0 if self.config["device"] == "cpu" else torch.cuda.device_count()
+        gpus = 0 if self.config["device"] == "cpu" else devices.gpus()
         return gpus or self.nproc + 1
 
     @property

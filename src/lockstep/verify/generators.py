@@ -7,11 +7,12 @@ import random
 import numpy as np
 import torch
 
+from lockstep import devices
+
 
 def states() -> dict[str, str]:
     """The state of each generator, by its name, as text that can be compared."""
-    on_gpus = [state.tolist() for state in torch.cuda.get_rng_state_all()] if torch.cuda.is_available() else []
-    torch_state = repr([torch.get_rng_state().tolist(), on_gpus])
+    torch_state = repr([state.tolist() for state in (torch.get_rng_state(), *devices.generators_of_gpus())])
     return {
         "torch": torch_state,
         "Python's random": repr(random.getstate()),

@@ -166,9 +166,10 @@ def _serve(connection: Connection, log: str, start_method: str) -> None:
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     import torch
 
+    from lockstep import devices
     from lockstep.distributed import device_errors, rendezvous
 
-    if not torch.cuda.is_available():
+    if not devices.gpus():
         torch.set_num_threads(1)  # ranks that each use all cores slow each other down
     frozen_modules = 0
     while True:
