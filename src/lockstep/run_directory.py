@@ -41,6 +41,8 @@ _OURS = (
     "samples",
     "pictures",
 )
+DESCRIBING = ("config.yaml", "environment.json", "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
+"""Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 _VISIBLE_S = 10.0  # how long a network file system may take to show a file
@@ -145,6 +147,11 @@ def _recorded(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / "environment.json").read_text())
         return about if isinstance(about, dict) else {}
     return {}
+
+
+def git_commit(folder: Path) -> dict[str, Any] | None:
+    """What the run directory says on the git commit of the task's code: `commit` and `dirty`. None: not in git."""
+    return _recorded(folder).get("git")
 
 
 def _restarts() -> int:

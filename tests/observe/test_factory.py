@@ -68,7 +68,7 @@ def test_built_in_writers_are_found_by_their_module(name):
 
 
 def test_files_are_those_of_all_built_in_writers_and_of_the_named(file):
-    built_in = {"train.log", "metrics.jsonl", "tensorboard"}
+    built_in = {"train.log", "metrics.jsonl", "tensorboard", "trackers"}
     assert files_of_writers([]) == built_in
     assert files_of_writers(["text_log", "mine.py:Notes"]) == built_in | {"notes.txt"}
 
