@@ -191,6 +191,7 @@ def main(calls: IO[bytes], reports: IO[str]) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the end of the pipe ends this process
-    own = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes into the log
-    main(sys.stdin.buffer, own)
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # libraries that ask questions get no answer
+    os.dup2(2, 1)  # what libraries print goes into the log
+    main(incoming, outgoing)
