@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,8 @@ from lockstep.observe.writer import FOLDER, RunInfo, Writer, reason_of
 _WAITING = 1000  # calls that may wait for the process
 _END_S = 60  # how long the end of a training waits for the process
 _END_WITH_FILES_S = 3600  # the same, where files are sent
+_END_EARLY_S = 5  # the same, where the training was stopped or failed: it may be told to end at once
+_RETRY_S = 30  # between two attempts to make a writer
 
 
 class OwnProcess(Writer):
@@ -70,21 +73,26 @@ class OwnProcess(Writer):
         self._call("artifacts", list(paths))
 
     def close(self) -> None:
-        """Wait until the process has written everything.
+        """Wait until the process has written everything. After a failure of the training, wait for a few seconds.
 
         Raises:
             TimeoutError: the process took too long, and was ended.
         """
         if self.process is None:
             return
+        has_failed = sys.exc_info()[0] is not None
+        end_s = _END_EARLY_S if has_failed else self.end_s
         try:
             with contextlib.suppress(queue.Full):
-                self.calls.put(None, timeout=self.end_s)
-            self.process.wait(self.end_s)
+                self.calls.put(None, timeout=end_s)
+            self.process.wait(end_s)
         except subprocess.TimeoutExpired:
+            if has_failed:  # it ends by itself
+                return
             self.process.kill()
             self.process.wait()
-            raise TimeoutError(f"it did not end within {self.end_s} s after the training") from None
+            what = f"its process did not end within {end_s} s after the training, and was stopped; see {self._log_file}"
+            raise TimeoutError(what) from None
         finally:
             for thread in self.threads:
                 thread.join(1)
@@ -161,6 +169,7 @@ def main(calls: IO[bytes], reports: IO[str]) -> None:
     entry, label = pickle.load(calls)
     run: RunInfo = pickle.load(calls)
     writer: Writer | None = None
+    next_try, end_s = 0.0, _END_S
 
     def report(**what: str) -> None:
         with contextlib.suppress(OSError):  # the training may have gone
@@ -173,14 +182,18 @@ def main(calls: IO[bytes], reports: IO[str]) -> None:
                 method, arguments = pickle.load(calls)
             except (EOFError, pickle.UnpicklingError):
                 break
+            end_s = _END_WITH_FILES_S if method == "artifacts" else end_s
+            if writer is None and time.monotonic() < next_try:
+                continue
             try:
+                next_try = time.monotonic() + _RETRY_S
                 if writer is None:
                     writer = find_writer(entry)(run)
                     report(note=writer.note) if writer.note else None
                 getattr(writer, method)(*arguments)
             except Exception as error:
                 report(error=reason_of(error))
-        signal.alarm(_END_S)  # the training has ended: this process does not outlive it for long
+        signal.alarm(end_s)  # the training has ended: this process does not outlive it for long
         if writer is not None:
             try:
                 writer.close()

@@ -94,6 +94,8 @@ class TensorBoard(Writer):
 
         start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
         for name, value in self.run.hyperparameters.items():
+            if value is None:  # a default; a text in the place of a number would change the kind of the column
+                continue
             if isinstance(value, bool):
                 start.hparams[name].bool_value = value
             elif isinstance(value, int | float):
