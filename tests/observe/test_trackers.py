@@ -1,6 +1,7 @@
 """TensorBoard, W&B (offline), MLflow (SQLite) and Trackio (local) get the log of a run, and a run that goes on stays
 the same there. `make test-trackers` installs the libraries."""
 
+import dataclasses
 import importlib.util
 import json
 import sqlite3
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 
 from lockstep import Trainer
+from lockstep.observe.writers.tensorboard import TensorBoard
 from lockstep.tasks.presenter import Presenter
 from tests import own_tasks, runs
+from tests.observe.cases import run_info
 
 
 def needs(library):
@@ -152,15 +155,60 @@ def test_tensorboard_has_hyperparameters_and_reports(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams import metadata
 
-    train_twice(tmp_path, "tensorboard")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    values = {"optim.lr": 0.01, "optim.name": "AdamW", "data.drop_last": True, "task.sizes": [1, 2], "data.fold": None}
+    for first in (0, 5):
+        run = dataclasses.replace(run_info(tmp_path, first), hyperparameters=values)
+        writer = TensorBoard(run)
+        writer.record({"step": first + 5, "train/loss": 1.0})
+        writer.text("eval/report", "a report\nof two lines", first + 5)
+        writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
-    hyperparameters = metadata.parse_session_start_info_plugin_data(content).hparams
-    assert hyperparameters["optim.lr"].number_value == 0.01
-    assert hyperparameters["optim.name"].string_value == "AdamW"
-    assert "log.writers" not in hyperparameters
+    found = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert {name: getattr(value, value.WhichOneof("kind")) for name, value in found.items()} == {
+        "optim.lr": 0.01,
+        "optim.name": "AdamW",
+        "data.drop_last": True,
+        "task.sizes": "[1, 2]",
+    }
     reports = events.Tensors("eval/report")
     assert [(event.step, event.tensor_proto.string_val[0]) for event in reports] == [
-        (step, b"    a report") for step in (5, 10, 15, 20)
+        (step, b"    a report\n    of two lines") for step in (5, 10)
+    ]
+
+
+SOURCE = """
+from lockstep.observe.writer import Writer
+
+class Notes(Writer):
+    def __init__(self, run):
+        super().__init__(run)
+        self.file = (run.folder / "notes.txt").open("a")
+        print(run.hyperparameters["optim.lr"], run.flat_config()["optim.name"], run.tags(), run.git, file=self.file)
+
+    def text(self, name, text, step):
+        print(name, text, step, file=self.file)
+
+    def artifacts(self, paths):
+        print(*(path.relative_to(self.run.folder) for path in paths), file=self.file)
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_writer_gets_reports_and_files_and_what_the_run_is(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    settings = runs.config(
+        train={"steps": 2, "eval_every_steps": 1},
+        log={"writers": [f"{tmp_path}/mine.py:Notes"], "tags": ["quick"], "artifacts": True, "model_summary": False},
+    )
+    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit(Reporting())
+    git = json.loads((tmp_path / "run" / "environment.json").read_text())["git"]
+    assert (tmp_path / "run" / "notes.txt").read_text().splitlines() == [
+        f"0.01 AdamW ['quick'] {git}",
+        "eval/report a report 1",
+        "eval/report a report 2",
+        "config.yaml environment.json source checkpoints/step-00000002",
     ]
