@@ -2,8 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+OVER := .venv/trackers
 
-.PHONY: demo test test-all test-gpu check bench clean
+.PHONY: demo test test-all test-gpu test-trackers check bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -21,6 +22,15 @@ test-all: $(READY)
 # What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
 test-gpu: $(READY)
 	$(BIN)/python -m tests.gpu.report
+
+# The trackers against their real libraries (200 MB). They are installed over the environment, not into it: trackio wants
+# an older pillow than the constraints have.
+test-trackers: $(READY)
+	test -x $(OVER)/bin/python || $(BIN)/python -m venv $(OVER)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
+	    > $$(echo $(OVER)/lib/python*/site-packages)/under.pth
+	$(OVER)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[wandb,mlflow,trackio]'
+	$(OVER)/bin/python -m pytest -m "" tests/observe/test_trackers.py
 
 check: $(READY)
 	$(BIN)/ruff check .

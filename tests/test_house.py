@@ -32,7 +32,7 @@ ALLOWED = {
     "volumes": {"errors", "atomic", "data", "images"},
     "checkpoint": {"errors", "devices", "atomic", "distributed"},
     "engine": {"errors", "devices", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
-    "observe": {"errors", "atomic", "plugins", "observe"},
+    "observe": {"errors", "atomic", "locks", "plugins", "observe"},
     "tasks.task": {"errors", "devices", "tasks.presenter"},
     "tasks.presenter": {"errors"},
     "tasks.registry": {"errors", "plugins", "tasks"},

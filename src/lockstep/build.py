@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from lockstep.checkpoint import choice, finite
 from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.export import load_weights
 from lockstep.checkpoint.store import Checkpoint
-from lockstep.config import ParallelConfig, RunConfig, TrainConfig
+from lockstep.config import ParallelConfig, RunConfig, TrainConfig, training_keys
 from lockstep.data.fingerprint import fingerprint
 from lockstep.data.loader import Loader, MicroBatches, StepIterator
 from lockstep.data.order import EvaluationPlan, StepPlan
@@ -544,6 +544,7 @@ def open_writers(
     stop: int,
     built: BuiltModel,
     log_header: Sequence[str],
+    git: Mapping[str, Any] | None,
     quiet: bool,
 ) -> list[Writer]:
     """The writers of a training, after they were given the lines on the data, the model and the schedule.
@@ -552,6 +553,7 @@ def open_writers(
         folder: the run directory.
         stop: step at which the training ends.
         log_header: lines of the task on its data.
+        git: the git commit of the task's code, and whether files differ from it.
         quiet: leave out the console.
     """
     world = state.world
@@ -563,6 +565,8 @@ def open_writers(
         world_size=world.size,
         device=world.device.type,
         config=config.model_dump(by_alias=True),
+        hyperparameters=training_keys(config),
+        git=git,
     )
     writers: list[Writer] = [*factory.open_writers(run, config.log.writers, quiet=quiet)]
     sharded_over = world.size if state.strategy.is_sharded else None

@@ -417,7 +417,13 @@ class LogConfig(Section):
     writers: list[Annotated[str, AfterValidator(_writer)]] = Field(
         default_factory=lambda: ["text_log", "json_lines", "tensorboard"]
     )
-    """Built-in writers, names of installed writers, or FILE.py:MyWriter."""
+    """Built-in writers, names of installed writers, or FILE.py:MyWriter. `wandb`, `mlflow` and `trackio` are built in,
+    and need the library of this name."""
+    tags: list[str] = Field(default_factory=list)
+    """Tags of the run in trackers."""
+    artifacts: bool = False
+    """Whether trackers get files at the end of the training: the config, the logs, and the checkpoint that `evaluate`
+    would use."""
     model_summary: bool = True
     """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
     flops: bool = True

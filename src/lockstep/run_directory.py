@@ -45,6 +45,8 @@ _OURS = (
     "memory",
     "report.html",
 )
+DESCRIBING = ("config.yaml", "environment.json", "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
+"""Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 # Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
@@ -154,6 +156,11 @@ def _recorded(folder: Path) -> dict[str, Any]:
         about = json.loads((folder / "environment.json").read_text())
         return about if isinstance(about, dict) else {}
     return {}
+
+
+def git_commit(folder: Path) -> dict[str, Any] | None:
+    """What the run directory says on the git commit of the task's code: `commit` and `dirty`. None: not in git."""
+    return _recorded(folder).get("git")
 
 
 def _restarts() -> int:

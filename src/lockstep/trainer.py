@@ -161,6 +161,7 @@ class Trainer:
             stop=prepared.stop,
             built=prepared.built,
             log_header=[header] if isinstance(header, str) else header,
+            git=run_directory.git_commit(self.run_dir),
             quiet=self.quiet,
         )
 

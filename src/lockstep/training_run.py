@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep import build, devices, resume, run_directory
 from lockstep.build import EvaluationData, PreparedRun
+from lockstep.checkpoint import choice
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch, is_default, print_warning
@@ -21,7 +22,7 @@ from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
-from lockstep.errors import MemoryShortage, Preempted, TrainingError
+from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
 from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.profile import FOLDER, Profiler, Window
@@ -133,6 +134,7 @@ class TrainingRun:
                 stopping=prepared.stopping,
             )
             saver.finish()
+            self._give_artifacts()
             self._tell_why_it_ended()
             loop.check_any_update(state)
         except Preempted:
@@ -243,6 +245,20 @@ class TrainingRun:
             allowed=self.prepared.may_be_infinite,
         )
 
+    def _give_artifacts(self) -> None:
+        """Give the files of the trained run to the writers, if the config says so. A collective."""
+        if not self.config.log.artifacts:
+            return
+        retention = run_directory.retention(self.config)
+        try:
+            checkpoint, _ = choice.choose(self.run_dir / "checkpoints", self.prepared.state.world, retention)
+        except CheckpointError as error:
+            self.tell(f"warning: no files are given to the writers: {error}")
+            return
+        paths = [path for path in map(self.run_dir.joinpath, run_directory.DESCRIBING) if path.exists()]
+        for writer in self.writers:
+            writer.artifacts([*paths, checkpoint.path])
+
     def _preempted(self, saver: Saver) -> Preempted:
         """Wait for the last checkpoint; the text says how far the run is."""
         state = self.prepared.state
@@ -341,6 +357,8 @@ class TrainingRun:
             arrays.update(named_results(name, values))
             if values and (text := report(task, evaluated, values, _of(by_index, reported))):
                 self.tell(f"{name}:\n{text}" if name else text)
+                for writer in self.writers:
+                    writer.text(f"eval/{name}/report" if name else "eval/report", text, state.step)
             if is_first:
                 self.pictures.draw_results(state.step, values)
                 self.pictures.draw_samples(state.step, evaluated, by_index)

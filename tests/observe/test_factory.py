@@ -1,7 +1,7 @@
 """Writers are found by name: built-in ones, those of installed packages, and those in a file."""
 
+import json
 import sys
-import types
 from importlib import metadata
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def test_built_in_writers_are_found_by_their_module(name):
 
 
 def test_files_are_those_of_all_built_in_writers_and_of_the_named(file):
-    built_in = {"train.log", "metrics.jsonl", "tensorboard"}
+    built_in = {"train.log", "metrics.jsonl", "tensorboard", "trackers"}
     assert files_of_writers([]) == built_in
     assert files_of_writers(["text_log", "mine.py:Notes"]) == built_in | {"notes.txt"}
 
@@ -91,28 +91,20 @@ def test_writer_in_a_file_receives_the_log_and_fresh_deletes_what_it_wrote(file,
 
 
 def test_writer_of_the_documentation_sends_the_log(tmp_path, monkeypatch):
-    calls = []
-
-    class Session:
-        def log(self, entry, step):
-            calls.append((step, entry["train/loss"] > 0))
-
-        def finish(self):
-            calls.append("finished")
-
-    def init(**settings):
-        assert settings["config"]["train"]["steps"] == 10
-        calls.append((settings["name"], settings["id"], settings["dir"]))
-        return Session()
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    sent = []
+    monkeypatch.setattr("urllib.request.urlopen", lambda url, data: sent.append((url, json.loads(data))))
     docs = Path(__file__).parents[2] / "docs" / "logs.md"
-    (tmp_path / "wandb_writer.py").write_text(docs.read_text().split("```python\n")[1].split("```")[0])
-    settings = runs.config(
-        name="mine", train={"steps": 10}, log={"writers": [f"{tmp_path}/wandb_writer.py:WandbWriter"]}
-    )
-    Trainer(settings, run_dir=tmp_path / "run", quiet=True).fit(own_tasks.Plain())
-    assert calls == [("mine", "run", tmp_path / "run"), (5, True), (10, True), "finished"]
+    (tmp_path / "post.py").write_text(docs.read_text().split("```python\n")[1].split("```")[0])
+    kind = find_writer(f"{tmp_path}/post.py:Post")
+    assert kind.in_own_process
+    for first in (0, 5):
+        writer = kind(run_info(tmp_path, first))
+        writer.record({"step": first + 5, "train/loss": 0.5})
+        writer.close()
+    (its_id,) = {entry.pop("run") for _, entry in sent}
+    assert its_id
+    url = "http://127.0.0.1:8000/log"
+    assert sent == [(url, {"step": 5, "train/loss": 0.5}), (url, {"step": 10, "train/loss": 0.5})]
 
 
 RELATIVE = """

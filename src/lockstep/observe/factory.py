@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,7 +12,8 @@ from pathlib import Path
 from lockstep import plugins
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.observe import writers
-from lockstep.observe.writer import RunInfo, WriteGuard, Writer, guard_writers
+from lockstep.observe.own_process import OwnProcess
+from lockstep.observe.writer import FOLDER, RunInfo, WriteGuard, Writer, guard_writers
 
 GROUP = "lockstep.writers"  # of entry points
 _CONSOLE = "console"
@@ -29,7 +31,7 @@ def open_writers(run: RunInfo, names: Sequence[str], *, quiet: bool) -> list[Wri
         kind = find_writer(name)
         label = kind.name or kind.__name__
         label = f"{label} of {name}" if label in makers else label
-        makers[label] = partial(kind, run)
+        makers[label] = partial(OwnProcess, kind, name, run) if kind.in_own_process else partial(kind, run)
         if name in names:
             entries[label] = f"{name} (class {kind.__name__})"
     return guard_writers(makers, entries)
@@ -41,7 +43,8 @@ def files_of_writers(names: Sequence[str]) -> set[str]:
     Raises:
         UsageError: see `find_writer`.
     """
-    return {file for name in {*_built_in(), *names} for file in find_writer(name).files}
+    kinds = {*(_built_in_writer(name) for name in _built_in()), *(find_writer(name) for name in names)}
+    return {FOLDER, *(file for kind in kinds for file in kind.files)}
 
 
 def find_writer(name: str) -> type[Writer]:
@@ -51,21 +54,35 @@ def find_writer(name: str) -> type[Writer]:
         name: a module of `lockstep.observe.writers`, an entry point of the group `lockstep.writers`, or FILE.py:Class.
 
     Raises:
-        UsageError: there is no such writer, it cannot be imported, or it is not a subclass of `Writer`.
+        UsageError: there is no such writer, it cannot be imported, it is not a subclass of `Writer`, or its library is
+            not installed.
     """
+    kind = _named(name)
+    if kind.library and importlib.util.find_spec(kind.library) is None:
+        remedy = f"pip install 'torch-lockstep[{kind.library}]'" if name in _built_in() else f"install {kind.library}"
+        what = f"{kind.library} is not installed"
+        raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or leave the writer out")
+    return kind
+
+
+def _named(name: str) -> type[Writer]:
     path, is_file, class_name = name.rpartition(".py:")
     if is_file:
         return _from_file(Path(f"{path}.py"), class_name)
     if name in _built_in():
-        module = importlib.import_module(f"{writers.__name__}.{name}")
-        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-        (writer,) = (value for value in own if plugins.is_subclass(value, Writer))
-        return writer
+        return _built_in_writer(name)
     return _from_entry_point(name)
 
 
 def _built_in() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(writers.__path__)]
+
+
+def _built_in_writer(name: str) -> type[Writer]:
+    module = importlib.import_module(f"{writers.__name__}.{name}")
+    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    (writer,) = (value for value in own if plugins.is_subclass(value, Writer))
+    return writer
 
 
 def _from_file(path: Path, class_name: str) -> type[Writer]:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from lockstep import atomic
+
+FOLDER = "trackers"
+"""In the run directory: the ids of the run in trackers, what their libraries print, and their files."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,49 @@ class RunInfo:
     """Type of the devices: `cpu` or `cuda`."""
     config: Mapping[str, Any]
     """The whole config as nested mappings, with the keys of config.yaml."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    """The keys of the config that determine the training, by dotted path."""
+    git: Mapping[str, Any] | None = None
+    """`commit`, and `dirty`: whether tracked files differ from it. None outside of a git repository."""
+
+    def flat_config(self) -> dict[str, Any]:
+        """The whole config by dotted path, such as `optim.lr`. Lists stay lists."""
+        return _flat(self.config)
+
+    def about(self) -> dict[str, str]:
+        """What trackers keep as tags: the run directory, and the git commit if there is one."""
+        about = {"run_dir": str(self.folder.resolve())}
+        if self.git is not None:
+            about["git_commit"] = str(self.git["commit"]) + ("-dirty" if self.git["dirty"] else "")
+        return about
+
+    def tags(self) -> list[str]:
+        """`log.tags` of the config."""
+        return list(self.config.get("log", {}).get("tags", ()))
+
+    def kept_id(self, tracker: str, make: Callable[[], str] = lambda: secrets.token_hex(8)) -> tuple[str, bool]:
+        """The id of this run in a tracker, and whether an earlier start made it. The run directory keeps the id.
+
+        Args:
+            make: makes the id of a new run.
+        """
+        path = self.folder / FOLDER / f"{tracker}.json"
+        if path.exists():
+            return str(json.loads(path.read_text())["id"]), True
+        path.parent.mkdir(exist_ok=True)
+        new = make()
+        atomic.write_text(path, json.dumps({"id": new}))
+        return new, False
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 class Writer:
@@ -43,7 +93,12 @@ class Writer:
     files: tuple[str, ...] = ()
     """Files and folders in the run directory that the writer makes. `--fresh` deletes them."""
     note: str = ""
-    """A message that came up in the constructor, such as on a damaged file. The other writers show it."""
+    """A message that came up, such as on a damaged file. The other writers show it."""
+    library: str = ""
+    """A library that must be installed. Its name is that of the extra of this package, too."""
+    in_own_process: bool = False
+    """Whether the writer runs in a process of its own, as a writer should whose library is slow to import, waits for a
+    network, or draws random numbers. `progress` and `graph` are then not called."""
 
     def __init__(self, run: RunInfo) -> None:
         self.run = run
@@ -57,6 +112,9 @@ class Writer:
     def message(self, text: str) -> None:
         """Take one or more lines for people, such as a warning."""
 
+    def text(self, name: str, text: str, step: int) -> None:
+        """Take a text, such as the report of an evaluation, after `step` steps. `name` is such as `eval/report`."""
+
     def picture(self, name: str, picture: Any, step: int) -> None:
         """Take a picture: an array of uint8 (height, width, 3), after `step` steps.
 
@@ -67,8 +125,16 @@ class Writer:
     def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Take the model, in evaluation mode, with the arguments of an example call. Called once, in a new run."""
 
+    def artifacts(self, paths: Sequence[Path]) -> None:
+        """Take files and folders of the run directory, after the last step, where `log.artifacts` is set."""
+
     def close(self) -> None:
         """Release files and connections. Called once, at the end of the training, also when it failed."""
+
+
+def reason_of(error: Exception) -> str:
+    """An error as the reason in a warning."""
+    return (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
 
 
 class Guard:
@@ -91,8 +157,7 @@ class Guard:
             if self.has_failed:
                 return
             self.has_failed = True
-            reason = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
-            text = self.warning(reason)
+            text = self.warning(reason_of(error))
             with contextlib.suppress(Exception):
                 print(text, file=sys.stderr, flush=True)
             self.tell(text)
@@ -118,6 +183,13 @@ class WriteGuard(Guard, Writer):
         self.make, self.entry = make, entry
         self.writer: Writer | None = None
 
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Call `call`, and show a note that came up."""
+        super().attempt(call)
+        if self.writer is not None and self.writer.note:
+            note, self.writer.note = self.writer.note, ""
+            self.tell(note)
+
     def warning(self, reason: str) -> str:
         """The text of the warning. A writer that cannot be made is named by its entry."""
         if not self.entry or self.writer:
@@ -134,6 +206,12 @@ class WriteGuard(Guard, Writer):
     def message(self, text: str) -> None:
         self.attempt(lambda: self._opened().message(text))
 
+    def text(self, name: str, text: str, step: int) -> None:
+        self.attempt(lambda: self._opened().text(name, text, step))
+
+    def artifacts(self, paths: Sequence[Path]) -> None:
+        self.attempt(lambda: self._opened().artifacts(paths))
+
     def picture(self, name: str, picture: Any, step: int) -> None:
         self.attempt(lambda: self._opened().picture(name, picture, step))
 
@@ -149,12 +227,11 @@ class WriteGuard(Guard, Writer):
     def close(self) -> None:
         if self.writer is not None:
             self.attempt(self.writer.close)
+        self.has_failed = True  # a message that comes now, on another writer, needs no warning of this one
 
     def _opened(self) -> Writer:
         if self.writer is None:
             self.writer = self.make()
-            if self.writer.note:
-                self.tell(self.writer.note)
         return self.writer
 
 

@@ -1,4 +1,4 @@
-"""TensorBoard: scalars, pictures and the graph of the model."""
+"""TensorBoard: scalars, hyperparameters, texts, pictures and the graph of the model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.observe import drawing
+from lockstep.observe.plain import dumps
 from lockstep.observe.writer import RunInfo, Writer
 
 _numbers = itertools.count()
@@ -18,7 +19,8 @@ _numbers = itertools.count()
 class TensorBoard(Writer):
     """Writes the values of an entry as scalars over the step, as one event, into the folder `tensorboard`.
 
-    A picture is an event too. The graph of the model has a file of its own, which is complete before the first event.
+    Pictures and texts are events too. A new run begins with its hyperparameters. The graph of the model has a file of
+    its own, which is complete before the first event.
 
     The library is loaded with the first entry, after the first step. In a resumed run TensorBoard hides what a killed
     process wrote after the first step: the file begins with a session start, as SummaryWriter's `purge_step` writes it.
@@ -48,6 +50,18 @@ class TensorBoard(Writer):
         summary = Summary(value=[Summary.Value(tag=name, image=image)])
         self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
+    def text(self, name: str, text: str, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # in Markdown: as it is
+        tensor = TensorProto(dtype=DT_STRING, string_val=[indented.encode()])
+        summary = Summary(value=[Summary.Value(tag=name, metadata=metadata, tensor=tensor)])
+        self._add(Event(wall_time=time.time(), step=step, summary=summary))
+
     def graph(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         from lockstep.observe import graph
 
@@ -70,6 +84,28 @@ class TensorBoard(Writer):
         if self.run.first_step:
             start = SessionLog(status=SessionLog.START)
             self._add(Event(wall_time=time.time(), step=self.run.first_step + 1, session_log=start))
+        elif self.run.hyperparameters:
+            self._add(Event(wall_time=time.time(), summary=self._hyperparameters()))
+
+    def _hyperparameters(self) -> Any:
+        """The begin of a session for TensorBoard's page of hyperparameters. Its metrics are the scalars of the run."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+        start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in self.run.hyperparameters.items():
+            if value is None:  # a default; a text in the place of a number would change the kind of the column
+                continue
+            if isinstance(value, bool):
+                start.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                start.hparams[name].number_value = value
+            else:
+                start.hparams[name].string_value = value if isinstance(value, str) else dumps(value)
+        data = plugin_data_pb2.HParamsPluginData(session_start_info=start, version=0)
+        plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString())
+        about = SummaryMetadata(plugin_data=plugin)
+        return Summary(value=[Summary.Value(tag=metadata.SESSION_START_INFO_TAG, metadata=about)])
 
     def _add(self, event: Any) -> None:
         if self.writer is None:
