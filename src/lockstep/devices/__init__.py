@@ -55,4 +55,4 @@ def gpus() -> int:
 
 def generators_of_gpus() -> list[torch.Tensor]:
     """The state of the random number generator of each GPU, if this process uses GPUs."""
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
