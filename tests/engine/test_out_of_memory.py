@@ -19,6 +19,10 @@ PLACES = {
     "all passes": (None, None, "backward"),
     "late": (0, 9, "forward"),
     "backward pass of the first of two": (1, {1: 7, 2: 7, 3: 8}, "backward"),
+    "trial of the second step": (1, 4, "forward"),
+    # Another rank is further by then, and must not have begun a collective of the step: of buffers, or of DDP's buckets.
+    "copy of the second batch of the second step": (1, 4, "copy"),
+    "copy of the first batch of the third step": (0, 5, "copy"),
 }
 
 

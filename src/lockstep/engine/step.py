@@ -175,6 +175,8 @@ def train_step(
         return result
 
     rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
+    with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
+        strategy.sync_buffers()
     with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
@@ -222,14 +224,13 @@ def forward_backward_step(
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         if last and state.guard.is_pending:
             state.guard.agree()
-        checks_used = last and strategy.must_check_used
-        if checks_used:
+        if last and strategy.must_check_used:
             strategy.check_all_used({head: losses[head] for head in factors})
         scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
         tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
         if tensors:
             torch.autograd.backward(tensors, gradients)
-        if last and not checks_used:
+        if last:
             strategy.check_reduced()
     result.losses.append({head: value.detach() for head, value in losses.items()})
     return rest
