@@ -7,6 +7,7 @@ of elements (pixels, tokens) of each batch. So a step costs nothing but a look a
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep import devices
 from lockstep.data.loader import MicroBatch
 from lockstep.data.randomness import restored_generators
 from lockstep.devices import peaks
@@ -70,9 +72,10 @@ class FlopCount:
                 stack.enter_context(operations)
                 run = strategy.pass_of_zeros if strategy.is_sharded else strategy.try_alone
                 run(micro_batch.batch, self.precision)
-        except torch.OutOfMemoryError:
-            if strategy.is_sharded:  # the other ranks wait for this rank
-                raise
+        except Exception as error:
+            if strategy.is_sharded or not devices.of(self.precision.device).is_shortage(error):
+                raise  # with a sharded model, the other ranks wait for this rank
+            traceback.clear_frames(error.__traceback__)  # they hold activations
             strategy.forward.zero_grad(set_to_none=True)
             return
         finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,7 +109,8 @@ class TrainState:
         try:
             with self.guard.step(micro_batches[0], self.step, self.agreed is not None):
                 yield
-        except StepTooLarge:
+        except StepTooLarge as error:
+            traceback.clear_frames(error.__traceback__)  # on a rank whose pass did fit, they hold its activations
             self.step -= 1
             self.optimizer.zero_grad(set_to_none=True)
             for micro_batch in micro_batches:
