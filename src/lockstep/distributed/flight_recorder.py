@@ -58,8 +58,8 @@ def describe(texts: Mapping[int, str]) -> str:
         last = {rank: found[group][-1] for rank, found in ranks.items() if group in found}
         lines += [f"  {group[0]}: {difference}" for difference in _differences(last)]
     for rank, found in ranks.items():
-        for (group, _), entries in found.items():
-            lines.append(f"  rank {rank}, {group}: " + "; ".join(_words(entry) for entry in entries))
+        for (name, _), entries in found.items():
+            lines.append(f"  rank {rank}, {name}: " + "; ".join(_words(entry) for entry in entries))
     silent = [rank for rank, text in texts.items() if not text]
     if lines and silent:
         lines.append(f"  no answer from {_ranks(silent)}")

@@ -230,8 +230,12 @@ def forward_backward_step(
             strategy.check_all_used({head: losses[head] for head in factors})
         scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
         tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
+        # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
+        new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
         if tensors:
             torch.autograd.backward(tensors, gradients)
+        for parameter in new:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
         if last:
             strategy.check_reduced()
     result.losses.append({head: value.detach() for head, value in losses.items()})
