@@ -271,6 +271,8 @@ def _run(function, arguments, options):
         (copies or (name == "aten::_to_copy" and to_host)) and not _non_blocking(arguments, options)
     )
     DEVICE.note(f"read {name}" if waits else name)
+    if name in ("aten::cat", "aten::stack"):
+        _check_same_device(arguments)
     hosts = pytree.tree_map(_host, options)
     if target is not None:
         hosts["device"] = torch.device("cpu")
@@ -283,6 +285,13 @@ def _run(function, arguments, options):
     if to_host:
         return result
     return pytree.tree_map(lambda value: PythonTensor(value) if isinstance(value, torch.Tensor) else value, result)
+
+
+def _check_same_device(arguments):
+    """Raises where tensors of the host and of the device are put together, as torch does on a GPU."""
+    kinds = {value.device for value in pytree.tree_leaves(arguments) if isinstance(value, torch.Tensor)}
+    if len(kinds) > 1:
+        raise RuntimeError(f"Expected all tensors to be on the same device, but found {sorted(map(str, kinds))}")
 
 
 def _non_blocking(arguments, options):
@@ -318,7 +327,8 @@ def _arange(*arguments, dtype=None, **_):
 
 def _pin_memory(tensor, device=None):
     DEVICE.note("pin_memory")
-    return tensor
+    # torch copies into memory with the same strides.
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
 
 
 def install():

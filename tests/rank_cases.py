@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from lockstep import LockstepError, Trainer
 from lockstep.distributed import failure
 from lockstep.distributed.ddp import DDP
 from lockstep.distributed.strategy import Forward
+from lockstep.engine.out_of_memory import StepTooLarge
 from tests import own_tasks, runs
 
 
@@ -272,6 +274,7 @@ def fit_from_file(settings):
 def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
     """Weights after a training in which micro-batches of `least` or more samples do not fit, and the failures."""
     import lockstep.build
+    from lockstep.data.loader import Loader
     from lockstep.engine.out_of_memory import Guard
 
     rank, when, where = place
@@ -295,13 +298,53 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
                 loss.register_hook(lambda grad: fail(batch[0]))
             return loss
 
+    copy = Loader._to_device
+
+    def fail_to_copy(loader, batch):
+        if where == "copy":
+            fail(batch[0])
+        return copy(loader, batch)
+
+    Loader._to_device = fail_to_copy
     if not real_guard:
         lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
     try:
         weights, _ = runs.fit(Large(), settings, Path(run_dir))
     finally:
-        lockstep.build.Guard = Guard
+        lockstep.build.Guard, Loader._to_device = Guard, copy
     return weights, failures
+
+
+@impatient()
+def held_activations(settings):
+    """Whether a step's loss is still held when the step was given up and memory is freed, on each rank.
+
+    Its second micro-batch of the third step does not fit on rank 0. On the other ranks it does.
+    """
+    from lockstep.engine import step
+
+    calls, losses, held, free = [0], [], [], step.free_memory
+
+    class Large(own_tasks.Deep):
+        def loss(self, model, batch):
+            calls[0] += 1
+            if calls[0] == 2 + 2 * 2 + 2 and os.environ["RANK"] == "0":  # the trials, two steps, this step
+                raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
+            loss = super().loss(model, batch)
+            losses.append(weakref.ref(loss))
+            return loss
+
+    def look(device):
+        held.append(losses[-1]() is not None)
+        free(device)
+
+    step.free_memory = look
+    try:
+        with guarded_on_the_cpu(), contextlib.suppress(StepTooLarge, LockstepError):
+            runs.fit(Large(), settings)
+    finally:
+        step.free_memory = free
+    return held
 
 
 @impatient()

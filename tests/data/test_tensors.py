@@ -167,6 +167,16 @@ def test_objects_on_their_way_to_the_device_stay_what_they_are():
     run_on_python_device(moved_to_device)
 
 
+def pinned_expansion(device):
+    found = pinned({"weights": torch.arange(3.0).expand(2, 3), "one": torch.ones(1).expand(1, 1)})
+    return {name: tensor.tolist() for name, tensor in found.items()}
+
+
+def test_expanded_tensors_are_pinned():
+    expected = {"weights": [[0.0, 1.0, 2.0]] * 2, "one": [[1.0]]}
+    assert run_on_python_device(pinned_expansion) == expected
+
+
 def lists_of_outputs(device):
     from tests.python_device import NAME
 

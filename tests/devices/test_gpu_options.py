@@ -325,3 +325,24 @@ def test_versions_of_cuda_are_asked_of_torch(monkeypatch):
         "nccl": "2.27.5",
         "gpus": ["NVIDIA L4 0", "NVIDIA L4 1"],
     }
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_gradients_of_a_cuda_graph_leave_its_memory_before_the_next_micro_batch(graphs, monkeypatch):
+    kept = []
+
+    class Watched(own_tasks.Plain):
+        def model(self):
+            model = super().model()
+            model[0].weight.register_post_accumulate_grad_hook(lambda weight: kept.append(weight.grad.data_ptr()))
+            return model
+
+    monkeypatch.setattr(ComputeConfig, "uses_cuda_graphs", graphs)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
+    settings = runs.config(batch={"global": 24, "micro": 8}, train={"steps": 2})
+    weights, _ = runs.fit(Watched(), settings)
+    expected, _ = runs.by_hand(own_tasks.Plain(), 2)
+    assert runs.difference(weights, expected) < 1e-10
+    first, second, third = kept[:3]
+    assert (first != second) == graphs
+    assert second == third

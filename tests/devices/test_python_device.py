@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.distributed import world
+from lockstep.errors import TrainingError
 from lockstep.trainer import Trainer
 from tests.python_device import NAME
 from tests.ranks import run_on_python_device
@@ -48,6 +49,30 @@ def test_the_host_reads_the_device_where_it_logs_or_saves_and_nowhere_else(tmp_p
     files = {where.split(":")[0] for _, where in reads}
     assert files <= {"checkpoint/finite.py", "engine/dry_run.py", "engine/log_window.py", "checkpoint/saver.py"}
     assert any("addmm" in name for name in operations)
+
+
+def window_with_offloaded_norm(device):
+    """What a window says of a step whose loss is on the device, and whose norm of gradients is on the host."""
+    from lockstep.distributed.world import World
+    from lockstep.engine.log_window import LogWindow
+    from lockstep.engine.step import StepResult
+
+    place = torch.device(NAME, 0)
+    window = LogWindow(World(0, 1, 0, place), {}, 1)
+    sums = {"step": 0, "samples": 4, "totals": {"": 4.0}, "indices": [(0,)], "counted": [True], "bad": []}
+    for norm in (1.0, float("inf")):
+        result = StepResult(**sums, losses=[{"loss": torch.ones((), device=place)}], applied=True)
+        result.grad_norm = torch.tensor(norm)
+        window.add(result, (None, None))
+        try:
+            window.check_finite()
+        except TrainingError as error:
+            return norm, error.what
+    return None
+
+
+def test_a_norm_of_offloaded_gradients_is_checked_with_losses_on_the_device():
+    assert run_on_python_device(window_with_offloaded_norm) == (float("inf"), "the gradient norm is inf")
 
 
 class Slow:

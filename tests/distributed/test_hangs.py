@@ -87,9 +87,7 @@ def test_thread_that_computes_in_python_is_alive(reported):
 
 def test_last_collectives_are_recorded_for_each_group():
     (text,) = run_ranks(1, recorded)
-    groups = json.loads(text)
-    # This process may have been in other groups before.
-    *_, entries = (entries for name, entries in groups.items() if "default_pg" in name)
+    entries = json.loads(text)["default_pg (0)"]  # the process may have had other groups before
     assert entries[-1]["name"] == "gloo:all_reduce"
     assert entries[-1]["sizes"] == [[2, 3]]
     assert entries[-1]["state"] == "completed"
@@ -125,6 +123,13 @@ def test_what_differs_between_ranks_is_named():
     ) in told
     assert "rank 0, default_pg (0): nccl:broadcast 16 [9] Byte done; nccl:all_reduce 17 [3, 4] Float NOT DONE" in told
     assert "no answer from rank 3" in told
+    # A rank waits in host memory, the other on the GPU. Each backend counts for itself.
+    on_host = ("gloo:all_reduce", 3, [[1]], ["Double"], "scheduled")
+    told = flight_recorder.describe({0: text(on_host, reduce), 1: text(before)})
+    assert "default_pg (0): rank 1 made only 16 collectives, and rank 0 made 17" in told
+    assert "rank 0, default_pg (0): gloo:all_reduce 3 [1] Double NOT DONE, scheduled" in told
+    told = flight_recorder.describe({0: text(on_host), 1: text(before)})
+    assert "made only" not in told
     assert flight_recorder.describe({0: "{}", 1: ""}) == ""
     same = flight_recorder.describe({0: text(reduce), 1: text(reduce)})
     assert "did not come" not in same
@@ -223,3 +228,14 @@ def timeouts_of_a_hybrid_mesh():
 def test_groups_of_a_hybrid_mesh_have_the_timeout_of_the_world():
     for found in run_ranks(2, timeouts_of_a_hybrid_mesh):
         assert found == [{datetime.timedelta(seconds=77)}] * 2
+
+
+def test_the_last_collectives_of_each_backend_of_a_group_are_kept(monkeypatch):
+    about = {"process_group": ["0", "default_pg"], "is_p2p": False, "input_sizes": [[1]], "input_dtypes": ["Double"]}
+    about |= {"state": "scheduled", "retired": False}
+    made = [about | {"profiling_name": "gloo:all_reduce", "collective_seq_id": 7}]
+    made += [about | {"profiling_name": "nccl:all_reduce", "collective_seq_id": number} for number in range(9)]
+    monkeypatch.setattr(torch_internals, "recorded_collectives", lambda: made)
+    told = flight_recorder.describe({0: flight_recorder.of_this_rank()})
+    assert "gloo:all_reduce 7 [1] Double NOT DONE" in told
+    assert told.count("nccl:all_reduce") == 3

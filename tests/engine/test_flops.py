@@ -11,7 +11,8 @@ import lockstep
 from lockstep import Trainer
 from lockstep.devices import peaks
 from lockstep.engine.flops import FlopCount
-from tests import own_tasks, runs
+from lockstep.errors import LockstepError
+from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_on_python_device, run_ranks
 
 
@@ -140,20 +141,42 @@ def test_a_model_is_counted_again_when_other_parameters_train(tmp_path):
     assert counted == [2, 5]
 
 
-def test_memory_that_does_not_suffice_for_the_count_ends_nothing(tmp_path):
-    class Large(Sequences):
-        calls = 0
+class Large(Sequences):
+    """The count of its operations does not fit."""
 
-        def loss(self, model, batch):
-            if model.training:
-                Large.calls += 1
-                if Large.calls == 4:  # three steps, then the count
-                    raise torch.OutOfMemoryError("no memory")
-            return super().loss(model, batch)
+    def __init__(self, error):
+        self.error, self.calls = error, 0
 
-    results = Trainer(settings(), run_dir=tmp_path, quiet=True).fit(Large())
+    def loss(self, model, batch):
+        if model.training:
+            self.calls += 1
+            if self.calls == 4:  # three steps, then the count
+                raise self.error
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")]
+)
+def test_memory_that_does_not_suffice_for_the_count_ends_nothing(error, tmp_path):
+    results = Trainer(settings(), run_dir=tmp_path, quiet=True).fit(Large(error))
     assert results["step"] == 7
     assert "train/tflops_per_s" not in results
+
+
+@rank_cases.impatient()
+def error_of_the_count():
+    with rank_cases.guarded_on_the_cpu():
+        try:
+            runs.fit(Large(torch.OutOfMemoryError("no memory")), settings(parallel={"strategy": "fsdp"}))
+        except LockstepError as error:
+            return str(error)
+    return ""
+
+
+def test_a_sharded_count_that_does_not_fit_says_so_and_the_next_start_takes_less():
+    for text in run_ranks(2, error_of_the_count):
+        assert "out of memory in the count of operations: no memory" in text
 
 
 def utilisation(device, folder):

@@ -19,6 +19,10 @@ PLACES = {
     "all passes": (None, None, "backward"),
     "late": (0, 9, "forward"),
     "backward pass of the first of two": (1, {1: 7, 2: 7, 3: 8}, "backward"),
+    "trial of the second step": (1, 4, "forward"),
+    # Another rank is further by then, and must not have begun a collective: of buffers, or of the buckets of DDP.
+    "copy of the second batch of the second step": (1, 4, "copy"),
+    "copy of the first batch of the third step": (0, 5, "copy"),
 }
 
 
@@ -46,6 +50,11 @@ def test_step_is_done_again_on_all_ranks_with_half_the_micro_batch(world, global
     assert calls > 10 * global_batch / 12 / world
     assert json.loads((tmp_path / "micro.json").read_text())["micro"] == 6
     assert "micro-batches of 6 instead of 12" in (tmp_path / "train.log").read_text()
+
+
+def test_activations_are_free_before_ddp_is_made_anew_on_ranks_whose_pass_did_fit():
+    settings = runs.config(batch={"global": 48, "micro": 12}, train={"steps": 4})
+    assert run_ranks(2, rank_cases.held_activations, settings) == [[False], [False]]
 
 
 def test_ranks_that_cannot_give_up_together_end_and_begin_again_with_less(tmp_path):

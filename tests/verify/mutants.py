@@ -553,18 +553,12 @@ _engine(
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    (
-        "distributed.ddp:DDP.wrap",
-        "static_graph=self.options.static_graph,",
-        "static_graph=self.options.static_graph, broadcast_buffers=False,",
-    ),
     ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("distributed.fsdp:FSDP.gradient_sync", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
     ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
     base="fsdp-norm",
 )

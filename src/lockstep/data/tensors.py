@@ -145,4 +145,11 @@ def pinned(value: Any) -> Any:
         pins = callable(getattr(item, "pin_memory", None)) and not isinstance(item, type)
         return item.pin_memory() if pins else NotImplemented
 
-    return map_tensors(value, lambda t: t.pin_memory() if is_plain(t) and t.device.type == "cpu" else t, own)
+    def pin(tensor: Tensor) -> Tensor:
+        if not is_plain(tensor) or tensor.device.type != "cpu":
+            return tensor
+        # torch cannot pin an expanded tensor, several of whose elements share memory.
+        is_expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return (tensor.contiguous() if is_expanded else tensor).pin_memory()
+
+    return map_tensors(value, pin, own)

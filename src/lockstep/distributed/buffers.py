@@ -35,7 +35,7 @@ class ChangingBuffers:
     buffers that an earlier forward pass changed: torch counts the changes of each tensor.
 
     Args:
-        module: its forward passes are watched. DDP copies rank 0's buffers before that, which is no change of its own.
+        module: its forward passes are watched.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -62,6 +62,7 @@ class ChangingBuffers:
         def end(*_: object) -> None:
             self._changing |= {id(buffer) for buffer in buffers if buffer._version != versions.get(id(buffer))}
 
+        begin()  # memory may not suffice before the first forward pass
         hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
         try:
             yield
@@ -88,4 +89,4 @@ def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:
             if buffers.get(name) is not place:  # code of the model may have put another tensor there
                 buffers[name] = place
         for buffer, value in values:
-            buffer.copy_(value)
+            buffer.data.copy_(value)  # `data`: torch does not count it as a change, see `ChangingBuffers`

@@ -35,6 +35,8 @@ class DDP(Single):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             static_graph=self.options.static_graph,
         )
+        # A step gives every rank the buffers of rank 0 itself, before anything of which a single rank may give up.
+        self.forward.broadcast_buffers = False  # the argument of this name would also leave them out here
         # DDP arranges its gradient buckets anew after the first backward pass. With three ranks and more, the order in
         # which an element is added over ranks depends on its place in the bucket. Without a warm-up, the first step
         # after a restart would differ in its last bits from the same step of a run that went on (seen on gloo with 3

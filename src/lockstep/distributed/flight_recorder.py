@@ -23,12 +23,12 @@ def switch_on() -> None:
 
 
 def of_this_rank() -> str:
-    """The last collectives of this rank by group, as text for `describe`."""
-    by_group: dict[str, list[dict[str, Any]]] = {}
+    """The last collectives of this rank by group, as text for `describe`. Of each backend of a group, the last few."""
+    by_group: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for entry in torch_internals.recorded_collectives():
         name, description = entry["process_group"]
         key = f"{description} ({name})" if description else str(name)
-        by_group.setdefault(key, []).append(
+        by_group.setdefault(key, {}).setdefault(_backend(entry["profiling_name"]), []).append(
             {
                 "name": entry["profiling_name"],
                 "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
@@ -37,7 +37,9 @@ def of_this_rank() -> str:
                 "state": _DONE if entry["retired"] else entry["state"],
             }
         )
-    return json.dumps({group: entries[-_SHOWN:] for group, entries in by_group.items()})
+    return json.dumps(
+        {group: [entry for each in found.values() for entry in each[-_SHOWN:]] for group, found in by_group.items()}
+    )
 
 
 def describe(texts: Mapping[int, str]) -> str:
@@ -49,21 +51,33 @@ def describe(texts: Mapping[int, str]) -> str:
     Returns:
         lines; first those that name how the ranks of a group differ. Empty if no rank made a collective.
     """
-    ranks: dict[int, dict[str, list[dict[str, Any]]]] = {
-        rank: json.loads(text) for rank, text in sorted(texts.items()) if text
-    }
+    ranks = {rank: _by_backend(json.loads(text)) for rank, text in sorted(texts.items()) if text}
     groups = list(dict.fromkeys(group for found in ranks.values() for group in found))
     lines = []
     for group in groups:
         last = {rank: found[group][-1] for rank, found in ranks.items() if group in found}
-        lines += [f"  {group}: {difference}" for difference in _differences(last)]
+        lines += [f"  {group[0]}: {difference}" for difference in _differences(last)]
     for rank, found in ranks.items():
-        for group, entries in found.items():
-            lines.append(f"  rank {rank}, {group}: " + "; ".join(_words(entry) for entry in entries))
+        for (name, _), entries in found.items():
+            lines.append(f"  rank {rank}, {name}: " + "; ".join(_words(entry) for entry in entries))
     silent = [rank for rank, text in texts.items() if not text]
     if lines and silent:
         lines.append(f"  no answer from {_ranks(silent)}")
     return "\n".join(["the last collectives of each rank, the newest last:", *lines]) + "\n" if lines else ""
+
+
+def _by_backend(groups: Mapping[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Collectives by group and backend. On GPUs a group has gloo and NCCL, and each counts its own collectives."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for group, entries in groups.items():
+        for entry in entries:
+            found.setdefault((group, _backend(entry["name"])), []).append(entry)
+    return found
+
+
+def _backend(name: str) -> str:
+    """`gloo` of `gloo:all_reduce`."""
+    return name.partition(":")[0]
 
 
 def _differences(last: Mapping[int, dict[str, Any]]) -> list[str]:

@@ -57,12 +57,9 @@ class FSDP(Single):
             if isinstance(module, CallsVary):
                 module.largest_over_ranks = largest
 
-    @contextlib.contextmanager
-    def gradient_sync(self, last: bool) -> Generator[None, None, None]:
+    def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         self.forward.set_requires_gradient_sync(last)
-        yield
-        if last:  # as DDP does before the next step's first forward pass
-            self.world.broadcast_tensors(list(self.forward.buffers()))
+        return contextlib.nullcontext()
 
     def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")

@@ -89,7 +89,8 @@ class Single:
         yield self.unwrapped
 
     def sync_buffers(self) -> None:
-        self.world.broadcast_tensors(list(self.forward.buffers()))
+        if self.world.size > 1:
+            self.world.broadcast_tensors(list(self.forward.buffers()))
 
     def pass_of_zeros(
         self,

@@ -244,9 +244,10 @@ class Strategy(Protocol):
         ...
 
     def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (such as BatchNorm statistics), before evaluating or saving.
+        """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
 
-        The next step of training would begin with that anyway. So it changes no result, at whatever step it is done.
+        Every step of training begins with that. So it changes no result, at whatever step it is also done before
+        evaluating or saving.
         """
         ...
 

@@ -7,6 +7,7 @@ of elements (pixels, tokens) of each batch. So a step costs nothing but a look a
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ class FlopCount:
     def count(self, micro_batch: MicroBatch) -> None:
         """Count the operations of a micro-batch, if this was not done for the parameters that are trainable now.
 
-        All ranks call it after the same step. Where the memory does not suffice for the count, there is none.
+        All ranks call it after the same step. Where the pass fails, such as for lack of memory, there is no count.
         """
         trainable = sum(parameter.requires_grad for parameter in self.strategy.forward.parameters())
         if trainable == self.counted_for:
@@ -70,9 +71,11 @@ class FlopCount:
                 stack.enter_context(operations)
                 run = strategy.pass_of_zeros if strategy.is_sharded else strategy.try_alone
                 run(micro_batch.batch, self.precision)
-        except torch.OutOfMemoryError:
+        except Exception as error:
             if strategy.is_sharded:  # the other ranks wait for this rank
                 raise
+            # A figure of the log ends no training. If the task is at fault, its next step says so.
+            traceback.clear_frames(error.__traceback__)  # they hold activations
             strategy.forward.zero_grad(set_to_none=True)
             return
         finally:

@@ -62,11 +62,16 @@ class LogWindow:
 
     @contextlib.contextmanager
     def excluded(self) -> Generator[None, None, None]:
-        """Inside, time does not count as time of training: for evaluations and saves."""
-        self.device.synchronize()  # the steps that were queued before count
+        """Inside, time does not count as time of training: for evaluations, saves and the count of operations.
+
+        The host may be ahead of the device. So it waits at the beginning for the steps before, whose time counts, and
+        at the end for all that was queued inside.
+        """
+        self.device.wait_for(self.device.mark())
         begun = time.perf_counter()
         try:
             yield
+            self.device.wait_for(self.device.mark())
         finally:
             self.excluded_s += time.perf_counter() - begun
 
@@ -238,7 +243,11 @@ def _total(values: list[Tensor]) -> float:
 
 
 def _as_float64(values: list[Tensor]) -> Tensor:
-    """Scalars on a device as one tensor of float64: on their device, or on the CPU if the device has no float64."""
-    if not devices.of(values[0].device).has_float64:
+    """Scalars as one tensor of float64: on the device of the first of them, or on the CPU if it has no float64.
+
+    With offloaded parameters, losses are on the GPU and norms of gradients on the CPU.
+    """
+    place = values[0].device
+    if not devices.of(place).has_float64:
         return torch.stack([value.float() for value in values]).cpu().double()
-    return torch.stack([value.double() for value in values])
+    return torch.stack([value.double().to(place) for value in values])

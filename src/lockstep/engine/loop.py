@@ -162,7 +162,7 @@ def fit(
             results = {}
             if logs:
                 if state.flops is not None and result.losses:
-                    with window.excluded():
+                    with window.excluded(), state.guard.update(state.step, "the count of operations"):
                         state.flops.count(micro_batches[0])
                 log.window_entry()
             if step == epoch_end and not evaluates:

@@ -27,11 +27,11 @@ class StepTooLarge(Exception):
 class Guard:
     """Lets the ranks of a step agree on whether its micro-batches fit, before gradients travel.
 
-    On one rank, a step that does not fit is given up wherever that shows. With DDP, nothing but buffers travels before
-    the last backward pass of a step, so the ranks agree just before it. This takes one small all-reduce of host memory,
-    which a GPU that is behind its host does not notice. The last backward pass itself cannot be given up by one rank
-    alone. So before the first two steps (the second is the first with optimizer state), every rank tries one backward
-    pass alone.
+    On one rank, a step that does not fit is given up wherever that shows. With DDP, nothing travels from the copy of a
+    step's first batch to its last backward pass, so the ranks agree just before that pass. This takes one small
+    all-reduce of host memory, which a GPU that is behind its host does not notice. The last backward pass itself cannot
+    be given up by one rank alone. So before the first two steps (the second is the first with optimizer state), every
+    rank tries one backward pass alone.
 
     With FSDP, every forward pass is a collective. There, and where the last backward pass does not fit, the rank fails
     with `MemoryShortage`, and the restart by the launcher goes on with smaller micro-batches. The same holds where the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -108,7 +109,8 @@ class TrainState:
         try:
             with self.guard.step(micro_batches[0], self.step, self.agreed is not None):
                 yield
-        except StepTooLarge:
+        except StepTooLarge as error:
+            traceback.clear_frames(error.__traceback__)  # on a rank whose pass did fit, they hold its activations
             self.step -= 1
             self.optimizer.zero_grad(set_to_none=True)
             for micro_batch in micro_batches:
@@ -175,6 +177,8 @@ def train_step(
         return result
 
     rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
+    with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
+        strategy.sync_buffers()
     with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
@@ -222,14 +226,17 @@ def forward_backward_step(
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         if last and state.guard.is_pending:
             state.guard.agree()
-        checks_used = last and strategy.must_check_used
-        if checks_used:
+        if last and strategy.must_check_used:
             strategy.check_all_used({head: losses[head] for head in factors})
         scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
         tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
+        # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
+        new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
         if tensors:
             torch.autograd.backward(tensors, gradients)
-        if last and not checks_used:
+        for parameter in new:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        if last:
             strategy.check_reduced()
     result.losses.append({head: value.detach() for head, value in losses.items()})
     return rest
