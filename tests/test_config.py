@@ -696,6 +696,11 @@ def test_what_was_suggested_is_recorded_and_read_back_alone(write):
     assert (found.train.min_steps, found.schedule.warmup_share) == (None, None)
 
 
+def test_a_checkpoint_to_begin_with_needs_its_run():
+    message = refusal(TOY | {"train": {"init_checkpoint": "best"}})
+    assert "train: init_checkpoint needs the directory of a run in init_from" in message
+
+
 def test_a_wrong_section_is_told_and_nothing_is_suggested():
     assert "task.max_length" in refusal({"task": {"kind": "text", "max_length": "x"}})
     assert "optim" in refusal(TEXT | {"optim": 3})
