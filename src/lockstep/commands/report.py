@@ -62,6 +62,8 @@ def _writing(path: Path) -> Iterator[None]:
     """Turn an error of a file into a message that names it."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # the reader of the output, such as `head`, has ended: no file is at fault
     except OSError as error:
         where = str(error.filename or path)
         what = f"cannot be read or written: {error.strerror}"
