@@ -696,6 +696,26 @@ def test_what_was_suggested_is_recorded_and_read_back_alone(write):
     assert (found.train.min_steps, found.schedule.warmup_share) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("below", "above", "kept"),
+    [
+        ("{global: 64, micro: 8}", "{per_rank: 4}", {"per_rank": 4}),
+        ("{per_rank: 4, accumulate: 2}", "{global: 64}", {"global_": 64}),
+        ("{global: 64, micro: 8}", "{micro: 4}", {"global_": 64, "micro": 4}),
+    ],
+)
+def test_the_batch_of_a_file_takes_the_place_of_the_extended_files(tmp_path, below, above, kept):
+    (tmp_path / "below.yaml").write_text(f"task: {{kind: toy}}\nbatch: {below}\n")
+    (tmp_path / "above.yaml").write_text(f"extends: below.yaml\nbatch: {above}\n")
+    batch = load(str(tmp_path / "above.yaml")).batch
+    assert batch.model_dump(exclude_none=True) == kept
+
+
+def test_a_checkpoint_to_begin_with_needs_its_run():
+    message = refusal(TOY | {"train": {"init_checkpoint": "best"}})
+    assert "train: init_checkpoint needs the directory of a run in init_from" in message
+
+
 def test_a_wrong_section_is_told_and_nothing_is_suggested():
     assert "task.max_length" in refusal({"task": {"kind": "text", "max_length": "x"}})
     assert "optim" in refusal(TEXT | {"optim": 3})

@@ -78,6 +78,17 @@ def test_a_run_is_evaluated_on_other_data(tmp_path, config, monkeypatch):
     assert "only these keys can be changed: data.eval," in done.stderr
 
 
+def test_a_set_that_cannot_be_opened_is_an_error_before_any_is_evaluated(tmp_path, config, monkeypatch):
+    fit(config, tmp_path / "run")
+    config["data"]["eval"] = {"near": "0", "far": "-8"}
+    began = []
+    monkeypatch.setattr(Trainer, "_evaluate", lambda *_, **__: began.append(1) or {})
+    trainer = Trainer(config, run_dir=tmp_path / "run", quiet=True)
+    with pytest.raises(RuntimeError, match="must be non-negative"):
+        trainer.evaluate()
+    assert not began
+
+
 @pytest.mark.parametrize(
     ("evaluated", "text"),
     [({}, "names no evaluation data"), ({"a/b": "0"}, "'a/b' cannot name evaluation data"), ({"a": 3}, "data.eval")],

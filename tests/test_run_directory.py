@@ -230,6 +230,21 @@ def test_fresh_deletes_once_for_each_launch(tmp_path, monkeypatch, environment, 
     assert saved(tmp_path) == ([] if deletes else ["step-00000005"])
 
 
+@pytest.mark.parametrize("source", [".", "checkpoints", "checkpoints/step-00000005"])
+def test_fresh_does_not_delete_the_weights_to_begin_with(begun, source):
+    settings = config(train={"init_from": str(begun / source)})
+    with pytest.raises(UsageError, match=r"train\.init_from: .* belongs to the run that --fresh would delete"):
+        claimed(begun, settings, fresh=True)
+    assert saved(begun)
+
+
+def test_fresh_keeps_exported_weights_beside_the_run(begun):
+    (begun / "weights").mkdir()
+    claimed(begun, config(train={"init_from": str(begun / "weights")}), fresh=True)
+    assert (begun / "weights").is_dir()
+    assert saved(begun) == []
+
+
 def test_fresh_with_a_damaged_record_deletes(begun, monkeypatch):
     monkeypatch.setenv(RESTARTS, "1")
     (begun / "environment.json").write_text("{}")

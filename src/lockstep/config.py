@@ -212,6 +212,12 @@ class TrainConfig(Section):
     """Patterns of names of tensors that `init_from` may lack."""
     unfreeze: list[UnfreezeConfig] = Field(default_factory=list)
 
+    @model_validator(mode="after")
+    def _checkpoint_of_a_run(self) -> Self:
+        if self.init_checkpoint is not None and self.init_from is None:
+            raise ValueError("init_checkpoint needs the directory of a run in init_from")
+        return self
+
     @property
     def known_epochs(self) -> int | None:
         """Length in epochs, where it does not depend on the data."""

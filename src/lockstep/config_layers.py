@@ -90,6 +90,11 @@ def _over(base: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         given = values.get(section)
         if isinstance(given, Mapping) and key in given and isinstance(merged.get(section), Mapping):
             merged[section] = {name: value for name, value in merged[section].items() if name != other}
+    batch = values.get("batch")
+    if isinstance(batch, Mapping) and isinstance(merged.get("batch"), Mapping):
+        by_rank, by_update = {"per_rank", "accumulate"}, {"global", "micro"}
+        excluded = (by_update if by_rank & batch.keys() else set()) | (by_rank if by_update & batch.keys() else set())
+        merged["batch"] = {name: value for name, value in merged["batch"].items() if name not in excluded}
     for key, value in values.items():
         before: Any = merged.get(key)
         # Another kind of task has other options.

@@ -102,8 +102,9 @@ def _claim(
         with contextlib.suppress(UsageError):
             logs |= files_of_writers(config_file.read_run(folder).log.writers)
         if fresh and not _was_restarted(folder):
-            for name in (*_OURS, *logs):
-                path = folder / name
+            ours = [folder / name for name in (*_OURS, *logs)]
+            _check_first_weights_stay(folder, config, ours)
+            for path in ours:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         store.clear_leftovers(folder / "checkpoints")
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
@@ -115,6 +116,20 @@ def _claim(
     except OSError as error:
         raise _unwritable(folder, error) from error
     return resolved
+
+
+def _check_first_weights_stay(folder: Path, config: RunConfig, deleted: Sequence[Path]) -> None:
+    """Check that `--fresh` does not delete the weights with which the new run is to begin."""
+    if config.train.init_from is None:
+        return
+    source, checkpoints = Path(config.train.init_from).expanduser().resolve(), (folder / "checkpoints").resolve()
+    of_this_run = source == folder.resolve() and checkpoints.is_dir()
+    if of_this_run or any(source.is_relative_to(path.resolve()) for path in deleted):
+        raise UsageError(
+            f"{config.train.init_from} belongs to the run that --fresh would delete",
+            where="train.init_from",
+            remedy="give the new run another place with --run-dir, or export the weights to another folder first",
+        )
 
 
 def _unwritable(folder: Path, error: OSError) -> UsageError:

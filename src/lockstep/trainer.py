@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import build, config_file, devices, prediction_run, resume, run_directory
-from lockstep.build import BuiltModel, PreparedRun
+from lockstep.build import BuiltModel, EvaluationData, PreparedRun
 from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig
@@ -179,17 +179,26 @@ class Trainer:
             strategy = self._trained(task, world).strategy
             precision = Precision(self.config.precision, world.device)
             results: dict[str, float] = {}
+            tasks = self._evaluated_tasks(task, world)
+            # All sets are opened first: a wrong path in the last is found before the first is evaluated.
+            sets = {name: build.evaluation_data(self.config, its_task, world) for name, its_task in tasks.items()}
             with strategy.inference() as forward:
-                for name, its_task in self._evaluated_tasks(task, world).items():
-                    found = self._evaluate(its_task, forward, world=world, precision=precision, name=name)
+                for name, evaluated in sets.items():
+                    found = self._evaluate(tasks[name], evaluated, forward, world=world, precision=precision, name=name)
                     results |= named_results(name, found)
             return results
 
     def _evaluate(
-        self, task: Task, forward: nn.Module, *, world: World, precision: Precision, name: str
+        self,
+        task: Task,
+        evaluated: EvaluationData,
+        forward: nn.Module,
+        *,
+        world: World,
+        precision: Precision,
+        name: str,
     ) -> dict[str, float]:
-        """Loss and metrics on the evaluation data of `task`, which are called `name`."""
-        evaluated = build.evaluation_data(self.config, task, world)
+        """Loss and metrics of `task` on the evaluation data `evaluated`, which are called `name`."""
 
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             text = report(task, evaluated, values, outputs)

@@ -85,8 +85,10 @@ def test_a_run_begins_with_the_weights_of_another_runs_checkpoint(tmp_path, want
     begun, _ = runs.fit(own_tasks.Classes(), runs.config(train=train, optim={"lr": 1e-30}), tmp_path / "second")
     for name, value in begun.items():
         assert torch.equal(value, stored[name]), name
-    says = f"train.init_from={tmp_path / 'first'}: using the" in (tmp_path / "second/train.log").read_text()
+    log = (tmp_path / "second/train.log").read_text()
+    says = f"train.init_from={tmp_path / 'first'}: using the" in log
     assert says == (wanted in ("best", 2))
+    assert ("train.init_checkpoint=newest takes the newest" in log) == (wanted == "best")
 
 
 def test_a_checkpoint_of_what_is_no_run_is_an_error(tmp_path):

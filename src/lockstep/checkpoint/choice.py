@@ -54,16 +54,17 @@ def choose(
             where=str(checkpoint.path),
             remedy="use the newest, or another step: lockstep checkpoints RUN_DIR --check lists them",
         )
-    return checkpoint, [describe(checkpoint, retention, text)]
+    return checkpoint, [describe(checkpoint, retention, text, where=where)]
 
 
-def describe(checkpoint: Checkpoint, retention: Retention, wanted: str) -> str:
+def describe(checkpoint: Checkpoint, retention: Retention, wanted: str, *, where: str = "--checkpoint") -> str:
     """A line that says which checkpoint is used, and why."""
     if wanted != BEST or retention.best is None:
         return f"using the checkpoint of step {checkpoint.step}"
     kind, metric = retention.best
     value = f"{kind} {metric} {checkpoint.metrics[metric]:.4g}"
-    return f"using the best checkpoint, of step {checkpoint.step} ({value}); --checkpoint newest takes the newest"
+    newest = f"{where} {NEWEST}" if where.startswith("--") else f"{where}={NEWEST}"
+    return f"using the best checkpoint, of step {checkpoint.step} ({value}); {newest} takes the newest"
 
 
 def _newest(folder: Path, world: World) -> tuple[Checkpoint, list[str]]:

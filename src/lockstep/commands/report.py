@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,6 +64,9 @@ def _writing(path: Path) -> Iterator[None]:
     """Turn an error of a file into a message that names it."""
     try:
         yield
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended: no file is at fault
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest of the output, at the exit
+        raise typer.Exit(1) from None
     except OSError as error:
         where = str(error.filename or path)
         what = f"cannot be read or written: {error.strerror}"

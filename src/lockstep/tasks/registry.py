@@ -163,8 +163,8 @@ def _class_in_file(kind: str) -> type[Task]:
 
     path, _, name = kind.rpartition(":")
     if not Path(path).is_file():
-        remedy = "the task's Python file must be where it was when the run began"
-        raise UsageError("no such file", where=path, remedy=remedy)
+        remedy = "the task's Python file must be where it was when the run began; paths start in the working directory"
+        raise UsageError(f"no such file in {Path.cwd()}", where=path, remedy=remedy)
     module = plugins.import_file(Path(path).resolve(), prefix=plugins.USER_PREFIX, where=path, is_main=True)
     return plugins.class_of(module, name, Task, where=path)  # type: ignore[type-abstract]  # a base may be abstract
 
