@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
@@ -98,7 +99,7 @@ def _application(
     pass
 
 
-@app.command()
+@app.command(epilog="Example: lockstep recipes")
 def recipes() -> None:
     """List the recipes: the shipped ones, and those of installed packages."""
     from lockstep import config_file
@@ -109,7 +110,7 @@ def recipes() -> None:
         print(f"{name:<{wide}}  {about}")
 
 
-@app.command()
+@app.command(epilog="Example: lockstep presets")
 def presets() -> None:
     """List the presets: how kinds of machines run a training, for --preset."""
     from lockstep import config_preset
@@ -120,7 +121,7 @@ def presets() -> None:
         print(f"{name:<{wide}}  {about}")
 
 
-@app.command()
+@app.command(epilog="Example: lockstep train digits --nproc 2 optim.lr=1e-3")
 def train(
     target: Target,
     overrides: Overrides = None,
@@ -172,7 +173,7 @@ def train(
         _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
 
 
-@app.command()
+@app.command(epilog="Example: lockstep evaluate runs/digits --nproc 2 --checkpoint best")
 def evaluate(
     run_dir: RunDir,
     overrides: Annotated[
@@ -206,7 +207,7 @@ def evaluate(
                 print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
 
 
-@app.command()
+@app.command(epilog="Example: lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv")
 def predict(
     run_dir: RunDir,
     inputs: Annotated[
@@ -303,7 +304,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
         )
 
 
-@app.command()
+@app.command(epilog="Example: lockstep checkpoints runs/digits --check")
 def checkpoints(
     run_dir: RunDir,
     check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
@@ -328,7 +329,7 @@ def checkpoints(
             raise typer.Exit(3)
 
 
-@app.command()
+@app.command(epilog="Example: lockstep export runs/digits weights")
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
@@ -345,7 +346,7 @@ def export(
         print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
 
 
-@app.command()
+@app.command(epilog="Example: lockstep verify my_task.py:MyTask --nproc 2 --quick")
 def verify(
     target: Target,
     overrides: Overrides = None,
@@ -375,7 +376,7 @@ def verify(
                 remedy="call it without torchrun, with --nproc",
             )
         settings, nproc = _on_machine(settings, preset, nproc, overrides or [], default="2")
-        count = _ranks_of(nproc)
+        count = local_ranks.ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         if not cold:
@@ -383,7 +384,7 @@ def verify(
 
             # Otherwise libraries start threads while they are imported, and ranks slow each other down.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            warm_process.start(_modules_of(settings))
+            warm_process.start(local_ranks.modules_of(settings))
         from lockstep import run_directory
         from lockstep.verify import command, report
 
@@ -418,7 +419,7 @@ def _on_machine(
     chosen = config_preset.read(preset)
     changed = chosen.apply(settings, overrides)
     nproc = nproc or chosen.nproc or default
-    _check_nproc(nproc)
+    local_ranks.check_nproc(nproc)
     if changed.device == "cuda" and "RANK" not in os.environ:
         import torch
 
@@ -432,46 +433,16 @@ def _on_machine(
 
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """Whether this process must start ranks, and is not a rank itself."""
-    _check_nproc(nproc)
+    local_ranks.check_nproc(nproc)
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
 def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool) -> None:
     from lockstep.distributed import launch
 
-    ranks = _ranks_of(nproc)
-    launch.prepare(ranks, cold=cold, modules=_modules_of(settings))
+    ranks = local_ranks.ranks_of(nproc)
+    launch.prepare(ranks, cold=cold, modules=local_ranks.modules_of(settings))
     launch.launch(arguments, ranks, max_restarts)
-
-
-def _modules_of(settings: RunConfig) -> list[str]:
-    """Modules that ranks import until their first step because of the config, besides those that all ranks import."""
-    from lockstep.tasks import registry
-
-    modules = registry.preload_modules(settings.task.get("kind", ""))
-    if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:
-        modules += ["torchmetrics"]
-    if "tensorboard" in settings.log.writers:
-        modules += ["torch.utils.tensorboard"]
-    return modules
-
-
-def _check_nproc(nproc: str) -> None:
-    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
-        raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
-
-
-def _ranks_of(nproc: str) -> int:
-    _check_nproc(nproc)
-    if nproc != "auto":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if int(nproc) > cores:
-            what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
-            print(f"{what}; --nproc {cores} gives each rank a core", file=sys.stderr, flush=True)
-        return int(nproc)
-    import torch
-
-    return max(1, torch.cuda.device_count())
 
 
 def _is_first() -> bool:

@@ -124,6 +124,7 @@ class TrainingRun:
                 writers=self.writers,
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
+                memory_tables=self.config.log.memory == "table",
             )
             saver.finish()
             self._tell_why_it_ended()
@@ -310,7 +311,8 @@ class TrainingRun:
             by_index = dict(outputs)
             arrays.update(named_results(name, values))
             if values and (text := report(task, evaluated, values, _of(by_index, reported))):
-                self.tell(f"{name}:\n{text}" if name else text)
+                for writer in self.writers:
+                    writer.details(f"{name}:\n{text}" if name else text)
             if is_first:
                 self.pictures.draw_results(state.step, values)
                 self.pictures.draw_samples(state.step, evaluated, by_index)

@@ -62,7 +62,7 @@ class Hungry(own_tasks.Plain):
 
 @pytest.mark.parametrize("in_training", mainly([True], [False, True]))
 def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
-    settings = runs.config(train={"eval_every_steps": 10})
+    settings = runs.config(train={"eval_every_steps": 10}, log={"memory": "table"})
     _, results = runs.fit(Hungry(in_training), settings, tmp_path)
     hungry, modest = ("activations", "evaluation") if in_training else ("evaluation", "activations")
     assert 190 < results[f"memory/{hungry}_mb"] < 300
@@ -76,6 +76,7 @@ def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
     assert peaks[-1] > 0.9 * (results["memory/other_mb"] + results[f"memory/{hungry}_mb"])
     log = (tmp_path / "train.log").read_text()
     assert log.count("memory at step") == 2
+    assert log.count("memory: at most") == 1
     assert log.index("step 20/20") < log.index("memory at step 20 in MiB, resident:")
 
 

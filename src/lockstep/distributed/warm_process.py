@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from lockstep.distributed import preload
@@ -135,9 +136,20 @@ def remove_files() -> None:
 
 def _start(method: str, *arguments: Any) -> BaseProcess:
     process: BaseProcess = multiprocessing.get_context(method).Process(target=_run, args=arguments)  # type: ignore[attr-defined]
-    with _blocked_signals():
+    with _blocked_signals(), _without_main_module():
         process.start()
     return process
+
+
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """A process that starts inside does not run the script of this process, as it would under `multiprocessing`."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

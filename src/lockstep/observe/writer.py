@@ -57,6 +57,10 @@ class Writer:
     def message(self, text: str) -> None:
         """Take one or more lines for people, such as a warning."""
 
+    def details(self, text: str) -> None:
+        """Take lines for people who want to know more, such as the table of an evaluation. By default, a message."""
+        self.message(text)
+
     def picture(self, name: str, picture: Any, step: int) -> None:
         """Take a picture: an array of uint8 (height, width, 3), after `step` steps.
 
@@ -133,6 +137,9 @@ class WriteGuard(Guard, Writer):
 
     def message(self, text: str) -> None:
         self.attempt(lambda: self._opened().message(text))
+
+    def details(self, text: str) -> None:
+        self.attempt(lambda: self._opened().details(text))
 
     def picture(self, name: str, picture: Any, step: int) -> None:
         self.attempt(lambda: self._opened().picture(name, picture, step))
