@@ -173,7 +173,7 @@ class Trainer:
             if "SIGINT" not in str(stopped) and "before" not in str(stopped):
                 raise
             if not self.quiet:
-                print(f"{stopped}; fit again {'goes on from there' if 'saved' in str(stopped) else 'begins'}", flush=True)
+                print("fit again goes on from there" if "saved" in str(stopped) else stopped, flush=True)
             self.results = self._latest()
         if (self.run_dir / "config.yaml").is_file():
             self.config = config_file.read_run(self.run_dir)
