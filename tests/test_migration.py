@@ -1,9 +1,7 @@
 """`lockstep init`: the first task and the examples of the migration pages train, with the keys that the pages give."""
 
-import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest

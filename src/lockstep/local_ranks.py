@@ -109,7 +109,7 @@ def fit(
 
     with tempfile.TemporaryDirectory(prefix="lockstep-fit-", ignore_cleanup_errors=True) as name, _as_it_was():
         folder = Path(name)
-        is_terminal = sys.stdout is sys.__stdout__ and sys.stdout.isatty()
+        is_terminal = sys.stdout.isatty() and sys.stdout is sys.__stdout__  # which no notebook has captured
         _write_training(folder, config, task, options, prints_to_file=not is_terminal)
         if "ipykernel" in sys.modules and not is_terminal:
             os.environ[live_line.VARIABLE] = "1"

@@ -73,7 +73,7 @@ def launch(
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
-            failures = _run_once(main, arguments, nproc, stop.folder)
+            failures = _run_once(arguments, nproc, stop.folder, main)
             if not failures:
                 return
             step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
@@ -119,7 +119,7 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = ()) -> N
 
 
 def _run_once(
-    main: Callable[[Sequence[str]], None], arguments: Sequence[str], nproc: int, folder: Path
+    arguments: Sequence[str], nproc: int, folder: Path, main: Callable[[Sequence[str]], None]
 ) -> dict[int, ProcessFailure]:
     """Start the ranks and wait for their end.
 

@@ -134,9 +134,17 @@ def remove_files() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(method: str, *arguments: Any) -> BaseProcess:
-    process: BaseProcess = multiprocessing.get_context(method).Process(target=_run, args=arguments)  # type: ignore[attr-defined]
-    with _blocked_signals(), _without_main_module():
+def _start(
+    method: str,
+    environment: Mapping[str, str],
+    ignored: Sequence[int],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> BaseProcess:
+    context: Any = multiprocessing.get_context(method)
+    process: BaseProcess = context.Process(target=_run, args=(environment, ignored, function, arguments))
+    needs_main = function.__module__ == "__main__"
+    with _blocked_signals(), contextlib.nullcontext() if needs_main else _without_main_module():
         process.start()
     return process
 
