@@ -83,7 +83,7 @@ def keys_of(text):
     sections = "batch|checkpoint|compute|data|log|optim|parallel|schedule|train"
     for code in re.findall(r"`([^`]+)`", text.replace("```", "")):
         for word in shlex.split(code) if "=" in code or "." in code else ():
-            if re.match(rf"({sections}|seed|precision|task)(\.[a-z_.]+)?=", word) and not word.endswith(
+            if re.match(rf"({sections}|seed|precision)(\.[a-z_.]+)?=", word) and not word.endswith(
                 ("=B", "=W", "[...,")
             ):
                 yield word
