@@ -180,3 +180,18 @@ def test_live_line_stays_last(capsys):
     line.close()
     shown = [text.rpartition("\r")[2].rstrip() for text in capsys.readouterr().out.split("\n")]
     assert shown == ["epoch 1", "begins", "step 2/9", ""]
+
+
+def test_class_of_a_script_needs_cloudpickle_and_the_error_says_so(tmp_path, monkeypatch):
+    class Mine(own_tasks.Plain):
+        pass
+
+    Mine.__module__ = "__main__"
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UsageError, match=r"class Mine: .*cloudpickle(?s:.*)pip install 'torch-lockstep\[notebook\]'"):
+        Trainer(runs.config(), run_dir=tmp_path).fit(Mine(), nproc=2)
+
+
+def test_a_recorder_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="a recorder cannot be sent to the ranks"):
+        Trainer(runs.config(), run_dir=tmp_path).fit(own_tasks.Plain(), runs.FinalWeights(), nproc=2)

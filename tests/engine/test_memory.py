@@ -1,6 +1,7 @@
 """Memory by rank and purpose: figures computed by hand, peaks that belong to one part, and a readable table."""
 
 import json
+import re
 import resource
 import sys
 from types import SimpleNamespace
@@ -344,6 +345,13 @@ def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
         2 * MB,
         0,
     )
+
+
+def test_without_tables_a_line_stands_at_the_end(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 10}), tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert "memory at step" not in log
+    assert len(re.findall(r"memory: at most \d+ MiB resident\n", log)) == 1
 
 
 # ---- the table
