@@ -6,7 +6,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lockstep import Task
-from lockstep.sources import images
+from lockstep.sources.digits import Digits as DigitImages
 
 
 class Digits(Task):
@@ -14,10 +14,10 @@ class Digits(Task):
         return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
     def train_data(self):
-        return images.Digits(training=True)
+        return DigitImages(training=True)
 
     def eval_data(self):
-        return images.Digits(training=False)
+        return DigitImages(training=False)
 
     def prepare(self, sample, epoch, training):
         return sample[0] / 255, sample[1]

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lockstep import Trainer, cli, config_file
+from lockstep import Trainer, cli, config_file, local_ranks
 from lockstep.cli import app
 from lockstep.errors import Preempted
 from tests.users_file import OWN
@@ -102,8 +102,8 @@ def test_wrong_usage_exits_with_2_and_says_what_to_do(call, arguments, expected)
 
 @pytest.mark.parametrize(("nproc", "warned"), [("1", False), ("3", False), ("4", True), ("100", True)])
 def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, nproc, warned):
-    monkeypatch.setattr(cli.os, "sched_getaffinity", lambda _: {0, 2, 5})
-    assert cli._ranks_of(nproc) == int(nproc)
+    monkeypatch.setattr(local_ranks.os, "sched_getaffinity", lambda _: {0, 2, 5})
+    assert local_ranks.ranks_of(nproc) == int(nproc)
     told = capsys.readouterr().err
     assert told == (
         f"warning: {nproc} ranks on 3 CPU cores slow each other down; --nproc 3 gives each rank a core\n"

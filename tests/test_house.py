@@ -54,6 +54,7 @@ ALLOWED = {
     "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
     "config_text": {"config", "config_file", "config_layers", "config_section", "tasks.registry"},
     "commands": {"errors", "config_text", "report"},
+    "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
     "verify.checks": {"verify"},
@@ -103,12 +104,14 @@ ALLOWED = {
         "resume",
         "training_run",
         "prediction_run",
+        "local_ranks",
     },
     "__main__": {"cli"},
     "cli": {
         "errors",
         "devices",
         "commands",
+        "local_ranks",
         "config_file",
         "tasks.registry",
         "config_preset",

@@ -1,4 +1,14 @@
-"""Lockstep: distributed PyTorch training whose result does not depend on how it was run."""
+"""Lockstep: distributed PyTorch training whose result does not depend on how it was run.
+
+Trainer: trains, evaluates, predicts and exports as a config says.
+Task: what a user writes: model, data, loss, metrics.
+Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
+Presenter: shows samples, outputs and results of a task to people.
+RunConfig: the whole config of a run.
+LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
+
+`lockstep init FILE.py` on the command line writes a first task.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +33,10 @@ _HOMES = {
     "Task": "tasks.task",
     "Trainer": "trainer",
 }
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "__doc__"]
 
 
 def __getattr__(name: str) -> object:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from lockstep import local_ranks
 from lockstep.commands import config as config_commands
+from lockstep.commands import init as init_commands
 from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
@@ -100,7 +102,7 @@ def _application(
     pass
 
 
-@app.command()
+@app.command(epilog="Example: lockstep recipes")
 def recipes() -> None:
     """List the recipes: the shipped ones, and those of installed packages."""
     from lockstep import config_file
@@ -111,7 +113,7 @@ def recipes() -> None:
         print(f"{name:<{wide}}  {about}")
 
 
-@app.command()
+@app.command(epilog="Example: lockstep presets")
 def presets() -> None:
     """List the presets: how kinds of machines run a training, for --preset."""
     from lockstep import config_preset
@@ -122,7 +124,7 @@ def presets() -> None:
         print(f"{name:<{wide}}  {about}")
 
 
-@app.command()
+@app.command(epilog="Example: lockstep train digits --nproc 2 optim.lr=1e-3")
 def train(
     target: Target,
     overrides: Overrides = None,
@@ -200,7 +202,7 @@ def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], o
     print(f"Check this training: {shlex.join(command)}", flush=True)
 
 
-@app.command()
+@app.command(epilog="Example: lockstep evaluate runs/digits --nproc 2 --checkpoint best")
 def evaluate(
     run_dir: RunDir,
     overrides: Annotated[
@@ -234,7 +236,7 @@ def evaluate(
                 print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
 
 
-@app.command()
+@app.command(epilog="Example: lockstep predict runs/mine 'photos/**/*.jpg' --out predictions.csv")
 def predict(
     run_dir: RunDir,
     inputs: Annotated[
@@ -331,7 +333,7 @@ def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None
         )
 
 
-@app.command()
+@app.command(epilog="Example: lockstep checkpoints runs/digits --check")
 def checkpoints(
     run_dir: RunDir,
     check: Annotated[bool, typer.Option("--check", help="Read every file and compare it with its checksum.")] = False,
@@ -356,7 +358,7 @@ def checkpoints(
             raise typer.Exit(3)
 
 
-@app.command()
+@app.command(epilog="Example: lockstep export runs/digits weights")
 def export(
     run_dir: RunDir,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
@@ -373,7 +375,7 @@ def export(
         print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
 
 
-@app.command()
+@app.command(epilog="Example: lockstep verify my_task.py:MyTask --nproc 2 --quick")
 def verify(
     target: Target,
     overrides: Overrides = None,
@@ -403,7 +405,7 @@ def verify(
                 remedy="call it without torchrun, with --nproc",
             )
         settings, nproc = _on_machine(settings, preset, nproc, overrides or [], default="2")
-        count = _ranks_of(nproc)
+        count = local_ranks.ranks_of(nproc)
         settings = settings.model_copy(update={"batch": settings.batch.resolve(count)})
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ranks and their files are cleaned up
         if not cold:
@@ -411,7 +413,7 @@ def verify(
 
             # Otherwise libraries start threads while they are imported, and ranks slow each other down.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-            warm_process.start(_modules_of(settings))
+            warm_process.start(local_ranks.modules_of(settings))
         from lockstep import run_directory
         from lockstep.verify import command, report
 
@@ -456,7 +458,7 @@ def _on_machine(
     changed = chosen.apply(settings, overrides)
     allocator.use_expandable_segments(changed.device)
     nproc = nproc or chosen.nproc or default
-    _check_nproc(nproc)
+    local_ranks.check_nproc(nproc)
     if changed.device == "cuda" and "RANK" not in os.environ:
         from lockstep import devices
 
@@ -470,47 +472,17 @@ def _on_machine(
 
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """Whether this process must start ranks, and is not a rank itself."""
-    _check_nproc(nproc)
+    local_ranks.check_nproc(nproc)
     return "RANK" not in os.environ and (nproc != "1" or bool(max_restarts))
 
 
 def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool) -> None:
     from lockstep.distributed import launch
 
-    ranks = _ranks_of(nproc)
+    ranks = local_ranks.ranks_of(nproc)
     offloads = settings.parallel.cpu_offload
-    launch.prepare(ranks, cold=cold, modules=_modules_of(settings), host_computes=offloads)
+    launch.prepare(ranks, cold=cold, modules=local_ranks.modules_of(settings), host_computes=offloads)
     launch.launch(arguments, ranks, max_restarts)
-
-
-def _modules_of(settings: RunConfig) -> list[str]:
-    """Modules that ranks import until their first step because of the config, besides those that all ranks import."""
-    from lockstep.tasks import registry
-
-    modules = registry.preload_modules(settings.task.get("kind", ""))
-    if settings.data.eval or settings.train.eval_every_epochs or settings.train.eval_every_steps:
-        modules += ["torchmetrics"]
-    if "tensorboard" in settings.log.writers:
-        modules += ["torch.utils.tensorboard"]
-    return modules
-
-
-def _check_nproc(nproc: str) -> None:
-    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
-        raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy="use a number from 1, or auto")
-
-
-def _ranks_of(nproc: str) -> int:
-    _check_nproc(nproc)
-    if nproc != "auto":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if int(nproc) > cores:
-            what = f"warning: {nproc} ranks on {cores} CPU cores slow each other down"
-            print(f"{what}; --nproc {cores} gives each rank a core", file=sys.stderr, flush=True)
-        return int(nproc)
-    from lockstep import devices
-
-    return max(1, devices.gpus())
 
 
 def _is_first() -> bool:
@@ -559,6 +531,7 @@ def _reporting(debug: bool) -> Iterator[None]:
 
 config_commands.add_to(app, reporting=_reporting)
 report_commands.add_to(app, reporting=_reporting)
+init_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:

@@ -434,6 +434,9 @@ class LogConfig(Section):
     """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
     flops: bool = True
     """Whether entries say how many floating-point operations are computed in a second."""
+    memory: Literal["line", "table"] = "line"
+    """How people are told of the memory of the ranks: in a `line` at the end, or also in a `table` by rank and purpose,
+    after the first entry and at the end. `metrics.jsonl` has all figures."""
     pictures: Annotated[int, Field(ge=0)] = 8
     """Number of evaluation samples that are drawn at every evaluation, and of training samples that are drawn before
     the first step, if the task draws pictures. 0: no pictures, also none of confusion matrices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep import build, config_file, devices, prediction_run, resume, run_directory
+from lockstep import build, config_file, devices, local_ranks, prediction_run, resume, run_directory
 from lockstep.build import BuiltModel, EvaluationData, PreparedRun
 from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
@@ -29,7 +30,7 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import UsageError, exits_are_failures
+from lockstep.errors import Preempted, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
@@ -42,7 +43,13 @@ from lockstep.training_run import TrainingRun, named_results, report, samples_of
 class Trainer:
     """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
 
-    The ranks are those that torchrun's environment variables describe. Without these variables there is one rank.
+    The ranks are those that torchrun's environment variables describe. Without these variables there is one rank: this
+    process. `fit(task, nproc=2)` starts two ranks, from a script or from a cell of a notebook.
+
+    Example:
+        trainer = Trainer("digits", run_dir="runs/digits")
+        trainer.fit(nproc=2)
+        trainer.model, trainer.history, trainer.results
 
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
@@ -88,21 +95,38 @@ class Trainer:
 
     # ---- training
 
-    def fit(self, task: Task | None = None, recorder: Recorder | None = None) -> dict[str, float]:
+    def fit(
+        self,
+        task: Task | None = None,
+        recorder: Recorder | None = None,
+        *,
+        nproc: int | Literal["auto"] | None = None,
+        max_restarts: int = 3,
+    ) -> dict[str, float]:
         """Train to the end. If the run directory holds a run, that run is resumed.
 
         Args:
-            task: the task to train, instead of the config's task.
+            task: the task to train, instead of the config's task. With `nproc`, it is sent to the ranks by pickle, and
+                classes of a notebook or a script travel as code, by cloudpickle.
             recorder: records the training on every rank.
+            nproc: start this many ranks on this machine, and train on them; `auto`: a rank for each GPU. `model` is
+                then loaded from the newest checkpoint. None: this process is the rank, or one of torchrun's ranks.
+            max_restarts: with `nproc`: how often the ranks are started again after one was killed or has crashed.
 
         Returns:
-            the last logged value of each name, such as `train/loss` and `eval/accuracy`.
+            the last logged value of each name, such as `train/loss` and `eval/accuracy`. With `nproc`, also after
+            Ctrl-C, or the stop button of a notebook: the state was saved, and `fit` again goes on.
 
         Raises:
             Preempted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked to stop; the state was saved, and `fit` again goes on.
+                With `nproc`, only after another signal than SIGINT.
+            KeyboardInterrupt: with `nproc`: Ctrl-C was pressed again, and the ranks were killed.
             CheckpointError: the training reached its end, but a checkpoint could not be written.
+            RankError: with `nproc`: a rank failed. Has the message of the rank.
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
+        if nproc is not None:
+            return self._fit_on_ranks(task, recorder, nproc, max_restarts)
         with (
             signals.listening() as flag,
             self._join() as world,
@@ -129,6 +153,70 @@ class Trainer:
                     writer.close()
             self.model = _finished(prepared)
             return dict(self.results)
+
+    def _fit_on_ranks(
+        self, task: Task | None, recorder: Recorder | None, nproc: int | str, max_restarts: int
+    ) -> dict[str, float]:
+        """Train on ranks that this process starts. Then take config, model and results from the run directory."""
+        if recorder is not None:
+            raise UsageError(
+                "a recorder cannot be sent to the ranks",
+                where="fit(recorder=..., nproc=...)",
+                remedy="leave nproc out, or write a writer: log.writers",
+            )
+        self.model, self.results = None, {}
+        try:
+            self.results = local_ranks.fit(
+                self.config,
+                task,
+                nproc=nproc,
+                max_restarts=max_restarts,
+                run_dir=self.run_dir,
+                fresh=self.fresh,
+                allow_change=self.allow_change,
+                quiet=self.quiet,
+            )
+        except Preempted as stopped:
+            if "SIGINT" not in str(stopped) and "before" not in str(stopped):
+                raise
+            if not self.quiet:
+                print("fit again goes on from there" if "saved" in str(stopped) else stopped, flush=True)
+            self.results = self._latest()
+        if (self.run_dir / "config.yaml").is_file():
+            self.config = config_file.read_run(self.run_dir)
+        if any(self._checkpoints.glob("step-*")):
+            # One process can hold the whole model.
+            parallel = self.config.parallel.model_copy(update={"strategy": "ddp"})
+            with self._join() as world:
+                found = task or self.task()
+                alone = Trainer(self.config.model_copy(update={"parallel": parallel}), run_dir=self.run_dir, quiet=True)
+                alone.checkpoint = choice.NEWEST
+                alone._trained(found, world)
+                self.model = alone.model
+        return dict(self.results)
+
+    @property
+    def history(self) -> list[dict[str, float]]:
+        """The log of the run: a dict for each entry, in their order, as `metrics.jsonl` has them.
+
+        The keys are `step`, `epoch`, `time_s` and names such as `train/loss`. An entry of an evaluation has `eval/...`
+        keys. `pandas.DataFrame(trainer.history)` is a table with a row for each entry.
+
+        Raises:
+            UsageError: the config's `log.writers` lacks `json_lines`, so that there is no such file.
+        """
+        if "json_lines" not in self.config.log.writers:
+            remedy = "add json_lines to log.writers"
+            raise UsageError("the run writes no metrics.jsonl", where="log.writers", remedy=remedy)
+        path = self.run_dir / "metrics.jsonl"
+        if not path.is_file():
+            return []
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+    def _latest(self) -> dict[str, float]:
+        """The last logged value of each name."""
+        has_file = "json_lines" in self.config.log.writers
+        return {name: value for entry in (self.history if has_file else ()) for name, value in entry.items()}
 
     def _prepare(self, task: Task, world: World) -> PreparedRun:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""

@@ -132,6 +132,7 @@ class TrainingRun:
                 writers=self.writers,
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
+                memory_tables=self.config.log.memory == "table",
             )
             saver.finish()
             self._give_artifacts()
@@ -356,8 +357,8 @@ class TrainingRun:
             by_index = dict(outputs)
             arrays.update(named_results(name, values))
             if values and (text := report(task, evaluated, values, _of(by_index, reported))):
-                self.tell(f"{name}:\n{text}" if name else text)
                 for writer in self.writers:
+                    writer.details(f"{name}:\n{text}" if name else text)
                     writer.text(f"eval/{name}/report" if name else "eval/report", text, state.step)
             if is_first:
                 self.pictures.draw_results(state.step, values)

@@ -36,7 +36,7 @@ def starts(monkeypatch):
     def run(outcomes, max_restarts):
         steps = []
 
-        def once(arguments, nproc, folder):
+        def once(arguments, nproc, folder, main):
             step, failure = outcomes[min(len(steps), len(outcomes) - 1)]
             steps.append(step)
             one = heartbeat.Heartbeat(pid=0, step=step)

@@ -1,6 +1,7 @@
 """Memory by rank and purpose: figures computed by hand, peaks that belong to one part, and a readable table."""
 
 import json
+import re
 import resource
 import sys
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ class Hungry(own_tasks.Plain):
 
 @pytest.mark.parametrize("in_training", mainly([True], [False, True]))
 def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
-    settings = runs.config(train={"eval_every_steps": 10})
+    settings = runs.config(train={"eval_every_steps": 10}, log={"memory": "table"})
     _, results = runs.fit(Hungry(in_training), settings, tmp_path)
     hungry, modest = ("activations", "evaluation") if in_training else ("evaluation", "activations")
     assert 190 < results[f"memory/{hungry}_mb"] < 300
@@ -76,6 +77,7 @@ def test_memory_belongs_to_the_part_that_took_it(tmp_path, in_training):
     assert peaks[-1] > 0.9 * (results["memory/other_mb"] + results[f"memory/{hungry}_mb"])
     log = (tmp_path / "train.log").read_text()
     assert log.count("memory at step") == 2
+    assert log.count("memory: at most") == 1
     assert log.index("step 20/20") < log.index("memory at step 20 in MiB, resident:")
 
 
@@ -344,6 +346,13 @@ def test_marks_that_cannot_be_set_back_do_no_harm(tmp_path, monkeypatch):
         2 * MB,
         0,
     )
+
+
+def test_without_tables_a_line_stands_at_the_end(tmp_path):
+    runs.fit(own_tasks.Plain(), runs.config(train={"steps": 10}), tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert "memory at step" not in log
+    assert len(re.findall(r"memory: at most \d+ MiB resident\n", log)) == 1
 
 
 # ---- the table

@@ -46,6 +46,44 @@ def test_on_a_terminal_there_is_a_bar_as_well():
     assert "70/100" in text
 
 
+def test_bar_has_the_loss_of_the_last_entry():
+    assert "loss 0.1235" in shown(terminal=True)
+
+
+def writer_on(output):
+    console = Console(file=output, force_terminal=False, width=120, highlight=False)
+    return ConsoleWriter(run_info("runs/one", last_step=100), console)
+
+
+def test_the_first_step_is_told_before_the_first_entry_and_later_steps_are_not():
+    output = io.StringIO()
+    writer = writer_on(output)
+    writer.progress(1)
+    writer.progress(30)
+    writer.record(ENTRY)
+    writer.progress(70)
+    _, first, entry = output.getvalue().splitlines()
+    assert first.startswith("step 1/100  ")
+    assert first.endswith(" s after the beginning")
+    assert entry == entry_line(ENTRY, 100)
+
+
+def test_details_of_the_last_evaluation_stand_at_the_end():
+    output = io.StringIO()
+    writer = writer_on(output)
+    for name in ("first", "second"):
+        writer.details(f"{name} of clean")
+        writer.details(f"{name} of noisy")
+        writer.record({"step": 50, "epoch": 1.0, "eval/loss": 1.0})
+        writer.record(ENTRY)
+    writer.details("of an evaluation that did not end")
+    writer.message("memory: little")
+    writer.close()
+    lines = output.getvalue().splitlines()
+    assert lines[-3:] == ["memory: little", "second of clean", "second of noisy"]
+    assert "first" not in output.getvalue()
+
+
 def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
     assert entry_line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
 

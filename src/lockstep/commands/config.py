@@ -16,7 +16,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         reporting: turns exceptions into messages and exit codes.
     """
 
-    @app.command()
+    @app.command(epilog="Example: lockstep config digits optim.lr=1e-3 > mine.yaml")
     def config(
         target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What would be trained.")],
         overrides: Annotated[
@@ -25,10 +25,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         short: Annotated[bool, typer.Option("--short", help="Without the meaning of each key.")] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
     ) -> None:
-        """Print the whole config of a training: every key, its meaning, its value, and where the value comes from.
-
-        Example: lockstep config digits optim.lr=1e-3 > mine.yaml
-        """
+        """Print the whole config of a training: every key, its meaning, its value, and where the value comes from."""
         with reporting(debug):
             from lockstep import config_text
 

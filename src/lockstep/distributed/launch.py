@@ -11,8 +11,9 @@ import signal
 import sys
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,7 +31,22 @@ RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
 
 
-def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
+def run_command(arguments: Sequence[str]) -> None:
+    """The main function of a rank: `lockstep ARGUMENTS`."""
+    from lockstep.__main__ import main
+
+    sys.argv = ["lockstep", *arguments]
+    main()
+
+
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    max_restarts: int = 0,
+    *,
+    main: Callable[[Sequence[str]], None] = run_command,
+    ends_process: bool = True,
+) -> None:
     """Run `lockstep ARGUMENTS` as `nproc` ranks on this machine, and return when all ranks have ended without error.
 
     Each start is one run of torch's agent without restarts of its own. The agent would also restart ranks that stopped
@@ -43,12 +59,15 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
 
     Args:
         max_restarts: most restarts in all.
+        main: the main function of a rank. It is called with `arguments`, and can be imported by its name.
+        ends_process: whether a second request to stop ends this process, besides the ranks. Otherwise it raises
+            KeyboardInterrupt.
 
     Raises:
         RankError: a rank failed. Names the rank, with its own message, and has its exit code.
         Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
-    stop = _Forwarding()
+    stop = _Forwarding(ends_process)
     crashed_at, in_a_row = None, 0
     for restarts in range(max_restarts + 1):
         if stop.asked:
@@ -56,7 +75,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> None:
         os.environ[RESTARTS] = str(restarts)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
-            failures = _run_once(arguments, nproc, stop.folder)
+            failures = _run_once(arguments, nproc, stop.folder, main)
             if not failures:
                 return
             step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
@@ -104,7 +123,9 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host
         warm_process.start(modules)
 
 
-def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> dict[int, ProcessFailure]:
+def _run_once(
+    arguments: Sequence[str], nproc: int, folder: Path, main: Callable[[Sequence[str]], None]
+) -> dict[int, ProcessFailure]:
     """Start the ranks and wait for their end.
 
     Returns:
@@ -116,25 +137,23 @@ def _run_once(arguments: Sequence[str], nproc: int, folder: Path) -> dict[int, P
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher itself says which rank failed
     os.environ[heartbeat.FOLDER] = str(folder)
-    return agent.run_ranks(run_command, (list(arguments),), nproc=nproc, folder=folder)
-
-
-def run_command(arguments: Sequence[str]) -> None:
-    """The main function of a rank: `lockstep ARGUMENTS`."""
-    from lockstep.__main__ import main
-
-    sys.argv = ["lockstep", *arguments]
-    main()
+    return agent.run_ranks(main, (list(arguments),), nproc=nproc, folder=folder)
 
 
 class _Forwarding:
-    """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them at once."""
+    """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them at once.
 
-    def __init__(self) -> None:
+    Args:
+        ends_process: whether a second request also ends this process. Otherwise it raises KeyboardInterrupt.
+    """
+
+    def __init__(self, ends_process: bool = True) -> None:
+        self.ends_process = ends_process
         self.asked = False
         self.asked_at = 0.0
         self.folder: Path | None = None
-        for number in not_ignored(ASKING):
+        is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
+        for number in not_ignored(ASKING) if is_main else ():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: object) -> None:
@@ -156,6 +175,8 @@ class _Forwarding:
 
     def _end_at_once(self, number: int) -> NoReturn:
         self._send(signal.SIGKILL)
+        if not self.ends_process:
+            raise KeyboardInterrupt
         if self.folder:
             shutil.rmtree(self.folder, ignore_errors=True)
         warm_process.remove_files()

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
+from types import ModuleType
 from typing import Any
 
 from lockstep.distributed import preload
@@ -133,11 +134,30 @@ def remove_files() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(method: str, *arguments: Any) -> BaseProcess:
-    process: BaseProcess = multiprocessing.get_context(method).Process(target=_run, args=arguments)  # type: ignore[attr-defined]
-    with _blocked_signals():
+def _start(
+    method: str,
+    environment: Mapping[str, str],
+    ignored: Sequence[int],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> BaseProcess:
+    context: Any = multiprocessing.get_context(method)
+    process: BaseProcess = context.Process(target=_run, args=(environment, ignored, function, arguments))
+    needs_main = function.__module__ == "__main__"
+    with _blocked_signals(), contextlib.nullcontext() if needs_main else _without_main_module():
         process.start()
     return process
+
+
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """A process that starts inside does not run the script of this process, as it would under `multiprocessing`."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 @contextlib.contextmanager

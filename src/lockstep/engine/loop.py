@@ -87,6 +87,7 @@ def fit(
     writers: Sequence[Writer] = (),
     evaluated: dict[str, float] | None = None,
     stopping: Stopping | None = None,
+    memory_tables: bool = False,
 ) -> dict[str, float]:
     """Train from `state.step` to `stop`, or until `stopping` ends the training.
 
@@ -99,6 +100,7 @@ def fit(
         evaluated: results of the evaluation at `state.step`, where the run goes on from a checkpoint that has them.
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
+        memory_tables: whether people are shown tables of the memory by rank and purpose, besides a line at the end.
 
     Returns:
         the last value of everything logged.
@@ -112,14 +114,14 @@ def fit(
     evaluate, save = memory.measured("evaluation", hooks.evaluate), memory.measured("saving", hooks.save)
     heartbeat, results = state.world.heartbeat, dict(evaluated or {})
     stopping = stopping or Stopping()
-    log = _Log(state, window, memory, writers, dict(results))
+    log = _Log(state, window, memory, writers, dict(results), memory_tables)
     epochs = EpochLog(
         state, window, plan, stop=stop, lines=intervals.epoch_lines, header=hooks.epoch_header, writers=writers
     )
     epoch_end = state.step
     saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
     ends_early = False
-    device, shown = devices.of(state.world.device), time.perf_counter()
+    device, shown = devices.of(state.world.device), float("-inf")  # the first step is shown at once
     heartbeat.step = state.step
     state.forward.train()
     try:
@@ -202,6 +204,7 @@ def fit(
             window.check_finite()
             save(results)
         raise
+    log.memory_line()
     return log.latest
 
 
@@ -215,14 +218,25 @@ class _Log:
     writers: Sequence[Writer]
     latest: dict[str, float]
     """The last value of everything that the writers were given."""
+    memory_tables: bool = False
+    """Whether tables of the memory are shown."""
 
     def window_entry(self) -> None:
         """Write an entry of the steps since the last entry."""
         warnings = _idle_warning(self.window.results)
         entry, unreadable = self.window.entry(self.state)
         figures, lines = self.memory.report()
-        self._write(entry | figures, before=[*unreadable, *warnings], after=lines)
+        self._write(entry | figures, before=[*unreadable, *warnings], after=self._shown(lines))
         self.latest |= entry | figures
+
+    def _shown(self, table: list[str]) -> list[str]:
+        return table if self.memory_tables else []
+
+    def memory_line(self) -> None:
+        """Say at the end how much memory the ranks held. All ranks call it."""
+        line = self.memory.line()
+        for writer in self.writers:
+            writer.message(line)
 
     def progress(self) -> None:
         """Tell the writers how far the training is."""
@@ -258,7 +272,7 @@ class _Log:
         figures, lines = self.memory.report(evaluated=True)
         figures |= self.memory.highest_of("evaluation")
         entry = {"step": state.step, "epoch": round(state.step / self.window.steps_per_epoch, 4), "time_s": elapsed}
-        self._write(entry | results | figures, before=[], after=lines)
+        self._write(entry | results | figures, before=[], after=self._shown(lines))
         self.latest |= results | figures
         return results
 

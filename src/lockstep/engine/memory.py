@@ -200,6 +200,17 @@ class MemoryMonitor:
             figures |= {f"memory/{name}_mb/rank{rank}": mib(row[name]) for rank, row in enumerate(rows) for name in row}
         return figures, table(rows, self.state.step, self.gauge.device.has_own_memory)
 
+    def line(self) -> str:
+        """The most memory that a rank has held so far, as a line for people. All ranks call it at the same time."""
+        world, gauge = self.state.world, self.gauge
+        by_rank = [0.0] * world.size
+        by_rank[world.rank] = float(gauge.highest_peak())
+        peaks = world.all_sum(by_rank)
+        highest = max(range(world.size), key=peaks.__getitem__)
+        what = "allocated on a device" if gauge.device.has_own_memory else "resident"
+        others = f", on rank {highest} (least: {min(peaks) / MB:,.0f} MiB)" if world.size > 1 else ""
+        return f"memory: at most {peaks[highest] / MB:,.0f} MiB {what}{others}"
+
     def _gather(self) -> list[Row]:
         """The rows of all ranks, on every rank. Empty where some rank has not counted yet."""
         self._update_training_peak()

@@ -137,7 +137,10 @@ def data(found: Any, where: str) -> Dataset[Any]:
         remedy = "return the data set, not a loader (it is loader.dataset): Lockstep makes the batches"
         raise UsageError(_describe(found), where=where, remedy=remedy)
     if isinstance(found, IterableDataset):
-        remedy = f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}"
+        remedy = (
+            f"a stream has no order that can be resumed or shared by ranks; {_MAP_STYLE}. Write the stream into files "
+            "once, and read them by index: docs/tasks.md has an example under Limits"
+        )
         raise UsageError(f"{_describe(found)}, which is an IterableDataset", where=where, remedy=remedy)
     if isinstance(found, Mapping):
         names = ", ".join(repr(name) for name in list(found)[:5])

@@ -112,6 +112,10 @@ class Writer:
     def message(self, text: str) -> None:
         """Take one or more lines for people, such as a warning."""
 
+    def details(self, text: str) -> None:
+        """Take lines for people who want to know more, such as the table of an evaluation. By default, a message."""
+        self.message(text)
+
     def text(self, name: str, text: str, step: int) -> None:
         """Take a text, such as the report of an evaluation, after `step` steps. `name` is such as `eval/report`."""
 
@@ -205,6 +209,9 @@ class WriteGuard(Guard, Writer):
 
     def message(self, text: str) -> None:
         self.attempt(lambda: self._opened().message(text))
+
+    def details(self, text: str) -> None:
+        self.attempt(lambda: self._opened().details(text))
 
     def text(self, name: str, text: str, step: int) -> None:
         self.attempt(lambda: self._opened().text(name, text, step))

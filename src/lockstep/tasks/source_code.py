@@ -28,6 +28,7 @@ from lockstep.plugins import package_of
 Parts = dict[str, str]  # from the name of a part to its text
 Units = dict[str, tuple[str, int]]  # from the name of a function to its code and first line; see `_units`
 
+_known: dict[type, Parts] = {}
 _SHOWN = 60  # characters of a line
 _GIT_S = 2.0
 
@@ -40,6 +41,8 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
         kept: parts that a run has kept. If they are files, no other files are searched: a file that imports another
             file has changed itself.
     """
+    if type(task) in _known:
+        return _known[type(task)]
     path, _, name = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     is_named = path.endswith(".py") and file is not None and type(task).__name__ == name
@@ -51,6 +54,11 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
         return of_file(Path(path).resolve())
     except Exception:  # a task that Python can run must train, even if its source cannot be read
         return {}
+
+
+def know(kind: type, parts: Parts) -> None:
+    """From now on, these are the parts of tasks of a class that came from another process, which read its source."""
+    _known[kind] = parts
 
 
 def read(folder: Path) -> Parts:

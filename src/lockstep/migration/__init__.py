@@ -1,0 +1,1 @@
+"""Pages for users of other libraries: their names and ours, and an example before and after."""

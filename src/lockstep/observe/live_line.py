@@ -1,0 +1,44 @@
+"""A line that is written again and again in its place, for outputs that are no terminals: the cell of a notebook."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+VARIABLE = "LOCKSTEP_LIVE_LINE"
+"""Environment variable: set if stdout is shown by a notebook, which begins a line anew after a carriage return."""
+
+
+class LiveLine:
+    """Shows a text as the last line, below all that is printed with `above`.
+
+    Args:
+        file: where to write. None: stdout.
+    """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self.file = file or sys.stdout
+        self.text = ""
+
+    def show(self, text: str) -> None:
+        """Replace the line."""
+        self.file.write(f"\r{text.ljust(len(self.text))}")  # blanks cover the end of a longer line
+        self.file.flush()
+        self.text = text
+
+    def above(self, text: str) -> None:
+        """Print lines above the line, which stays the last."""
+        line, first = self.text, text.partition("\n")[0]
+        rest = text[len(first) :]
+        self.show(first)
+        self.file.write(f"{rest}\n")
+        self.text = ""
+        if line:
+            self.show(line)
+
+    def close(self) -> None:
+        """End the line. What is printed later stands below."""
+        if self.text:
+            self.file.write("\n")
+            self.file.flush()
+        self.text = ""

@@ -1,0 +1,125 @@
+"""`lockstep init`: the first task and the examples of the migration pages train, with the keys that the pages give."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep import Trainer, config_file
+from lockstep.cli import app
+from lockstep.commands.init import Library, page
+
+ROOT = Path(__file__).resolve().parents[1]
+QUICK = ["device=cpu", "log.writers=[json_lines]", "log.pictures=0", "log.model_summary=false"]
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def train(target, *keys):
+    """What a short training logs."""
+    return Trainer(config_file.load(target, [*keys, *QUICK]), run_dir="run", fresh=True, quiet=True).fit()
+
+
+def test_the_first_task_trains_with_the_commands_that_it_names(call, tmp_path):
+    done = call("init", "first.py")
+    assert done.exit_code == 0, done.output
+    assert "lockstep train first.py:MyTask" in done.stdout
+    text = (tmp_path / "first.py").read_text()
+    assert "lockstep verify first.py:MyTask" in text
+    assert "FILE.py" not in text
+    results = train("first.py:MyTask", "train.epochs=2", "train.eval_every_epochs=1", "optim.lr=0.01")
+    assert results["eval/accuracy"] > 0.9
+
+
+def test_a_file_that_exists_is_left_alone(call, tmp_path):
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    for arguments in (["mine.py"], ["--from", "ddp", "--out", "mine.py"]):
+        done = call("init", *arguments)
+        assert done.exit_code == 2
+        assert "mine.py: exists, and is not overwritten" in done.stderr
+    assert (tmp_path / "mine.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "nothing to write"),
+        (["task.txt"], "call it task.py"),
+        (["nowhere/task.py"], "nowhere/task.py: cannot be written"),
+        (["task.py", "--out", "page.md"], "--out: has no meaning without --from"),
+        (["--from", "keras"], "lightning"),
+    ],
+)
+def test_wrong_usage_is_told(call, arguments, expected):
+    done = call("init", *arguments)
+    assert done.exit_code == 2
+    assert expected in done.stderr
+
+
+@pytest.mark.parametrize("library", list(Library))
+def test_the_example_of_a_page_trains_with_the_command_of_the_page(call, tmp_path, library):
+    done = call("init", "--from", library.value, "--out", "page.md")
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "page.md").read_text()
+    assert call("init", "--from", library.value).stdout == text == page(library)
+    code = text.partition("## After")[2].partition("```python\n")[2].partition("```")[0]
+    (command,) = re.findall(r"^    lockstep train (.*)$", text, re.MULTILINE)
+    target, *keys = shlex.split(command)
+    (tmp_path / target.partition(":")[0]).write_text(code)
+    keys = [key for key in keys if "=" in key and not key.startswith("train.epochs")]
+    results = train(target, *keys, "train.epochs=1")
+    assert results["train/loss"] > 0
+    assert ("eval/loss" in results) == any(key.startswith("train.eval") for key in keys)
+
+
+def keys_of(text):
+    """(key, value) pairs in the code of a page: `optim.lr=1e-3`, and keys without a value."""
+    sections = "batch|checkpoint|compute|data|log|optim|parallel|schedule|train"
+    for code in re.findall(r"`([^`]+)`", text.replace("```", "")):
+        for word in shlex.split(code) if "=" in code or "." in code else ():
+            if re.match(rf"({sections}|seed|precision)(\.[a-z_.]+)?=", word) and not word.endswith(
+                ("=B", "=W", "[...,")
+            ):
+                yield word
+            elif re.fullmatch(rf"({sections})\.[a-z_]+", word):
+                yield f"{word}="
+
+
+@pytest.mark.parametrize("library", list(Library))
+def test_every_key_in_the_table_of_a_page_is_a_key_of_the_config(library):
+    table = [row.strip(" |").split(" | ") for row in page(library).splitlines() if row.startswith("| ")][1:]
+    assert all(len(row) == 2 for row in table)
+    found = [key for _, ours in table for key in keys_of(ours)]
+    assert len(found) > 10
+    everything = config_file.parse({}, needs_task=False).model_dump(by_alias=True)
+    for key in found:
+        name, _, value = key.partition("=")
+        place = everything
+        for part in name.split("."):
+            assert part in place or name.startswith("optim.args."), key
+            place = place.get(part) or {}
+        if value and "my_file.py" not in value:
+            data = ["train.eval_every_epochs=1"] if "stop_when" in name or "keep_best" in name else []
+            config_file.load("toy", [*data, key])
+
+
+@pytest.mark.parametrize("name", ["digits_task.py:Digits", "masked_task.py:Masked"])
+def test_the_examples_train(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert train(f"{ROOT}/examples/{name}", "train.steps=2")["train/loss"] > 0
+
+
+def test_every_command_has_an_example():
+    from typer.main import get_command
+
+    commands = get_command(app).commands
+    assert {
+        name for name, command in commands.items() if not (command.epilog or "").startswith("Example: lockstep")
+    } == set()
+    assert {name for name, command in commands.items() if name not in command.epilog} == set()
