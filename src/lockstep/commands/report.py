@@ -26,7 +26,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         reporting: turns exceptions into messages and exit codes.
     """
 
-    @app.command()
+    @app.command(epilog="Example: lockstep report runs/digits")
     def report(
         run_dir: Folder,
         out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
@@ -41,7 +41,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
 
             print(f"written: {run_page.write(run_dir, out)}")
 
-    @app.command()
+    @app.command(epilog="Example: lockstep compare runs/digits runs/digits-2")
     def compare(
         run_dirs: Folders,
         out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
