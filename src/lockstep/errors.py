@@ -89,7 +89,9 @@ class RankError(LockstepError):
 
     retryable = True
     origin: tuple[int, str] | None = None
-    """The rank that failed first, and its message. None if this rank failed first."""
+    """The rank that failed first, and its message. None if this rank failed first, or does not know the first."""
+    lost_another: bool = False
+    """Whether this rank failed because it lost the connection to another rank, which gave no reason."""
 
 
 class Preempted(BaseException):

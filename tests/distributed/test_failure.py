@@ -1,10 +1,12 @@
 """The first failure of any rank, as all ranks learn it."""
 
+import signal
 import threading
+from types import SimpleNamespace
 
 from torch.distributed import HashStore
 
-from lockstep.distributed import failure
+from lockstep.distributed import failure, launch
 from lockstep.errors import DataError
 
 
@@ -23,3 +25,24 @@ def test_rank_0_waits_for_no_rank_that_failed_too(monkeypatch):
     waiting.join()
     assert answers == [None]
     assert store.add("seen", 0) == 1
+
+
+def test_a_rank_that_is_asked_to_stop_looks_once_more_for_the_cause(monkeypatch):
+    """The agent asks it as soon as the failed rank is gone, which may be before the thread has looked at the store."""
+    monkeypatch.setattr(failure.FailureBoard, "_watch", lambda board: None)
+    monkeypatch.setattr(failure.signals, "current", lambda: SimpleNamespace(signal=signal.SIGTERM))
+    store = HashStore()
+    first, second = (failure.FailureBoard(store, rank, 2) for rank in range(2))
+    assert second.explain(DataError("rank 1 alone cannot read it")) is None
+    other = first.explain(RuntimeError("gloo: connection closed by peer"))
+    assert other.origin == (1, "rank 1 alone cannot read it")
+
+
+def test_a_rank_that_lost_another_is_not_the_cause_where_that_rank_has_told_its_own():
+    board = failure.FailureBoard(HashStore(), 0, 2)
+    board.close()
+    lost = board.explain(RuntimeError("gloo: connection closed by peer"))
+    assert lost.lost_another
+    assert "gave no reason" in str(lost)
+    report = {"message": {"message": str(lost), "extraInfo": {"lost_another": True}}}
+    assert not launch._failed_by_itself(SimpleNamespace(exitcode=1, error_file_data=report))

@@ -58,6 +58,7 @@ class FailureBoard:
                 and signals.current().signal != signal.SIGTERM
             ):
                 time.sleep(0.05)
+            self._read()  # the agent may have asked this rank to stop before the thread has looked
         with contextlib.suppress(dist.DistError):
             if self.first is None and not lost:
                 text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
@@ -80,13 +81,15 @@ class FailureBoard:
         """The error of this rank, which ends because of `first`, or because it lost the connection (`error`)."""
         where = f"rank {self.rank} stopped because of it"
         if first is None:
-            return RankError(
+            lost = RankError(
                 f"lost the connection to another rank, which gave no reason: {str(error).splitlines()[0]}",
                 where=where,
                 remedy="the process of that rank was killed, or its machine or the network between them failed: "
                 "look at the output of that rank, and at the system log of its machine, where the out-of-memory "
                 "killer leaves a line",
             )
+            lost.lost_another = True
+            return lost
         other = RankError(
             f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
         )
@@ -107,21 +110,27 @@ class FailureBoard:
         while self.rank == 0 and self.store.add(_SEEN, 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(0.05)
 
+    def _read(self) -> bool:
+        """Read the first failure of all ranks. True if this rank need not look again."""
+        try:
+            if not self.store.check([_FAILURE]):
+                return False
+            first = json.loads(self.store.get(_FAILURE))
+            if first["rank"] != self.rank:
+                self.first = first
+                self._count_as_informed()
+        except dist.DistError:
+            pass  # the store went with rank 0's process
+        return True
+
     def _watch(self) -> None:
         while not self.closed.wait(_POLL_S):
-            try:
-                if not self.store.check([_FAILURE]):
-                    continue
-                first = json.loads(self.store.get(_FAILURE))
-                if first["rank"] != self.rank:
-                    self.first = first
-                    self._count_as_informed()
-            except dist.DistError:
-                return  # the store went with rank 0's process
-            break
+            if self._read():
+                break
         else:
             return
-        if first["rank"] != self.rank and not self.closed.wait(_GRACE_S):
+        first = self.first
+        if first is not None and first["rank"] != self.rank and not self.closed.wait(_GRACE_S):
             cause = self._error_of(first)
             print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
             report_failure(cause, str(cause))

@@ -197,6 +197,7 @@ def report_failure(error: BaseException, text: str) -> None:
             "retryable": error.retryable if isinstance(error, LockstepError) else not stopped,
             "retries_differently": isinstance(error, LockstepError) and error.retries_differently,
             "stopped": stopped,
+            "lost_another": isinstance(error, RankError) and error.lost_another,
         }
         # Renamed when it is complete: this process may be killed while it writes, and the agent cannot read half a
         # file.
@@ -220,7 +221,7 @@ def _failed_by_itself(failure: ProcessFailure) -> bool:
         return False
     if failure.exitcode == 1 and not report:  # `signals` ends a rank so, after the agent's SIGTERM
         return False
-    return not report.get("origin")
+    return not report.get("origin") and not report.get("lost_another")
 
 
 def _ended_by_nccl(report: Mapping[str, Any]) -> bool:
