@@ -39,7 +39,7 @@ def test_forked_worker_of_a_killed_rank_does_not_hold_the_lock(tmp_path, starter
                 pytest.fail("two processes hold one lock")
             rank.kill()
             rank.wait()
-            with locked(path, wait_s=0.0) as is_alone:
+            with locked(path, wait_s=5.0) as is_alone:  # the system may take a moment; the worker lives on
                 assert is_alone
             os.kill(worker, 0)  # it lives
         finally:
