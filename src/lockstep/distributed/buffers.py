@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,31 @@ from torch.nn.modules.batchnorm import _NormBase
 _Places = list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each buffer is, its name, the buffer
 
 
+class ModuleBuffers:
+    """The buffers of a module and of its submodules, for use in every step.
+
+    `Module.buffers` walks over all submodules at each call, which takes longer than a millisecond for large models. The
+    walk is done once here. Buffers that are replaced or added later are seen; submodules that are added later are not.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.by_owner = [owner._buffers for owner in module.modules()]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """The buffers in the order of `Module.buffers`, each of them once."""
+        found = {id(b): b for buffers in self.by_owner if buffers for b in buffers.values() if b is not None}
+        return iter(found.values())
+
+    def places(self) -> _Places:
+        """Where each buffer is."""
+        return [(buffers, name, buffer) for buffers in self.by_owner for name, buffer in buffers.items()]
+
+
 @contextlib.contextmanager
 def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
     """At the end, the buffers of `module` are the tensors that they were before, with the same values."""
-    places = _places(module)
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]  # modules may share a buffer
+    buffers = ModuleBuffers(module)
+    places, values = buffers.places(), [(buffer, buffer.clone()) for buffer in buffers]
     try:
         yield
     finally:
@@ -39,7 +59,8 @@ class ChangingBuffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.buffers = module, ModuleBuffers(module)
+        self.norms = [owner for owner in module.modules() if isinstance(owner, _NormBase)]
         self._known: set[int] = set()  # identities of buffers
         self._changing: set[int] = set()
 
@@ -50,8 +71,8 @@ class ChangingBuffers:
         Raises:
             BuffersCannotBeRestored: instead of `failure`, where a buffer has changed that no step changed before.
         """
-        places, buffers = _places(self.module), list(self.module.buffers())
-        norms = {id(b) for owner in self.module.modules() if isinstance(owner, _NormBase) for b in owner.buffers(False)}
+        places, buffers = self.buffers.places(), list(self.buffers)
+        norms = {id(buffer) for owner in self.norms for buffer in owner.buffers(recurse=False)}
         always = self._changing | norms
         values = [(b, b.clone()) for b in buffers if id(b) in always or id(b) not in self._known]
         versions: dict[int, int] = {}
@@ -77,10 +98,6 @@ class ChangingBuffers:
             for hook in hooks:
                 hook.remove()
         self._known = {id(buffer) for buffer in buffers}
-
-
-def _places(module: nn.Module) -> _Places:
-    return [(owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
 
 
 def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:

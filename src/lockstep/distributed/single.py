@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lockstep import devices
-from lockstep.distributed.buffers import restore_buffers
+from lockstep.distributed.buffers import ModuleBuffers, restore_buffers
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward, Losses, backward_roots
 from lockstep.distributed.world import World
@@ -35,6 +35,7 @@ class Single:
         self.world, self.find_unused_parameters = world, find_unused_parameters
         self.must_warm_up = False
         self.must_check_used = not find_unused_parameters
+        self._buffers: ModuleBuffers | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -90,7 +91,9 @@ class Single:
 
     def sync_buffers(self) -> None:
         if self.world.size > 1:
-            self.world.broadcast_tensors(list(self.forward.buffers()))
+            if self._buffers is None:
+                self._buffers = ModuleBuffers(self.unwrapped)
+            self.world.broadcast_tensors(list(self._buffers))
 
     def pass_of_zeros(
         self,
