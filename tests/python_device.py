@@ -364,6 +364,9 @@ class PythonGpu(Accelerator):
     def identity(self):
         return "device in Python"
 
+    def near_cpus(self, binding):
+        return contextlib.nullcontext()
+
     def why_no_bf16(self):
         return None
 

@@ -18,7 +18,7 @@ COMPOSED = {"errors", "config", "checkpoint", "data", "devices", "distributed", 
 ALLOWED = {
     "errors": set(),
     "atomic": set(),
-    "devices": {"devices"},
+    "devices": {"errors", "devices"},
     "locks": set(),
     "markup": set(),
     "plugins": {"errors"},

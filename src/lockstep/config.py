@@ -371,6 +371,9 @@ class ComputeConfig(Section):
     algorithms, which round differently."""
     sdpa_backends: Annotated[list[Literal["flash", "efficient", "math", "cudnn"]], Field(min_length=1)] | None = None
     """The implementations of attention (`scaled_dot_product_attention`) that torch may choose from. None: all."""
+    numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
+    """On CUDA, each rank and its loader workers run only on the CPUs near its GPU: those of the GPU's NUMA node, of its
+    socket, or a share of the node's that no other GPU has. None: on all CPUs."""
     memory_snapshot: bool = False
     """On CUDA, record all allocations, and write them to `memory/rank<r>.pickle` if the memory is not sufficient."""
 

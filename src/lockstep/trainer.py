@@ -512,6 +512,8 @@ class Trainer:
                     sdpa_backends=compute.sdpa_backends,
                 )
             )
+            if compute.numa_binding:
+                stack.enter_context(devices.of(world.device).near_cpus(compute.numa_binding))
             if compute.memory_snapshot:
                 file = self.run_dir / "memory" / f"rank{world.rank}.pickle"
                 stack.enter_context(devices.of(world.device).snapshot_at_shortage(file))

@@ -4,6 +4,8 @@ import inspect
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from torch import nn
 
 from lockstep import Trainer
 from lockstep.config import ComputeConfig
-from lockstep.devices import backends, memory_history
+from lockstep.devices import backends, cuda, memory_history
 from lockstep.distributed import allocator
 from lockstep.distributed.strategy import Forward
 from lockstep.engine.blocks import compile_modules
 from lockstep.engine.optim import build_optimizer
+from lockstep.errors import UsageError
 from tests import own_tasks, runs
 from tests.devices.test_python_device import train
 from tests.ranks import run_on_python_device, run_ranks
@@ -188,6 +191,35 @@ def test_options_that_do_not_go_together_are_errors(keys, problem):
         ComputeConfig(**keys)
     assert ComputeConfig(compile="model", compile_mode="reduce-overhead").uses_cuda_graphs
     assert not ComputeConfig(compile="blocks", compile_mode="max-autotune-no-cudagraphs").uses_cuda_graphs
+
+
+# ---- NUMA
+
+
+def test_a_rank_is_bound_to_the_cpus_near_its_gpu_for_the_training(monkeypatch):
+    """torch finds the CPUs. Only its questions to CUDA are answered here, and the check for numactl is left out."""
+    numa = cuda.numa
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(numa, "_get_numa_node_index_for_gpu_index", lambda gpu_index: 0)
+    monkeypatch.setattr(numa, "_get_gpu_count", lambda: 2)
+    monkeypatch.setattr(numa, "_raise_if_binding_invalid", lambda **_: None)
+    gpus = [cuda.Cuda(torch.device("cuda", index)) for index in range(2)]
+    bound = []
+    for gpu in gpus:
+        with gpu.near_cpus("exclusive" if len(before) > 1 else "node"):
+            bound.append(os.sched_getaffinity(0))
+            read = subprocess.check_output([sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"])
+            assert int(read) == len(bound[-1])
+    assert os.sched_getaffinity(0) == before
+    assert all(cpus <= before for cpus in bound)
+    assert len(before) == 1 or not bound[0] & bound[1]
+
+
+def test_a_binding_that_fails_is_an_error_with_the_key():
+    gpu = cuda.Cuda(torch.device("cuda", 0))
+    with pytest.raises(UsageError, match="could not be bound to the CPUs near cuda:0") as raised, gpu.near_cpus("node"):
+        pass
+    assert raised.value.where == "compute.numa_binding=node"
 
 
 def test_results_of_cuda_graphs_are_copied_because_the_next_call_overwrites_them(monkeypatch):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from torch.numa import binding as numa
 
 from lockstep.devices import memory_history
 from lockstep.devices.accelerator import Accelerator
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
@@ -27,6 +30,25 @@ class Cuda(Accelerator):
 
     def identity(self) -> str:
         return str(self.module.get_device_properties(self.device).uuid)
+
+    @contextlib.contextmanager
+    def near_cpus(self, binding: str) -> Iterator[None]:
+        before = os.sched_getaffinity(0)
+        try:
+            # Private: torch's public options are those of torchrun, which binds the processes that it starts.
+            numa._maybe_apply_numa_binding_to_current_process(
+                gpu_index=self.device.index, numa_options=numa.NumaOptions(numa.AffinityMode(binding))
+            )
+        except Exception as error:
+            what = f"this process could not be bound to the CPUs near {self.device}: {type(error).__name__}: {error}"
+            remedy = "install numactl, which shows the CPUs of each node (numactl --hardware), or leave the key out"
+            raise UsageError(what, where=f"compute.numa_binding={binding}", remedy=remedy) from error
+        try:
+            yield
+        finally:
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(ProcessLookupError):  # it has ended by now
+                    os.sched_setaffinity(int(thread), before)
 
     def why_no_bf16(self) -> tuple[str, str] | None:
         if torch.version.hip is not None:

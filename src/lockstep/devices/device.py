@@ -60,6 +60,17 @@ class Device(abc.ABC):
         """Make it the current device of this process, where a kind has several devices."""
 
     @abc.abstractmethod
+    def near_cpus(self, binding: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, this process and those that it starts run only on the CPUs near the device, if it is near to some.
+
+        Args:
+            binding: which CPUs: `node`, `socket`, `exclusive` or `core-complex`, as in `torchrun --numa-binding`.
+
+        Raises:
+            UsageError: the system does not tell which CPUs these are, or does not allow them.
+        """
+
+    @abc.abstractmethod
     def why_no_bf16(self) -> tuple[str, str] | None:
         """Why it cannot compute in bf16, and the remedy; None if it can."""
 

@@ -32,6 +32,9 @@ class Unqueued(Device):
     def select(self) -> None:
         pass
 
+    def near_cpus(self, binding: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def watched_waits(self, note: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
