@@ -29,6 +29,15 @@ def test_each_value_says_where_it_comes_from(tmp_path):
     assert source["gamma"] == "default"
 
 
+def test_the_values_of_a_preset_say_so():
+    lines = config_text.resolved("digits", ["precision=bf16"], preset="p3", explained=False).splitlines()
+    source = {line.strip().split(":")[0]: line.rpartition("# ")[2] for line in lines if "# " in line}
+    assert lines[0] == "# lockstep train digits precision=bf16 --preset p3"
+    assert source["workers"] == source["micro"] == "preset p3"
+    assert source["precision"] == "command line"
+    assert source["strategy"] == "default"  # the preset has the same value
+
+
 def test_a_value_that_suits_the_task_says_so():
     text = config_text.resolved("text", ["data.train=x.csv", "task.model=y"], explained=False)
     assert "# suits the task" in text
@@ -42,6 +51,8 @@ def test_the_command_prints_the_meaning_of_each_key():
     wrong = CliRunner().invoke(cli.app, ["config", "digits", "optim.lrr=1e-3"])
     assert wrong.exit_code == 2
     assert "did you mean" in wrong.stderr
+    close = CliRunner().invoke(cli.app, ["config", "digits", "optim={lr:0.1}"])
+    assert "YAML needs a space after a colon" in close.stderr
 
 
 def test_the_version_is_shown():

@@ -6,6 +6,7 @@ It imports no torch, so that a wrong key is reported before anything slow is loa
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
@@ -294,6 +295,8 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
             known = _keys(section)
             parent = path.rpartition(".")[0]
             hint = did_you_mean(keys[-1], known, f"{parent}." if parent else "")
+            if re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
+                hint = "YAML needs a space after a colon; "
             lines[path] = f"{where}: unknown key; {hint}known here: {', '.join(known)}"
         elif path in lines:
             lines[path] += f", or {message.removeprefix('Input should be ')}"

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from lockstep import config_file
+from lockstep import config_file, config_preset
 from lockstep.config import RunConfig
 from lockstep.config_layers import read_target
 from lockstep.config_section import Section
@@ -22,12 +22,13 @@ _WIDTH = 118
 _VALUES_UP_TO = 40  # columns from which comments on short values begin
 
 
-def resolved(target: str, overrides: Sequence[str] = (), *, explained: bool = True) -> str:
+def resolved(target: str, overrides: Sequence[str] = (), *, preset: str | None = None, explained: bool = True) -> str:
     """The config of a recipe, a file or a task, with every key, as `lockstep train` would use it.
 
     The text is YAML that `lockstep train` takes.
 
     Args:
+        preset: how a kind of machine runs it, see `config_preset`.
         explained: whether a comment above each key says what it means.
 
     Raises:
@@ -36,18 +37,23 @@ def resolved(target: str, overrides: Sequence[str] = (), *, explained: bool = Tr
     layers = read_target(target)
     config = config_file.load(target, overrides)
     given = [override.partition("=")[0] for override in overrides]
+    machine = config_preset.read(preset) if preset else None
+    if machine is not None:
+        before, config = config.model_dump(by_alias=True), machine.apply(config, overrides)
     values = config.model_dump(by_alias=True)
     plain = config_file.without_suggestions(layers, overrides)
 
     def source(path: str, value: Any) -> str:
         if config_file.related(path, given):
             return "command line"
+        if machine is not None and config_file.related(path, machine.keys) and _at(before, path) != value:
+            return f"preset {machine.name}"
         file = config_file.related(path, layers.sources)
         if file:
             return layers.sources[file] if layers.sources[file] != target else _named(target)
         return "default" if path.startswith("task.") or _at(plain, path) == value else "suits the task"
 
-    lines = [f"# {' '.join(['lockstep train', target, *overrides])}"]
+    lines = [f"# {' '.join(['lockstep train', target, *overrides, *(['--preset', preset] if preset else [])])}"]
     for name, field in RunConfig.model_fields.items():
         section = field.annotation
         is_section = isinstance(section, type) and issubclass(section, Section)

@@ -59,6 +59,23 @@ def locked(
         yield lock.is_locked
 
 
+def is_held(path: Path) -> bool | None:
+    """Whether a process holds the lock of the file `path`; None where that cannot be told. The file is not made."""
+    import filelock
+
+    if not path.is_file():
+        return None
+    lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False, preserve_lock_file=True)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        return True
+    except (OSError, NotImplementedError):  # read-only, or a file system without locks
+        return None
+    lock.release()
+    return False
+
+
 def _holder(path: Path) -> str:
     """The process that wrote its name into a lock's file."""
     return path.read_text().strip() or "another process"

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from lockstep import locks
 from lockstep.errors import UsageError
 from lockstep.report import charts, evaluations, run, run_page
 from tests import own_tasks, runs
@@ -177,6 +178,10 @@ def test_a_run_that_goes_on(tmp_path):
     read = page(folder)
     assert "Not complete: at step 5 of 20, it goes on or was killed" in read.text
     assert "1 line is damaged or half written" in read.text
+    with locks.locked(folder / ".lock"):
+        read = page(folder)
+        assert "Not complete: at step 5 of 20, it goes on (last line" in read.text
+    assert "Not complete: at step 5 of 20, it was killed, or failed" in page(folder).text
     assert "Nothing is evaluated yet" in read.text
 
 

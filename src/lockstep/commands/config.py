@@ -22,6 +22,10 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         overrides: Annotated[
             list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
         ] = None,
+        preset: Annotated[
+            str | None,
+            typer.Option("--preset", metavar="NAME|FILE.yaml", help="With the values of a machine's preset."),
+        ] = None,
         short: Annotated[bool, typer.Option("--short", help="Without the meaning of each key.")] = False,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
     ) -> None:
@@ -29,4 +33,4 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
         with reporting(debug):
             from lockstep import config_text
 
-            print(config_text.resolved(target, overrides or (), explained=not short), end="")
+            print(config_text.resolved(target, overrides or (), preset=preset, explained=not short), end="")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep import config_layers
+from lockstep import config_layers, locks
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import Checkpoint, Retention
 from lockstep.errors import UsageError
@@ -41,6 +41,8 @@ class Run:
     """The content of model.txt."""
     problems: list[str] = field(default_factory=list)
     """What is missing or damaged."""
+    is_running: bool | None = None
+    """Whether a process trains in the folder. None: not known, such as for a copy of a run."""
 
     @property
     def name(self) -> str:
@@ -102,10 +104,8 @@ class Run:
         if last.ending:
             return "stopped", last.ending
         goal = f" of {last.goal}" if last.goal else ""
-        return (
-            "open",
-            f"not complete: at step {last.reached}{goal}, it goes on or was killed (last line: {last.last_at})",
-        )
+        how = {True: "it goes on", False: "it was killed, or failed", None: "it goes on or was killed"}[self.is_running]
+        return "open", f"not complete: at step {last.reached}{goal}, {how} (last line: {last.last_at})"
 
 
 def is_result(name: str) -> bool:
@@ -142,6 +142,7 @@ def read(folder: Path) -> Run:
     reports = sorted(path for path in folder.glob("hang-*.txt") if path.is_file())
     run.hangs = [(path.name, text[:_HANG]) for path in reports[-_HANGS:] if (text := _text(path).strip())]
     run.model = _text(folder / "model.txt")
+    run.is_running = locks.is_held(folder / ".lock")
     return run
 
 

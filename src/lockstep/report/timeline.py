@@ -20,7 +20,7 @@ def parts(run: Run) -> list[Markup]:
     starts = run.log.starts
     content: list[Markup] = []
     if starts:
-        content += [_picture(starts), _table(starts)]
+        content += [_picture(starts, run.is_running), _table(starts, run.is_running)]
     else:
         jumps = [f"between steps {before:,} and {after:,}" for before, after in run.metrics.restarts()]
         text = f"train.log says nothing. By metrics.jsonl, the run was restarted {', '.join(jumps)}." if jumps else ""
@@ -37,8 +37,12 @@ def parts(run: Run) -> list[Markup]:
     return content
 
 
-def endings(starts: Sequence[Start]) -> list[str]:
-    """How each start ended, in words."""
+def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str]:
+    """How each start ended, in words.
+
+    Args:
+        is_running: whether a process trains now; None: not known.
+    """
     said = []
     for start, after in zip(starts, [*starts[1:], None], strict=True):
         lost = start.reached - after.from_step if after is not None else 0
@@ -46,15 +50,15 @@ def endings(starts: Sequence[Start]) -> list[str]:
             "complete" if start.is_complete else "no last word in the log: it was killed, or failed"
         )
         if after is None and not start.ending and not start.is_complete:
-            text = "goes on, or was killed"
+            text = {True: "goes on", False: "was killed, or failed", None: "goes on, or was killed"}[is_running]
         again = f"; {lost:,} step{'s' * (lost != 1)} done again" if lost > 0 else ""
         said.append(text + again)
     return said
 
 
-def _table(starts: Sequence[Start]) -> Markup:
+def _table(starts: Sequence[Start], is_running: bool | None) -> Markup:
     rows = []
-    for start, ending in list(zip(starts, endings(starts), strict=True))[-_MOST:]:
+    for start, ending in list(zip(starts, endings(starts, is_running), strict=True))[-_MOST:]:
         about = f"{start.world} x {start.device}, lockstep {start.lockstep}, torch {start.torch}"
         rows.append(
             [page.time(start.at), f"{start.from_step:,} to {start.reached:,}", duration(start.seconds), ending, about]
@@ -63,7 +67,7 @@ def _table(starts: Sequence[Start]) -> Markup:
     return table(("started", "steps", "for", f"end{left_out}", "on"), rows, "starts", label="Starts")
 
 
-def _picture(starts: Sequence[Start]) -> Markup:
+def _picture(starts: Sequence[Start], is_running: bool | None = None) -> Markup:
     """A bar over the time for each start; empty where times are missing."""
     try:
         begins = [datetime.datetime.fromisoformat(start.at).timestamp() for start in starts]
@@ -72,7 +76,7 @@ def _picture(starts: Sequence[Start]) -> Markup:
         return Markup()
     first, total = min(begins), max(max(ends) - min(begins), 1.0)
     bars = [element("rect", class_="base", x=0, y=20, width=_WIDTH, height=6)]
-    for start, begin, end, ending in zip(starts, begins, ends, endings(starts), strict=True):
+    for start, begin, end, ending in zip(starts, begins, ends, endings(starts, is_running), strict=True):
         left = (begin - first) / total * _WIDTH
         width = max(3.0, (end - begin) / total * _WIDTH)
         title = element("title", f"{start.at}: steps {start.from_step} to {start.reached}; {ending}")
