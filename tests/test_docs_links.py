@@ -26,7 +26,9 @@ def anchors(path):
     for heading in re.findall(r"^#{1,6} +(.+?) *$", prose(path), re.MULTILINE):
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
         names.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
-    return {f"{name}-{names[:place].count(name)}" if name in names[:place] else name for place, name in enumerate(names)}
+    return {
+        f"{name}-{names[:place].count(name)}" if name in names[:place] else name for place, name in enumerate(names)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -76,7 +76,9 @@ def ranks():
 
 
 def step():
-    picture = Picture(760, 290, "A data-parallel step: exclusive parts, the same weights, summed gradients, the same update")
+    picture = Picture(
+        760, 290, "A data-parallel step: exclusive parts, the same weights, summed gradients, the same update"
+    )
     for x, name in ((20, "part of the batch"), (170, "forward"), (300, "backward"), (600, "update")):
         picture.text(x + 5, 35, name, "small")
     for rank, kind in enumerate("ab"):
@@ -90,7 +92,9 @@ def step():
         picture.arrow(400, y + 40, 437, y + 40)
         picture.arrow(560, y + 40, 597, y + 40)
     picture.box(440, 55, 120, 195, "d", "all_reduce:\ng = the sum of\nboth gradients\n\non both ranks")
-    picture.text(20, 275, "Only gradients travel. Weights stay equal, because equal weights get equal updates.", "small")
+    picture.text(
+        20, 275, "Only gradients travel. Weights stay equal, because equal weights get equal updates.", "small"
+    )
     picture.save("step")
 
 
@@ -109,7 +113,9 @@ def accumulation():
                         picture.box(x, y, 60, 81, "bad" if every else "d", "all_\nreduce", "small")
                     x += 64
             picture.box(x, y, 64, 36, "c", "update", "small")
-    picture.text(20, 285, "The result is the same. The second way sends four times as much, and waits four times.", "small")
+    picture.text(
+        20, 285, "The result is the same. The second way sends four times as much, and waits four times.", "small"
+    )
     picture.save("accumulation")
 
 
@@ -151,7 +157,7 @@ def sharding():
                 bottom -= height
                 picture.box(left + 75 * rank, bottom, 60, height, kind)
             picture.text(left + 75 * rank + 30, 290, f"rank {rank}", "small", "middle")
-    picture.box(372, 165, 270, 26, "frame", "and one block, gathered while it computes", "small")
+    picture.box(360, 165, 300, 26, "frame", "and one block, gathered while it computes", "small")
     for number, (name, kind, _) in enumerate(reversed(parts)):
         picture.box(380, 62 + 28 * number, 18, 18, kind)
         picture.text(406, 76 + 28 * number, name, "small")
@@ -226,9 +232,10 @@ def hanging():
         x = 137 + 95 * place
         picture.line([(x, 86), (x, 150)], "wrong" if place >= 2 else "line")
     picture.line([(612, 86), (612, 120)], "wrong")
-    picture.text(612, 142, "waits for", "small", "middle")
-    picture.text(612, 160, "a rank that has ended", "small", "middle")
-    picture.text(100, 225, "Each pair has the right shape, so nothing complains: the update is wrong, and silent.", "small")
+    picture.text(612, 140, "waits", "small", "middle")
+    picture.text(
+        100, 225, "Each pair has the right shape, so nothing complains: the update is wrong, and silent.", "small"
+    )
     picture.save("hanging")
 
 
@@ -239,7 +246,7 @@ def scaling():
     def place(ranks, speed):
         return left + width * math.log2(ranks) / most, bottom - height * math.log2(speed) / most
 
-    for power in range(0, most + 1):
+    for power in range(most + 1):
         x, y = place(2**power, 2**power)
         picture.line([(x, bottom), (x, bottom - height)], "grid")
         picture.line([(left, y), (left + width, y)], "grid")

@@ -1,6 +1,6 @@
 """A plain PyTorch training on one process. All tricks begin with it.
 
-    python examples/tricks/00_one_process.py
+python examples/tricks/00_one_process.py
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Trick 1: each sample goes to one rank, and each epoch has another order.
 
-    torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py
-    torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong set_epoch   # each epoch has the same order
-    torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong sampler     # all ranks have all samples
+torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py
+torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong set_epoch   # each epoch has the same order
+torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong sampler     # all ranks have all samples
 """
 
 import torch
@@ -41,4 +41,3 @@ say(f"steps of an epoch: {len(loader)}")
 say(f"samples of epoch 1 on every rank: {len(set.intersection(*map(set, of_rank)))} of {len(data)}")
 say(f"places of the order that have the same sample in epochs 1 and 2: {same} of {len(orders[0])}")
 say(f"accuracy {accuracy(model):.4f}")
-dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Trick 2: several micro-batches for one update, with the right weights, and gradients that travel once.
 
     torchrun --nproc-per-node 2 examples/tricks/03_accumulation.py
-    torchrun --nproc-per-node 2 examples/tricks/03_accumulation.py --wrong mean      # averages the averages
-    torchrun --nproc-per-node 2 examples/tricks/03_accumulation.py --wrong no_sync   # sends gradients every time
+    ... --wrong mean      # averages the averages
+    ... --wrong no_sync   # sends gradients every time
 
 Labels are unknown for about 4 of 10 samples, as in real data. So micro-batches have different numbers of labels.
 """
@@ -43,4 +43,3 @@ cross_entropy(alone(images[batch]), labels[batch]).backward()
 say(f"known labels in the micro-batches of rank 0: {[(labels[micro] != UNKNOWN).sum().item() for micro in mine]}")
 say(f"deviation of the gradient from one process: {deviation(gradient(model), gradient(alone)):.3g}")
 say(f"bytes of gradients sent for one update: {sum(sent)}")
-dist.destroy_process_group()

@@ -1,11 +1,10 @@
 """Trick 3: compute in 16 bits (bf16), keep the weights in 32 bits.
 
-    torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py
-    torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # keeps the weights in 16 bits too
+torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py
+torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # keeps the weights in 16 bits too
 """
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from toy import digits, flat, gradient, make_model, mistake, say, shuffled, start
@@ -17,7 +16,7 @@ model = make_model()
 if wrong:
     model, images = model.bfloat16(), images.bfloat16()
 model = DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
 for epoch in range(10):
     for batch in shuffled(len(labels), epoch).split(64):
         mine = batch[rank::world]
@@ -36,4 +35,3 @@ with torch.no_grad():
 say(f"format of the activations: {output.dtype}, of the weights: {before.dtype}")
 say(f"weights that the last update changed, of those with a gradient: {moved:.3f}")
 say(f"loss on the held-back digits: {loss:.3f}")
-dist.destroy_process_group()

@@ -1,11 +1,10 @@
 """Trick 5: clip the gradient after it is unscaled, once for each update, by the norm over all parameters.
 
-    torchrun --nproc-per-node 2 examples/tricks/06_clipping.py
-    torchrun --nproc-per-node 2 examples/tricks/06_clipping.py --wrong   # clips the scaled gradient
+torchrun --nproc-per-node 2 examples/tricks/06_clipping.py
+torchrun --nproc-per-node 2 examples/tricks/06_clipping.py --wrong   # clips the scaled gradient
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -37,4 +36,3 @@ for epoch in range(3):
 say(f"largest norm that was measured: {max(before for before, _ in norms):.3f}")
 say(f"largest norm that reached the optimizer: {max(after for _, after in norms):.3g}")
 say(f"accuracy {accuracy(model):.4f}")
-dist.destroy_process_group()

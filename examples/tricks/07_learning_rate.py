@@ -1,8 +1,8 @@
 """Trick 6: k times the batch, k times the learning rate, and a warm-up.
 
-    torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py
-    torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong unscaled    # keeps the rate of the small batch
-    torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong no_warmup   # begins with the whole rate
+torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py
+torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong unscaled    # keeps the rate of the small batch
+torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong no_warmup   # begins with the whole rate
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from toy import accuracy, digits, make_model, mistake, say, shuffled, start
 
-BATCH, RATE, FACTOR = 32, 0.1, 8
+BATCH, RATE, FACTOR = 32, 0.05, 8
 
 wrong = mistake("unscaled", "no_warmup")
 rank, world = start()
@@ -34,10 +34,11 @@ def train(size, peak, warm_up):
             total = loss.detach() / world
             dist.all_reduce(total)
             worst = max(worst, total.item())
-    say(f"batch {size}, rate {peak:g}, warm-up {warm_up}: {step} updates, highest loss {worst:.2f}, "
-        f"accuracy {accuracy(model):.4f}")
+    say(
+        f"batch {size}, rate {peak:g}, warm-up {warm_up}: {step} updates, highest loss {worst:.2f}, "
+        f"accuracy {accuracy(model):.4f}"
+    )
 
 
 train(BATCH, RATE, warm_up=1)
-train(FACTOR * BATCH, RATE if wrong == "unscaled" else FACTOR * RATE, warm_up=1 if wrong == "no_warmup" else 10)
-dist.destroy_process_group()
+train(FACTOR * BATCH, RATE if wrong == "unscaled" else FACTOR * RATE, warm_up=1 if wrong == "no_warmup" else 15)

@@ -1,7 +1,7 @@
 """Trick 7: sums travel, and one division comes last. This holds for the loss in the log and for every metric.
 
-    torchrun --nproc-per-node 2 examples/tricks/08_metrics.py
-    torchrun --nproc-per-node 2 examples/tricks/08_metrics.py --wrong   # averages of averages, and rank 0 alone
+torchrun --nproc-per-node 2 examples/tricks/08_metrics.py
+torchrun --nproc-per-node 2 examples/tricks/08_metrics.py --wrong   # averages of averages, and rank 0 alone
 """
 
 import torch
@@ -49,4 +49,3 @@ else:
     dist.all_reduce(confusion)
     say(f"loss: {total[0] / total[1]:.4f} over {total[1]:.0f} samples")
     say(f"macro F1: {macro_f1(confusion):.4f}")
-dist.destroy_process_group()

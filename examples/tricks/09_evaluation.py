@@ -1,7 +1,7 @@
 """Trick 8: each evaluation sample counts once, though ranks may have different numbers of samples.
 
-    torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py
-    torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py --wrong   # repeats samples until all batches are full
+torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py
+torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py --wrong   # repeats samples until all batches are full
 """
 
 import torch
@@ -35,4 +35,3 @@ with torch.no_grad():
         counts += torch.stack([(output.argmax(dim=1) == labels[batch]).sum(), torch.tensor(len(batch))])
 dist.all_reduce(counts)
 say(f"accuracy {counts[0] / counts[1]:.4f}: {counts[0]} of {counts[1]}, of a set of {SAMPLES}")
-dist.destroy_process_group()

@@ -1,8 +1,8 @@
 """Trick 9: a checkpoint is complete or absent, and holds all that the next step needs.
 
     torchrun --nproc-per-node 2 examples/tricks/10_checkpoint.py
-    torchrun --nproc-per-node 2 examples/tricks/10_checkpoint.py --wrong in_place    # writes over the old file
-    torchrun --nproc-per-node 2 examples/tricks/10_checkpoint.py --wrong optimizer   # keeps the weights alone
+    ... --wrong in_place    # writes over the old file
+    ... --wrong optimizer   # keeps the weights alone
 
 A run saves every 10 steps. The power fails in the middle of the second save. Then the run is started again.
 """
@@ -47,7 +47,7 @@ def load(path):
     """The newest state that can be read, or None."""
     try:
         return torch.load(path)
-    except (FileNotFoundError, RuntimeError):  # absent, or not a whole file
+    except (OSError, RuntimeError):  # absent, or not a whole file
         return None
 
 
@@ -89,4 +89,3 @@ except PowerFailure:
 resumed, begin = train(path)
 say(f"the power failed after step {2 * EVERY}; the second start began at step {begin}")
 say(f"largest difference from the weights of an undisturbed run: {(resumed - undisturbed).abs().max():.3g}")
-dist.destroy_process_group()

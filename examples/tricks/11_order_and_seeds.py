@@ -1,8 +1,8 @@
 """Trick 10: the order and the random numbers of samples are functions of (seed, epoch, sample), and not of the rank.
 
     torchrun --nproc-per-node 2 examples/tricks/11_order_and_seeds.py
-    torchrun --nproc-per-node 2 examples/tricks/11_order_and_seeds.py --wrong seeds   # each rank draws its own noise
-    torchrun --nproc-per-node 2 examples/tricks/11_order_and_seeds.py --wrong order   # each rank shuffles a part of its own
+    ... --wrong seeds   # each rank draws its own noise
+    ... --wrong order   # each rank shuffles a part of its own
 
 Each rank also trains alone, with all samples. Its weights should be those of the ranks together.
 """
@@ -51,4 +51,3 @@ def train(rank, world):
 
 
 say(f"deviation of {world} ranks from one rank: {deviation(train(rank, world), train(0, 1)):.3g}")
-dist.destroy_process_group()

@@ -1,12 +1,13 @@
 """When it goes wrong: a rank that leaves out a step, and a barrier that only one rank reaches.
 
     torchrun --nproc-per-node 2 examples/tricks/12_failing_and_hanging.py
-    torchrun --nproc-per-node 2 examples/tricks/12_failing_and_hanging.py --wrong unchecked   # nobody compares the steps
-    torchrun --nproc-per-node 2 examples/tricks/12_failing_and_hanging.py --wrong barrier     # a barrier inside `if rank == 0`
+    ... --wrong unchecked   # nobody compares the steps
+    ... --wrong barrier     # a barrier inside `if rank == 0`
 
 Rank 1 cannot read a sample of step 5, and goes on with the next batch. The ranks are now one step apart.
 """
 
+import time
 from datetime import timedelta
 
 import torch
@@ -25,10 +26,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
 def wait(work, what):
     """Wait for a collective, but not for ever. torch waits for 30 minutes with gloo, and for 10 with NCCL."""
+    began = time.monotonic()
     try:
         work.wait(timedelta(seconds=PATIENCE_S))
     except RuntimeError as error:
-        raise SystemExit(f"rank {rank} has waited {PATIENCE_S} s {what}") from error
+        raise SystemExit(f"rank {rank} has waited {time.monotonic() - began:.0f} s {what}") from error
 
 
 def send(tensor, step):
@@ -59,5 +61,7 @@ try:
         if wrong == "barrier" and rank == 0 and step == 10:
             # Rank 0 saves, and waits for rank 1, which never comes here. A monitored barrier names the missing rank.
             dist.monitored_barrier(timeout=timedelta(seconds=PATIENCE_S))
+    if rank == 1:
+        time.sleep(2 * PATIENCE_S)  # rank 1 has had its last batch, and does something else, such as evaluating
 except (SystemExit, RuntimeError) as error:
     say(str(error).splitlines()[0])

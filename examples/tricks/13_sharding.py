@@ -1,11 +1,10 @@
-"""Sharding: each rank keeps a part of the weights, gradients and optimizer state, and gathers a block while it computes.
+"""Sharding: each rank keeps a part of weights, gradients and optimizer state, and gathers a block while it computes.
 
-    torchrun --nproc-per-node 2 examples/tricks/13_sharding.py
-    torchrun --nproc-per-node 2 examples/tricks/13_sharding.py --wrong   # shards the model as a single block
+torchrun --nproc-per-node 2 examples/tricks/13_sharding.py
+torchrun --nproc-per-node 2 examples/tricks/13_sharding.py --wrong   # shards the model as a single block
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -71,4 +70,3 @@ say(f"deviation of the weights from DDP: {deviation(sharded, replicated):.3g}")
 for ranks in (1, 8, 64):
     held = 7e9 * (4 + 4 + 8) / ranks / 1e9
     say(f"7 billion parameters in fp32 with Adam, sharded over {ranks}: {held:.2f} GB on each GPU")
-dist.destroy_process_group()

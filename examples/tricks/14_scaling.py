@@ -1,9 +1,8 @@
 """Scaling: what a step sends does not depend on the batch, and what is not parallel limits the gain.
 
-    torchrun --nproc-per-node 2 examples/tricks/14_scaling.py
+torchrun --nproc-per-node 2 examples/tricks/14_scaling.py
 """
 
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from toy import count_traffic, digits, make_model, say, shuffled, start
@@ -31,7 +30,7 @@ def ring_s(gradient_bytes, ranks, bytes_per_s):
 
 
 for ranks in (8, 64, 512):
-    say(f"{ranks} ranks: {amdahl(ranks, 0.01):.1f} times as fast if 1 % is not divided, {amdahl(ranks, 0.1):.1f} if 10 %")
+    little, much = amdahl(ranks, 0.01), amdahl(ranks, 0.1)
+    say(f"{ranks} ranks: {little:.1f} times as fast if 1 % is not divided, {much:.1f} if 10 %")
 for name, bytes_per_s in (("Ethernet, 10 Gbit/s", 1.25e9), ("InfiniBand, 400 Gbit/s", 50e9)):
     say(f"100 million gradients in fp32 over 8 ranks, {name}: {1000 * ring_s(4e8, 8, bytes_per_s):.0f} ms")
-dist.destroy_process_group()

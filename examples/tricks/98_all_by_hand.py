@@ -89,45 +89,49 @@ def evaluate(model, rank, world):
     return (counts[0] / counts[1]).item()  # 08
 
 
-torch.set_num_threads(1)
+def main():
+    torch.set_num_threads(1)
+    rank, world = dist.get_rank(), dist.get_world_size()  # 01
+    images, labels = load(training=True)
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    model = DistributedDataParallel(model)  # 01
+    peak = RATE * BATCH / REFERENCE  # 07
+    optimizer = torch.optim.SGD(model.parameters(), lr=peak)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)  # 05
+    per_epoch = -(-len(labels) // BATCH)  # 10
+    for step in range(resume(model, optimizer, scaler), EPOCHS * per_epoch):  # 10
+        compare_steps(step)  # 12
+        epoch, place = divmod(step, per_epoch)  # 10
+        batch = order(len(labels), epoch)[place * BATCH : (place + 1) * BATCH]  # 02
+        mine = batch[rank::world]  # 02
+        for group in optimizer.param_groups:  # 07
+            group["lr"] = peak * min(1.0, (step + 1) / WARM_UP)  # 07
+        optimizer.zero_grad()
+        total = torch.zeros(())  # 08
+        parts = mine.tensor_split(ACCUMULATE)  # 03
+        for number, part in enumerate(parts):  # 03
+            inputs = torch.stack([prepare(images[sample], epoch, int(sample)) for sample in part])
+            last = number == len(parts) - 1  # 03
+            with nullcontext() if last else model.no_sync():  # 03
+                with torch.autocast("cpu", torch.float16):  # 04
+                    output = model(inputs)
+                loss = cross_entropy(output.float(), labels[part], reduction="sum") / len(batch)  # 03
+                scaler.scale(loss * world).backward()  # 05
+            total += loss.detach()  # 08
+        scaler.unscale_(optimizer)  # 05
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # 06
+        scaler.step(optimizer)  # 05
+        scaler.update()  # 05
+        dist.all_reduce(total)  # 08
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == EPOCHS * per_epoch:  # 10
+            save(step + 1, model, optimizer, scaler)  # 10
+        if place == per_epoch - 1:
+            accuracy = evaluate(model, rank, world)
+            if rank == 0:  # 01
+                print(f"epoch {epoch + 1}: loss of the last step {total:.4f}, accuracy {accuracy:.4f}")
+
+
 dist.init_process_group("gloo", timeout=PATIENCE)  # 01
-rank, world = dist.get_rank(), dist.get_world_size()  # 01
-images, labels = load(training=True)
-torch.manual_seed(SEED)
-model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-model = DistributedDataParallel(model)  # 01
-peak = RATE * BATCH / REFERENCE  # 07
-optimizer = torch.optim.SGD(model.parameters(), lr=peak)
-scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)  # 05
-per_epoch = -(-len(labels) // BATCH)  # 10
-for step in range(resume(model, optimizer, scaler), EPOCHS * per_epoch):  # 10
-    compare_steps(step)  # 12
-    epoch, place = divmod(step, per_epoch)  # 10
-    batch = order(len(labels), epoch)[place * BATCH : (place + 1) * BATCH]  # 02
-    mine = batch[rank::world]  # 02
-    for group in optimizer.param_groups:  # 07
-        group["lr"] = peak * min(1.0, (step + 1) / WARM_UP)  # 07
-    optimizer.zero_grad()
-    total = torch.zeros(())  # 08
-    parts = mine.tensor_split(ACCUMULATE)  # 03
-    for number, part in enumerate(parts):  # 03
-        inputs = torch.stack([prepare(images[sample], epoch, int(sample)) for sample in part])
-        last = number == len(parts) - 1  # 03
-        with nullcontext() if last else model.no_sync():  # 03
-            with torch.autocast("cpu", torch.float16):  # 04
-                output = model(inputs)
-            loss = cross_entropy(output.float(), labels[part], reduction="sum") / len(batch)  # 03
-            scaler.scale(loss * world).backward()  # 05
-        total += loss.detach()  # 08
-    scaler.unscale_(optimizer)  # 05
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # 06
-    scaler.step(optimizer)  # 05
-    scaler.update()  # 05
-    dist.all_reduce(total)  # 08
-    if (step + 1) % SAVE_EVERY == 0 or step + 1 == EPOCHS * per_epoch:  # 10
-        save(step + 1, model, optimizer, scaler)  # 10
-    if place == per_epoch - 1:
-        accuracy = evaluate(model, rank, world)
-        if rank == 0:  # 01
-            print(f"epoch {epoch + 1}: loss of the last step {total:.4f}, accuracy {accuracy:.4f}")
+main()  # its end frees the model, which still has the group
 dist.destroy_process_group()  # 01

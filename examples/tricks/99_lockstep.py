@@ -5,6 +5,8 @@
 It saves into runs/tricks. Stop it and start it again: it goes on.
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -49,7 +51,6 @@ CONFIG = {
 }
 
 if __name__ == "__main__":
-    trainer = lockstep.Trainer(CONFIG, quiet=True)
-    results = trainer.fit(Digits())
-    if trainer.model is not None and results:
+    results = lockstep.Trainer(CONFIG, quiet=True).fit(Digits())
+    if int(os.environ.get("RANK", 0)) == 0:
         print(f"loss {results['train/loss']:.4f}, accuracy {results['eval/accuracy']:.4f}")

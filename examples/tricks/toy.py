@@ -1,10 +1,11 @@
-"""What the tricks share: the digits, a small model, the ranks, and the mistakes that a script makes when it is asked to."""
+"""What the tricks share: the digits, a small model, the ranks, and the option for mistakes."""
 
 import argparse
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from lockstep.sources.digits import Digits
 
@@ -17,7 +18,10 @@ def mistake(*names):
 
 
 def start():
-    """Join the ranks that torchrun has started. Returns this process's rank, and the number of ranks."""
+    """Join the ranks that torchrun has started. Returns this process's rank, and the number of ranks.
+
+    The group ends with the process, after the model: to destroy the group while DDP still has it can hang (torch 2.13).
+    """
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -69,13 +73,11 @@ def count_traffic(model):
     """A list to which DDP appends the bytes of each bucket of gradients that it sends."""
     sent = []
 
-    def send(state, bucket):
+    def send(group, bucket):
         sent.append(bucket.buffer().nbytes)
-        return dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future().then(
-            lambda future: future.value()[0]
-        )
+        return allreduce_hook(group, bucket)
 
-    model.register_comm_hook(None, send)
+    model.register_comm_hook(dist.group.WORLD, send)
     return sent
 
 
