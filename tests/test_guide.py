@@ -8,13 +8,15 @@ from tests.guide_commands import NUMBER, ROOT, differences, is_quick, output_of,
 
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTES = [
-    pytest.param(page, command, quote, marks=[] if is_quick(command) else pytest.mark.exhaustive)
+    pytest.param(
+        page, command, quote, id=f"{page.stem}: {command}", marks=[] if is_quick(command) else pytest.mark.exhaustive
+    )
     for page in PAGES
     for command, quote in quoted(page.read_text())
 ]
 
 
-@pytest.mark.parametrize(("page", "command", "quote"), QUOTES, ids=lambda value: getattr(value, "stem", None))
+@pytest.mark.parametrize(("page", "command", "quote"), QUOTES)
 def test_commands_print_what_the_page_quotes(page, command, quote):
     assert quote.strip(), "no output is quoted"
     assert differences(quote, output_of(command)) == []
@@ -26,7 +28,7 @@ def test_numbers_of_the_text_are_printed_by_commands(page):
     printed = {float(number) for _, quote in quoted(text) for number in NUMBER.findall(quote.replace("-", " "))}
     prose = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     prose = re.sub(r"`[^`]*`|\]\([^)]*\)|arXiv [\d.]+|(Amdahl|Young|Daly) \d{4}", "", prose)
-    claimed = {number for number in re.findall(r"\d+\.\d+|\d[\d,]{2,}\d*", prose)}
+    claimed = set(re.findall(r"\d+\.\d+|\d{1,3}(?:,\d{3})+|\d{3,}", prose))
     assert {number for number in claimed if float(number.replace(",", "")) not in printed} == set()
 
 

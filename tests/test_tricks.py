@@ -1,4 +1,4 @@
-"""The numbers that the files in examples/tricks print: the right way is right, and each mistake costs what it should."""
+"""What the files in examples/tricks print: the right way is right, and each mistake costs what it should."""
 
 import subprocess
 import sys
