@@ -6,7 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STYLE = """
 .card{fill:#ffffff;stroke:#d0d7de} .frame{fill:none;stroke:#8c959f;stroke-width:1.5}
-.text{fill:#1f2328;font:15px sans-serif} .small{fill:#57606a;font:13px sans-serif} .bold{font-weight:bold}
+.text{fill:#1f2328;font:15px sans-serif} .small{fill:#57606a;font:13px sans-serif} .label{fill:#1f2328;font:13px sans-serif} .bold{font-weight:bold}
 .code{fill:#1f2328;font:14px monospace}
 .a{fill:#bcd9ff} .b{fill:#ffd9a8} .c{fill:#bfe5c7} .d{fill:#e4d3f5} .e{fill:#e6e9ed} .bad{fill:#ffc9c9}
 .line{stroke:#57606a;stroke-width:1.5;fill:none} .head{fill:#57606a}
@@ -15,7 +15,7 @@ STYLE = """
 .wrong{stroke:#c62828;stroke-width:2;fill:none;stroke-dasharray:6 4}
 @media (prefers-color-scheme: dark){
 .card{fill:#161b22;stroke:#30363d} .frame{stroke:#8b949e}
-.text{fill:#e6edf3} .small{fill:#a3adb8} .code{fill:#e6edf3}
+.text{fill:#e6edf3} .small{fill:#a3adb8} .label{fill:#e6edf3} .code{fill:#e6edf3}
 .a{fill:#1f4a86} .b{fill:#80480f} .c{fill:#1d6136} .d{fill:#573b7d} .e{fill:#32383f} .bad{fill:#8a2626}
 .line{stroke:#a3adb8} .head{fill:#a3adb8}
 .thick-a{stroke:#6aa8ff} .thick-b{stroke:#f0a04b} .thick-c{stroke:#5fce7e} .grid{stroke:#30363d}
@@ -106,13 +106,13 @@ def accumulation():
             x, y = 90, top + 45 * rank
             picture.text(20, y + 24, f"rank {rank}")
             for number in range(4):
-                picture.box(x, y, 80, 36, kind, f"micro {number + 1}", "small")
+                picture.box(x, y, 80, 36, kind, f"micro {number + 1}", "label")
                 x += 84
                 if every or number == 3:
                     if rank == 0:
-                        picture.box(x, y, 60, 81, "bad" if every else "d", "all_\nreduce", "small")
+                        picture.box(x, y, 60, 81, "bad" if every else "d", "all_\nreduce", "label")
                     x += 64
-            picture.box(x, y, 64, 36, "c", "update", "small")
+            picture.box(x, y, 64, 36, "c", "update", "label")
     picture.text(
         20, 285, "The result is the same. The second way sends four times as much, and waits four times.", "small"
     )
@@ -157,7 +157,7 @@ def sharding():
                 bottom -= height
                 picture.box(left + 75 * rank, bottom, 60, height, kind)
             picture.text(left + 75 * rank + 30, 290, f"rank {rank}", "small", "middle")
-    picture.box(360, 165, 300, 26, "frame", "and one block, gathered while it computes", "small")
+    picture.box(360, 165, 300, 26, "frame", "and one block, gathered while it computes", "label")
     for number, (name, kind, _) in enumerate(reversed(parts)):
         picture.box(380, 62 + 28 * number, 18, 18, kind)
         picture.text(406, 76 + 28 * number, name, "small")
@@ -172,7 +172,7 @@ def order():
         picture.text(20, top - 12, f"{world} ranks", "text bold")
         for place, sample in enumerate(samples):
             x = 20 + 30 * place
-            picture.box(x, top, 26, 40, kinds[place % world], str(sample), "small")
+            picture.box(x, top, 26, 40, kinds[place % world], str(sample), "label")
         for batch in range(3):
             x = 20 + 240 * batch
             picture.line([(x, top + 46), (x, top + 52), (x + 236, top + 52), (x + 236, top + 46)])
@@ -195,7 +195,7 @@ def evaluation():
                 sample = 2 * place + rank
                 again = sample >= 10
                 x = 90 + 60 * place + (20 if place >= 4 else 0)
-                picture.box(x, y, 54, 30, "bad" if again else kind, str(sample % 10), "small")
+                picture.box(x, y, 54, 30, "bad" if again else kind, str(sample % 10), "label")
     picture.text(600, 190, "red: counted", "small")
     picture.text(600, 208, "for the second time", "small")
     picture.save("evaluation")
@@ -210,11 +210,11 @@ def checkpoints():
     for x, name in ((130, "step 0"), (290, "step 10"), (450, "step 20"), (650, "step 30")):
         picture.line([(x, 60), (x, 200)], "grid")
         picture.text(x, 220, name, "small", "middle")
-    picture.box(262, 70, 56, 34, "c", "saved", "small")
-    picture.box(402, 70, 96, 34, "bad", "half a file", "small")
+    picture.box(262, 70, 56, 34, "c", "saved", "label")
+    picture.box(402, 70, 96, 34, "bad", "half a file", "label")
     picture.text(510, 92, "power failure: never renamed", "small")
     picture.arrow(290, 104, 290, 136)
-    picture.box(600, 165, 130, 34, "c", "the same weights", "small")
+    picture.box(600, 165, 130, 34, "c", "the same weights", "label")
     picture.text(300, 170, "model, optimizer and step from the file", "small")
     picture.text(300, 188, "order from the step", "small")
     picture.save("checkpoints")
@@ -227,7 +227,7 @@ def hanging():
         picture.text(20, y + 24, f"rank {rank}", "text bold")
         steps = [3, 4, 5, 6, 7, 8] if rank == 0 else [3, 4, 6, 7, 8]
         for place, step in enumerate(steps):
-            picture.box(100 + 95 * place, y, 75, 36, kind, f"step {step}", "small")
+            picture.box(100 + 95 * place, y, 75, 36, kind, f"step {step}", "label")
     for place in range(5):
         x = 137 + 95 * place
         picture.line([(x, 86), (x, 150)], "wrong" if place >= 2 else "line")
