@@ -47,6 +47,8 @@ def test_differences_are_found():
     assert differences("a 1.00\nb 2", "a 1.05\nb 2") == []
     assert differences("a 3e-8", "a 5e-9") == []
     assert differences("...\nb 2\n...", "a 1\nb 2\nc 3") == []
+    assert differences("a 1 ...", "a 1 b 2") == []
+    assert differences("a 1 ...", "a 2 b 2")
     assert differences("a 1", "a 2")
     assert differences("a 1", "b 1")
     assert differences("a 1", "a 1\nb 2")
