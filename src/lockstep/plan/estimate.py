@@ -101,7 +101,6 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
         UsageError: the strategy cannot train with this optimizer, or there are no blocks to recompute.
     """
     _check(facts, setting)
-    world = setting.world
     memory = memory_of(facts, setting)
     communication = _communication(facts, setting)
     flops = facts.flops_per_sample
