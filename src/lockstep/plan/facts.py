@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import build
-from lockstep.data.order import StepPlan
+from lockstep.data.order import MicroBatchPlan, StepPlan
 from lockstep.data.tensors import map_tensors
 from lockstep.distributed.meta_init import take_values
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World as Ranks
-from lockstep.engine import dry_run, task_checks
+from lockstep.engine import task_checks
 from lockstep.engine.blocks import recompute_activations
 from lockstep.errors import UsageError
 from lockstep.plan import update
@@ -144,8 +144,10 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         order = plan.indices(0)[0].tolist()
     order = (order * samples)[:samples]  # a small data set is repeated
     loader = build.make_loader(_on_one_rank(config), data, task, _alone(), training=True)
-    (micro_batch,) = dry_run.read(loader, [order])
-    return micro_batch.collated
+    epoch = max(0, (config.train.known_epochs or 1) - 1)  # in which pictures are largest, where their size changes
+    plans = [MicroBatchPlan(tuple(order), epoch, False)]
+    with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
+        return next(micro_batches).collated
 
 
 def _alone() -> Ranks:

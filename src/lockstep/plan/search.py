@@ -68,7 +68,7 @@ def search(
         reserve: share of the memory that stays free, for the driver, the libraries' own buffers and fragments.
     """
     options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions)]
-    options += [option for option in _not_applicable(facts, world)]
+    options += list(_not_applicable(facts, world))
     fitting = [option for option in options if option.fits]
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
     if fitting:
@@ -265,7 +265,7 @@ def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve:
     if not possible:
         return "no strategy can apply: " + "; ".join(option.reason for option in options)
     least = min(possible, key=_peak)
-    assert least.estimate is not None and world.memory_bytes is not None
+    assert least.estimate is not None
     memory = least.estimate.memory
     text = f"nothing fits. {least.name} comes nearest: {least.reason}. "
     part = max(memory.at_peak, key=memory.at_peak.__getitem__)
