@@ -299,7 +299,11 @@ def _pass_facts(first: TracedPass, second: TracedPass, sizes: tuple[int, int]) -
         )
         for a, b in pairs
     ]
-    return PassFacts(tuple(segments), _affine(first.batch_bytes, second.batch_bytes, sizes))
+    return PassFacts(
+        tuple(segments),
+        batch=_affine(first.batch_bytes, second.batch_bytes, sizes),
+        kept=_affine(first.kept_bytes, second.kept_bytes, sizes),
+    )
 
 
 def _pairs(

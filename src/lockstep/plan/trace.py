@@ -57,6 +57,8 @@ class TracedPass:
 
     segments: list[TracedSegment]
     batch_bytes: int
+    kept_bytes: int
+    """Activations and casts at the end of the forward pass."""
     flops: int
     """Forward and backward pass, without recomputation."""
     forward_flops: int
@@ -247,13 +249,14 @@ def trace_pass(
                 with autocast():
                     losses = forward(batch)
                 forward_flops = counted.total
+                kept_bytes = live.bytes["activation"] + live.bytes["cast"]
                 live.begin("backward", None)
                 roots = [loss for loss in losses.values() if loss.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(loss) for loss in roots])
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(live.segments, batch_bytes, counted.total, forward_flops, flops_of_blocks.total)
+    return TracedPass(live.segments, batch_bytes, kept_bytes, counted.total, forward_flops, flops_of_blocks.total)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -43,18 +43,19 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tupl
 
 def temporaries_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> tuple[float, float]:
     """Temporary bytes of an update: for each element of all parameters, and of the largest parameter."""
-    side, many = 64, 5
-    peaks = []
-    for count in (1, many):
+    side = 64
+    peaks = {}
+    for count in (1, 2, 6):
         small = [nn.Parameter(torch.ones(side, side, dtype=dtype)) for _ in range(count)]
         trial = _trial(optimizer, small, optimizer.param_groups[0])
         fixed = [*small, *(p.grad for p in small if p.grad is not None)]
         fixed += [v for state in trial.state.values() for v in state.values() if isinstance(v, Tensor)]
         with LiveBytes(fixed) as live:
             trial.step()
-        peaks.append(max(segment.alone.total for segment in live.segments) / side**2)
-    of_all = max(0.0, (peaks[1] - peaks[0]) / (many - 1))
-    return of_all, max(0.0, peaks[0] - of_all)
+        peaks[count] = max(segment.alone.total for segment in live.segments) / side**2
+    of_all = (peaks[6] - peaks[2]) / 4  # with two, a loop over parameters still holds a tensor of the one before
+    of_all = max(0.0, round(of_all, 2))  # counters of a few bytes
+    return of_all, max(0.0, round(peaks[1] - of_all, 2))
 
 
 def _trial(
