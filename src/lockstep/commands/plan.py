@@ -106,6 +106,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
                 reserve=reserve,
                 failures_per_gpu_year=failures_per_gpu_year,
                 save_seconds=save_seconds,
+                may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
             )
             written = json.dumps(show.as_json(found), indent=1)
             if json_file == "-":
