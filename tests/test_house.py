@@ -55,7 +55,9 @@ ALLOWED = {
     "config_text": {"config", "config_file", "config_layers", "config_section", "tasks.registry"},
     "commands": {"errors", "config_file", "config_text", "report", "plan", "plan.facts"},
     "plan": {"errors", "devices", "engine.schedule", "tasks.registry", "plan", "plan.facts"},
-    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "tasks"},
+    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "plan.trace", "plan.update", "tasks"},
+    "plan.trace": {"data", "engine"},
+    "plan.update": {"plan.trace"},
     "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
