@@ -25,7 +25,7 @@ def text(plan: Plan, width: int = 140) -> str:
             console.print(f"{option.name}: {option.reason}")
     console.print()
     if plan.recommended is not None:
-        console.print(f"Recommended: {plan.recommended.name}. {plan.reason}.")
+        console.print(f"Recommended: {plan.reason}.")
         console.print(f"  keys: {' '.join(plan.keys)}")
         for line in _details(plan, plan.recommended):
             console.print(f"  {line}")
