@@ -6,7 +6,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 STYLE = """
 .card{fill:#ffffff;stroke:#d0d7de} .frame{fill:none;stroke:#8c959f;stroke-width:1.5}
-.text{fill:#1f2328;font:15px sans-serif} .small{fill:#57606a;font:13px sans-serif} .label{fill:#1f2328;font:13px sans-serif} .bold{font-weight:bold}
+.text{fill:#1f2328;font:15px sans-serif} .small{fill:#57606a;font:13px sans-serif}
+.label{fill:#1f2328;font:13px sans-serif} .bold{font-weight:bold}
 .code{fill:#1f2328;font:14px monospace}
 .a{fill:#bcd9ff} .b{fill:#ffd9a8} .c{fill:#bfe5c7} .d{fill:#e4d3f5} .e{fill:#e6e9ed} .bad{fill:#ffc9c9}
 .line{stroke:#57606a;stroke-width:1.5;fill:none} .head{fill:#57606a}
