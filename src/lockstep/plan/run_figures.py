@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ BACKWARD = 2.0
 """A backward pass computes two products for each product of the forward pass (Kaplan et al. 2020, arXiv:2001.08361,
 section 2.1)."""
 _GLOBAL_BATCH = 32  # of a config that says nothing
-_HALVED = re.compile(r"out of memory (?:at|in) .*?micro-batches of (\d+) instead of (\d+)")
+_HALVED = re.compile(r"out of memory at step \d+: micro-batches of (\d+) instead of (\d+)")
 _ASKED_TO_STOP = re.compile(r"stopped by ")
 
 
@@ -174,13 +176,27 @@ class Figures:
     def halved(self) -> list[tuple[int, int]]:
         """(size after, size before) of each time that memory did not suffice for a micro-batch, in samples."""
         found = [_HALVED.match(note.text) for note in self.run.log.notes]
-        return [(int(match[1]), int(match[2])) for match in found if match]
+        sizes = [(int(match[1]), int(match[2])) for match in found if match]
+        # A rank that could not go on has noted the size in this file, and the next start took it.
+        remembered = self._remembered_micro_batch
+        if remembered and remembered[0] not in [after for after, _ in sizes]:
+            sizes.append(remembered)
+        return sizes
+
+    @property
+    def _remembered_micro_batch(self) -> tuple[int, int] | None:
+        try:
+            note = json.loads((self.run.folder / "micro.json").read_text(encoding="utf-8"))
+            after, before = int(note["micro"]), max(int(size) for _, size in note["asked"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        return (after, before) if note.get("world") == self.world and after < before else None
 
     @property
     def lost(self) -> Lost:
         """What restarts have cost that nobody asked for: after a kill or a crash."""
         starts, restarts, steps, seconds = self.run.log.starts, 0, 0, 0.0
-        for before, after in zip(starts, starts[1:], strict=False):
+        for before, after in itertools.pairwise(starts):
             again = before.reached - after.from_step
             if _ASKED_TO_STOP.match(before.ending) or before.is_complete:
                 continue
