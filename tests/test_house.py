@@ -53,7 +53,9 @@ ALLOWED = {
     "config_layers": {"errors", "config", "config_section", "tasks.registry"},
     "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
     "config_text": {"config", "config_file", "config_layers", "config_section", "tasks.registry"},
-    "commands": {"errors", "config_text", "report"},
+    "commands": {"errors", "config_file", "config_text", "report", "plan", "plan.facts"},
+    "plan": {"errors", "devices", "engine.schedule", "tasks.registry", "plan", "plan.facts"},
+    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "tasks"},
     "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
@@ -208,6 +210,7 @@ def test_only_the_composition_root_and_the_command_line_know_the_config():
         "build",
         "resume",
         "cli",
+        "commands.plan",
     }
 
 

@@ -87,6 +87,8 @@ class PassFacts:
     segments: tuple[Segment, ...]
     batch: Affine
     """The batch itself, on the device."""
+    kept: Affine = Affine()
+    """Activations and casts that live at the end of the forward pass: what the backward pass needs."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class Setting:
     """fsdp: number format in which gradients are reduced. None: fp32 with `param_dtype`, else the stored format."""
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = True
+    global_batch: int | None = None
+    """Samples of an update over all GPUs. None: every micro-batch is full."""
 
     def __post_init__(self) -> None:
         if self.strategy == "single" and self.world.gpus > 1:
@@ -126,8 +128,8 @@ class Setting:
 
     @property
     def effective_batch(self) -> int:
-        """Samples of an update over all GPUs, if every micro-batch is full."""
-        return self.micro_batch * self.accumulate * self.world.gpus
+        """Samples of an update over all GPUs."""
+        return self.global_batch or self.micro_batch * self.accumulate * self.world.gpus
 
     @property
     def name(self) -> str:

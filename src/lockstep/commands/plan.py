@@ -1,0 +1,125 @@
+"""`lockstep plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from lockstep.errors import UsageError, did_you_mean
+
+
+def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
+    """Add the command to the application.
+
+    Args:
+        reporting: turns exceptions into messages and exit codes.
+    """
+
+    @app.command(epilog="Example: lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'")
+    def plan(
+        target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What would be trained.")],
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
+        ] = None,
+        gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
+        gpus_per_node: Annotated[
+            int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
+        ] = None,
+        gpu_memory: Annotated[
+            str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
+        ] = None,
+        gpu: Annotated[
+            str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
+        ] = None,
+        link_bandwidth: Annotated[
+            str | None,
+            typer.Option(
+                "--link-bandwidth",
+                metavar="RATE",
+                help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+            ),
+        ] = None,
+        network_bandwidth: Annotated[
+            str | None,
+            typer.Option(
+                "--network-bandwidth",
+                metavar="RATE",
+                help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+            ),
+        ] = None,
+        utilisation: Annotated[
+            float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
+        ] = 0.4,
+        reserve: Annotated[
+            float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
+        ] = 0.1,
+        precision: Annotated[
+            list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
+        ] = None,
+        failures_per_gpu_year: Annotated[
+            float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
+        ] = None,
+        save_seconds: Annotated[
+            float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
+        ] = None,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
+        ] = None,
+        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
+    ) -> None:
+        """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+
+        The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+        """
+        with reporting(debug):
+            from lockstep import config_file
+            from lockstep.plan import world_options
+            from lockstep.plan.setting import PrecisionName
+
+            config = config_file.load(target, overrides or [])
+            world = world_options.world(
+                gpus,
+                gpus_per_node=gpus_per_node,
+                gpu_memory=gpu_memory,
+                gpu_name=gpu,
+                link_bandwidth=link_bandwidth,
+                network_bandwidth=network_bandwidth,
+                utilisation=utilisation,
+                fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
+            )
+            known = get_args(PrecisionName)
+            for name in precision or ():
+                if name not in known:
+                    remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
+                    raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
+            from lockstep.plan import command, show
+
+            found = command.plan_of(
+                config,
+                world,
+                precisions=precision,  # type: ignore[arg-type]  # checked above
+                reserve=reserve,
+                failures_per_gpu_year=failures_per_gpu_year,
+                save_seconds=save_seconds,
+            )
+            written = json.dumps(show.as_json(found), indent=1)
+            if json_file == "-":
+                print(written)
+                return
+            print(show.text(found), end="")
+            if json_file is not None:
+                _write(Path(json_file), written)
+                print(f"written: {json_file}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        remedy = "give a place where you can write"
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error
