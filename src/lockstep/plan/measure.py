@@ -6,15 +6,19 @@ and release of its allocators, on the CPU as on a GPU. States are the bytes of t
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep import build, devices
 from lockstep.config import RunConfig
@@ -24,14 +28,13 @@ from lockstep.distributed.world import World
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import TrainState, train_step
 from lockstep.plan.measured import Measured
-from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 
 _STEPS = 2
 """Steps whose memory is measured."""
 _TIMED = 3
 """Steps after them whose time is measured: a profiler slows steps down."""
-_GRADIENT, _UPDATE, _BEGIN, _END = "lockstep: gradient ", "lockstep: update", "lockstep: begin", "lockstep: end"
+_BEGIN, _FORWARD, _UPDATE, _END = (f"lockstep: {name}" for name in ("begin", "forward", "update", "end"))
 
 
 def measure(config: RunConfig) -> Measured | None:
@@ -98,12 +101,12 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Me
     return Measured(
         world=world.size,
         device=device.name(),
+        on_gpu=device.has_own_memory,
         strategy=config.parallel.strategy if world.size > 1 else "single",
         precision=config.precision,
-        micro_batch=prepared.plan.micro_batch,
+        micro_batch=max(len(each.indices) for each in first),
         accumulate=len(first),
         recompute=config.compute.activation_checkpointing,
-        by="max_memory_allocated" if device.has_own_memory else "bytes of tensors",
         **memory.found,
         flops_per_sample=None if counted is None else counted / max(1, len(first[0].indices)),
         step_seconds=statistics.median(seconds),
@@ -115,102 +118,107 @@ class _StepMemory:
 
     def __init__(self, state: TrainState) -> None:
         self.state, self.device = state, devices.of(state.world.device)
-        self.found: dict[str, Any] = {}
+        self.found: dict[str, int] = {}
         self.held: dict[str, int] = {}
+        """Bytes of the states by name, counted in an update. Empty: there was no update."""
 
     def run(self, micro_batches: list[MicroBatch], samples: int) -> None:
         """Run a step, and measure it."""
-        state = self.state
-        # Gradients that lie in DDP's buckets are there before the step; see below.
+        state, own = self.state, self.device.has_own_memory
         hooks = [
-            parameter.register_post_accumulate_grad_hook(_mark_gradient)
-            for parameter in state.forward.parameters()
-            if parameter.requires_grad
+            state.forward.register_forward_hook(lambda *_: _mark(_FORWARD)),
+            state.optimizer.register_step_post_hook(lambda *_: self._count()),
         ]
-        hooks.append(state.optimizer.register_step_post_hook(lambda *_: self._count()))
         self.held = {}
         self.device.reset_peak()
-        with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:  # type: ignore[no-untyped-call]
+        with _profiled() as profile:
             _mark(_BEGIN)
             train_step(state, micro_batches, samples)
             _mark(_END)
+        peak = self.device.peak()
         for hook in hooks:
             hook.remove()
         if not self.held:
             return  # the update was skipped
-        own = self.device.has_own_memory
-        batch = 0 if own else _bytes(_tensors([each.collated for each in micro_batches[:1]]))
-        events = list(_events(profile.kineto_results.events(), "CPU" if not own else "CUDA"))
-        self._add(events, batch, len(micro_batches))
+        batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
+        live = _levels(_events(profile.kineto_results.events(), "CUDA" if own else "CPU"))
+        # The allocator's level is known where the states were counted, so it is known everywhere.
+        at_update = sum(self.held.values()) + batch
+        found = self.held | {
+            "batch_bytes": batch,
+            "activations_bytes": live.at[_FORWARD] - live.at[_BEGIN],
+            "peak_bytes": peak if own else at_update + live.highest - live.at[_UPDATE],
+        }
+        self.found = {name: max(value, self.found.get(name, 0)) for name, value in found.items()}
 
     def _count(self) -> None:
         """Count the states, after the update and before the gradients are freed."""
         _mark(_UPDATE)
         state, seen = self.state, set[int]()
-        kept = [*state.forward.parameters(), *state.forward.buffers()]
-        gradients = [parameter.grad for parameter in kept if isinstance(parameter, nn.Parameter)]
-        self.held["parameters_bytes"] = self._bytes(kept, seen)
-        self.held["gradients_bytes"] = self._bytes(gradients, seen)
+        parameters = list(state.forward.parameters())
+        averages = list(state.averages.tensors.values()) if state.averages else []
+        self.held["parameters_bytes"] = self._bytes([*parameters, *state.forward.buffers()], seen)
+        self.held["gradients_bytes"] = self._bytes([parameter.grad for parameter in parameters], seen)
         self.held["optimizer_bytes"] = self._bytes(list(state.optimizer.state.values()), seen)
-        self.held["averages_bytes"] = self._bytes(list(state.averages.tensors.values()) if state.averages else [], seen)
+        self.held["averages_bytes"] = self._bytes(averages, seen)
 
     def _bytes(self, value: Any, seen: set[int]) -> int:
         here = self.device.device.type
         return _bytes((tensor for tensor in _tensors(value) if tensor.device.type == here), seen)
 
-    def _add(self, events: list[tuple[str, int]], batch: int, passes: int) -> None:
-        """Add the figures of a step to `found`.
 
-        Args:
-            events: allocations (name empty, bytes) and marks (name, 0), in their order.
-            batch: bytes of the batch, where it lies in the memory that is measured.
-        """
-        states = sum(self.held.values())
-        timeline, sum_so_far, at_update = [0], 0, 0
-        grown, gradients, most = 0, 0, 0  # bytes since the beginning, of gradients among them, most without gradients
-        for name, size in events:
-            sum_so_far += size
-            timeline.append(sum_so_far)
-            if name == _UPDATE:
-                at_update = sum_so_far
-            elif name == _END:
-                break
-        peak = states + batch + max(timeline) - at_update
-        found = dict(self.held) | {"batch_bytes": batch}
-        if self.device.has_own_memory:
-            found["peak_bytes"] = self.device.peak()
-        else:
-            found["peak_bytes"] = peak
-        in_buckets = self.held["gradients_bytes"] > 0 and self._gradients_were_there(events)
-        for name, size in events:
-            if name == _UPDATE:
-                break
-            grown += size
-            if name.startswith(_GRADIENT) and not in_buckets:
-                gradients += int(name.removeprefix(_GRADIENT))
-            most = max(most, grown - min(gradients, self.held["gradients_bytes"]))
-        found["activations_bytes"] = most
-        self.found = {name: max(value, self.found.get(name, 0)) for name, value in found.items()}
+@dataclass(frozen=True)
+class _Levels:
+    """Allocated bytes during a step, less those at its beginning."""
 
-    def _gradients_were_there(self, events: list[tuple[str, int]]) -> bool:
-        """Whether gradients lie in memory that was allocated before the step: less grew than there are gradients."""
-        grown = 0
-        for name, size in events:
-            if name == _UPDATE:
-                break
-            grown += size
-        return grown < self.held["gradients_bytes"] / 2
+    at: dict[str, int]
+    """At the first of each mark."""
+    highest: int
+
+
+def _levels(events: Iterable[tuple[str, int]]) -> _Levels:
+    now, highest, at = 0, 0, dict[str, int]()
+    for name, size in events:
+        now += size
+        if name:
+            at.setdefault(name, now)
+        if name == _END:
+            break
+        if _BEGIN in at:
+            highest = max(highest, now)
+    return _Levels(at, highest)
+
+
+@contextlib.contextmanager
+def _profiled() -> Iterator[Any]:
+    """A profile of the memory inside. Kineto writes lines of its own to stderr where it starts and stops."""
+    profile = torch.autograd.profiler.profile(profile_memory=True)  # type: ignore[no-untyped-call]
+    with _without_stderr():
+        profile.__enter__()
+    try:
+        yield profile
+    finally:
+        with _without_stderr():
+            profile.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _mark(name: str) -> None:
     """A mark among the events of the profiler."""
     with torch.autograd.profiler.record_function(name):
         pass
-
-
-def _mark_gradient(parameter: Tensor) -> None:
-    if parameter.grad is not None:
-        _mark(f"{_GRADIENT}{local(parameter.grad).nbytes}")
 
 
 def _events(events: Iterable[Any], kind: str) -> Iterator[tuple[str, int]]:
@@ -250,8 +258,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _tensors(inner)
-
-
-def task_of(config: RunConfig) -> Task:
-    """The config's task."""
-    return Trainer(config, quiet=True).task()

@@ -16,20 +16,21 @@ class Measured:
 
     world: int
     device: str
+    on_gpu: bool
+    """Whether the device has memory of its own."""
     strategy: str
     precision: str
     micro_batch: int
     accumulate: int
     recompute: bool
-    by: str
-    """How memory was measured."""
     parameters_bytes: int
     """Parameters and buffers."""
     gradients_bytes: int
     optimizer_bytes: int
     averages_bytes: int
     activations_bytes: int
-    """Most bytes that a pass has added to what was there before the step, without gradients."""
+    """Bytes at the end of a forward pass that were not there before: what the backward pass needs. With shards, also
+    the gathered parameters outside of the blocks."""
     batch_bytes: int
     peak_bytes: int
     flops_per_sample: float | None
@@ -57,20 +58,16 @@ class Difference:
         return self.estimated / self.measured - 1
 
 
-def differences(estimated: Estimate, measured: Measured) -> list[Difference]:
+def differences(estimated: Estimate, measured: Measured, activations: int | None) -> list[Difference]:
     """The parts of an estimate, beside what was measured in the same setting.
 
-    With shards, gathered parameters cannot be told from activations: both stand in one row.
+    Args:
+        activations: bytes that the estimate gives for `Measured.activations_bytes`. None: it does not know them.
     """
     memory = estimated.memory
     states = sum(
         (measured.parameters_bytes, measured.gradients_bytes, measured.optimizer_bytes, measured.averages_bytes)
     )
-    activations: float | None = memory.activations_bytes
-    name = "activations"
-    if estimated.setting.is_sharded:
-        name = "activations and gathered parameters"
-        activations = None if activations is None else activations + memory.communication_bytes
     peak = None if memory.activations_bytes is None else memory.peak_bytes
     rows = [
         Difference("parameters", memory.parameters_bytes, measured.parameters_bytes, "bytes"),
@@ -78,7 +75,7 @@ def differences(estimated: Estimate, measured: Measured) -> list[Difference]:
         Difference("optimizer", memory.optimizer_bytes, measured.optimizer_bytes, "bytes"),
         Difference("averages", memory.averages_bytes, measured.averages_bytes, "bytes"),
         Difference("all states", memory.states_bytes, states, "bytes"),
-        Difference(name, activations, measured.activations_bytes, "bytes"),
+        Difference("kept by a forward pass", activations, measured.activations_bytes, "bytes"),
         Difference("peak", peak, measured.peak_bytes, "bytes"),
         Difference("operations of a sample", estimated.flops_per_sample, measured.flops_per_sample, "flops"),
         Difference("time of a step", estimated.step_seconds, measured.step_seconds, "seconds"),
@@ -100,8 +97,9 @@ def text(rows: Sequence[Difference], measured: Measured, peak_flops: float | Non
     for row in rows:
         off = "" if row.off is None else f"{row.off:+.1%}"
         cells.append((row.part, _shown(row.estimated, row.unit), _shown(row.measured, row.unit), off))
+    by = "max_memory_allocated" if measured.on_gpu else "bytes of tensors"
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [f"measured in real steps: {about}; memory by {measured.by}"]
+    lines = [f"measured in real steps: {about}; memory by {by}"]
     for first, *others in cells:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *rest)).rstrip())

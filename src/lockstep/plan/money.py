@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.plan.estimate import Estimate
+from lockstep.plan.search import Plan
 
 _HOUR_S = 3600.0
 
@@ -74,6 +76,32 @@ def costs(estimated: Estimate, rates: Rates) -> Costs:
         epoch=None if epoch is None else cost(epoch, gpus, rates),
         training=None if training is None else cost(training, gpus, rates),
     )
+
+
+def text(plan: Plan, rates: Rates) -> str:
+    """The costs of all options that fit, as lines for people."""
+    lines, wide = [], max((len(option.name) for option in plan.options), default=0)
+    for option in plan.options:
+        if option.estimate is None or option.fits is False:
+            continue
+        found = costs(option.estimate, rates)
+        if found.epoch is None:
+            continue
+        whole = f"; the training {found.training.text()}" if found.training else ""
+        mark = "*" if option is plan.recommended else " "
+        lines.append(f"{mark} {option.name:<{wide}}  an epoch {found.epoch.text()}{whole}")
+    if not lines:
+        return (
+            "energy and price: not known, because the time is not. It needs --gpu NAME, data with a known length, and "
+            "with several GPUs a bandwidth"
+        )
+    return "\n".join([f"energy and price, at {plan.world.utilisation:.0%} of the GPU's peak:", *lines])
+
+
+def add_to_json(values: dict[str, Any], plan: Plan, rates: Rates) -> None:
+    """Add `cost` to each option in the plan as JSON values. None, where the time is not known."""
+    for option, shown in zip(plan.options, values["options"], strict=True):
+        shown["cost"] = None if option.estimate is None else asdict(costs(option.estimate, rates))
 
 
 def _short(value: float) -> str:
