@@ -245,7 +245,7 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.images.options",
         "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
-        "import lockstep.report.run_page, lockstep.report.comparison",
+        "import lockstep.report.run_page, lockstep.report.comparison, lockstep.plan.advise",
     ],
 )
 def test_light_imports_do_not_load_torch(code):

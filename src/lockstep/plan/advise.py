@@ -69,7 +69,9 @@ def text(advised: Advised) -> str:
     """The advice for people."""
     lines = [f"{advised.run}: {advised.state}"]
     if advised.shares:
-        lines.append("time: " + ", ".join(f"{share:.0%} {part}" for part, share in advised.shares.items()))
+        lines.append(
+            "time: " + ", ".join(f"{share:.0%} {part}" for part, share in advised.shares.items() if share >= 0.005)
+        )
     lines += [f"note: {note}" for note in advised.notes]
     if not advised.advice:
         lines.append("Nothing in this log limits the run so much that a key should change.")
@@ -96,19 +98,17 @@ def _state(figures: Figures) -> str:
 
 
 def _shares(figures: Figures) -> dict[str, float]:
-    """Parts of the run's time. Forward and backward passes are estimated from the forward passes, where the log can."""
+    """Parts of the run's time. Backward passes are taken to last twice as long as forward passes, which the log has."""
     wait, forward, training = figures.late("train/wait_share"), _forward(figures), figures.training_share
     if wait is None or figures.trained_s <= 0:
         return {}
     shares = {"waiting for data": wait * training}
     if forward is not None:
         passes = min(1.0 - wait, forward * (1 + BACKWARD))
-        shares["forward and backward passes, if a backward pass takes twice the time of a forward pass"] = (
-            passes * training
-        )
+        shares["in forward and backward passes"] = passes * training
     shares["evaluating"] = figures.share_of_run("time/evaluation_s")
     shares["saving"] = figures.share_of_run("time/saving_s")
-    shares["the rest: exchange of gradients, updates, start"] = max(0.0, 1.0 - sum(shares.values()))
+    shares["the rest (exchange of gradients, updates, start)"] = max(0.0, 1.0 - sum(shares.values()))
     return {part: round(share, 4) for part, share in shares.items()}
 
 

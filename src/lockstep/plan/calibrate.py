@@ -24,7 +24,7 @@ def calibrate(config: RunConfig, measured: Measured, utilisation: float) -> list
         config,
         precisions=(setting.precision,),
         device="cuda" if measured.on_gpu else "cpu",
-        recompute=(setting.recompute,),
+        recompute=tuple({False, setting.recompute}),  # operations are those without recomputation
     )
     return differences(estimate(facts, setting), measured, _kept(facts, setting))
 

@@ -15,13 +15,12 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lockstep import build, devices
-from lockstep.config import RunConfig
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed.sharded_tensor import local
 from lockstep.distributed.world import World
@@ -29,6 +28,9 @@ from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import TrainState, train_step
 from lockstep.plan.measured import Measured
 from lockstep.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
 
 _STEPS = 2
 """Steps whose memory is measured."""
@@ -56,7 +58,8 @@ def measure(config: RunConfig) -> Measured | None:
             everywhere = world.gather(here)
             if everywhere is None:
                 return None
-            return max(everywhere, key=lambda measured: measured.peak_bytes)
+            highest: Measured = max(everywhere, key=lambda measured: measured.peak_bytes)
+            return highest
 
 
 def _short(config: RunConfig) -> RunConfig:
@@ -192,7 +195,7 @@ def _levels(events: Iterable[tuple[str, int]]) -> _Levels:
 @contextlib.contextmanager
 def _profiled() -> Iterator[Any]:
     """A profile of the memory inside. Kineto writes lines of its own to stderr where it starts and stops."""
-    profile = torch.autograd.profiler.profile(profile_memory=True)  # type: ignore[no-untyped-call]
+    profile: Any = torch.autograd.profiler.profile(profile_memory=True)
     with _without_stderr():
         profile.__enter__()
     try:
