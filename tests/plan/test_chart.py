@@ -72,11 +72,18 @@ def test_activations_that_are_not_known_are_said():
 
 
 def test_the_chosen_bar_the_reserve_and_the_legend():
-    tree = drawn([dataclasses.replace(bar(parameters=5, optimizer=1), is_chosen=True)], reserve=0.1)
+    tree = drawn([dataclasses.replace(bar(parameters=50, optimizer=1), is_chosen=True)], reserve=0.1)
     assert "★ ddp, fp32" in texts(tree)
     assert {"parameters", "optimizer"} <= set(texts(tree))
     assert "gradients" not in texts(tree)
     assert any("10% shall stay free" in text for text in texts(tree))
+
+
+def test_bars_that_are_far_below_the_limit_have_an_axis_of_their_own():
+    tree = drawn([bar(parameters=0.002)])
+    assert widths(tree)["parameters: 2.0 MB"] > 300
+    assert "2 MB" in texts(tree)
+    assert any("80.0 GB, 40,000 times the longest bar" in text for text in texts(tree))
 
 
 @pytest.mark.parametrize("bars", [[], [bar()], [bar(parameters=0.00001)]])

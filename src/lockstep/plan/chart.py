@@ -24,6 +24,7 @@ _GB = 1e9
 _WIDTH, _NAMES, _FIGURES, _ROW, _BAR = 960, 270, 110, 34, 20  # pixels
 _TOP, _BOTTOM = 96, 34
 _FARTHEST = 2.0  # bars longer than so many times the limit are cut, and say so
+_SMALL = 10  # where no bar is longer than a tenth of the limit, the axis ends before the limit
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
 .title { font-size: 16px; font-weight: 600 } .soft { fill: #57606a; font-size: 12px }
@@ -87,15 +88,21 @@ def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 
     """
     largest = max([bar.total for bar in bars], default=0)
     end = min(largest, _FARTHEST * limit) if limit else largest
-    step = _step(max(end, 1.08 * (limit or 0), 1) / _GB)
-    ticks = math.ceil(max(end, 1.08 * (limit or 0), 1) / _GB / step - 1e-9)
-    scale = (_WIDTH - _NAMES - _FIGURES) / (ticks * step * _GB)  # pixels of a byte
+    has_limit = limit is not None and (not largest or largest * _SMALL > limit)
+    if has_limit and limit:
+        end = max(end, 1.08 * limit)
+    step = _step(max(end, 1))
+    ticks = math.ceil(max(end, 1) / step - 1e-9)
+    scale = (_WIDTH - _NAMES - _FIGURES) / (ticks * step)  # pixels of a byte
     height = _TOP + _ROW * len(bars) + _BOTTOM
     shown = [*_heading(bars, title), *_axis(ticks, step, scale, height)]
     for row, bar in enumerate(bars):
-        shown += _row(bar, _TOP + row * _ROW, scale, ticks * step * _GB)
-    if limit:
+        shown += _row(bar, _TOP + row * _ROW, scale, ticks * step)
+    if limit and has_limit:
         shown += _limit(limit, reserve, scale, height)
+    elif limit:
+        far = f"memory of the GPU: {gb(limit)}, {limit / max(largest, 1):,.0f} times the longest bar"
+        shown.append(_text(_NAMES, _TOP - 19, far, "soft"))
     size = {"width": _WIDTH, "height": height, "viewBox": f"0 0 {_WIDTH} {height}"}
     background = element("rect", class_="paper", width=_WIDTH, height=height)
     style = Markup(f"<style>{_STYLE}</style>")
@@ -117,12 +124,11 @@ def _heading(bars: Sequence[Bar], title: str) -> Iterator[Markup]:
 
 def _axis(ticks: int, step: float, scale: float, height: int) -> Iterator[Markup]:
     bottom = height - _BOTTOM
+    unit, factor = ("GB", _GB) if ticks * step >= _GB else ("MB", 1e6)
     for tick in range(ticks + 1):
-        x = f"{_NAMES + tick * step * _GB * scale:.1f}"
+        x, number = f"{_NAMES + tick * step * scale:.1f}", f"{tick * step / factor:g}"
         yield element("line", class_="grid", x1=x, x2=x, y1=_TOP - 8, y2=bottom)
-        yield _text(
-            x, bottom + 18, f"{tick * step:g} GB" if tick == ticks else f"{tick * step:g}", "soft", anchor="middle"
-        )
+        yield _text(x, bottom + 18, f"{number} {unit}" if tick == ticks else number, "soft", anchor="middle")
 
 
 def _row(bar: Bar, top: float, scale: float, end: float) -> Iterator[Markup]:
@@ -165,9 +171,9 @@ def _text(x: float | str, y: float, text: str, style: str = "", anchor: str = "s
     return element("text", text, x=x if isinstance(x, str) else f"{x:.1f}", y=f"{y:.0f}", text_anchor=anchor, **more)
 
 
-def _step(gigabytes: float) -> float:
+def _step(length: float) -> float:
     """A round distance between the marks of an axis of this length: 1, 2 or 5 times a power of ten."""
-    rough = gigabytes / 6
+    rough = length / 6
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
