@@ -3,19 +3,20 @@
     python benchmarks/plan.py [--models bert,resnet,vit,segformer,gpt2] [--ranks 1,2] [--json FILE]
     python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
 
-Real are the bytes that torch's CPU allocator gave out and took back, as the profiler of torch sees it from before the
-model is made until the end of the second step of `engine.step.train_step`, in a new process for each rank. They share
-no code with the estimate. Of the second step:
+Real is the second step of `engine.step.train_step` in a new process for each rank. It shares no code with the estimate:
 
-states       bytes that live as the update begins, without the batch, and without gradients' averages over ranks
-activations  bytes that live at the end of the forward pass, without those of the beginning of the step. With FSDP,
-             without the gathered parameters outside of the blocks
-peak         most bytes that live at any time of the step
+states       bytes of the storages of all tensors as the update begins, without data and batch
+activations  bytes that malloc has given out at the end of the forward pass, less those at the beginning of the step.
+             With FSDP, without the gathered parameters outside of the blocks
+peak         bytes of storages at the beginning of the step, and the most that malloc gave out beyond, as seen after
+             each operation. What gloo's threads hold counts, too
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -28,12 +29,13 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from lockstep.config import RunConfig
 from lockstep.tasks.task import Task
 
-SAMPLES = {"bert": 4, "resnet": 4, "vit": 2, "segformer": 4, "gpt2": 2}  # of a micro-batch
+SAMPLES = {"bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
 BOUNDS = {"states": 0.01, "activations": 0.10, "peak": 0.15}
 
 
@@ -59,9 +61,9 @@ class Pretend(Task):
     def train_data(self) -> TensorDataset:
         draw = torch.Generator().manual_seed(0)
         if self.name in ("bert", "gpt2"):
-            tokens = torch.randint(0, 30000, (32, 128 if self.name == "bert" else 256), generator=draw)
+            tokens = torch.randint(0, 30000, (32, 128), generator=draw)
             return TensorDataset(tokens, torch.randint(0, 4, (32,), generator=draw))
-        side = 256 if self.name == "segformer" else 224
+        side = {"resnet": 160, "vit": 224, "segformer": 192}[self.name]
         images = torch.randn(16, 3, side, side, generator=draw)
         shape = (16, side // 4, side // 4) if self.name == "segformer" else (16,)
         return TensorDataset(images, torch.randint(0, 20, shape, generator=draw))
@@ -112,27 +114,100 @@ def measure(model: str, ranks: int, strategy: str, recompute: bool) -> dict[str,
     return max(found, key=lambda figures: figures["peak"])
 
 
+class Info(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+_mallinfo.restype = Info
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out in this process, by all threads."""
+    info = _mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+class Watch(TorchDispatchMode):
+    """Looks at the allocated bytes after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.highest = max(self.highest, allocated())
+        return result
+
+
+def storages() -> int:
+    """Bytes of the storages of all tensors that Python knows, and of their gradients."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    local = getattr(tensor, "_local_tensor", tensor)
+                    storage = local.untyped_storage()
+                    if not local.is_meta and storage.nbytes():
+                        found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
 def _rank(rank: int, ranks: int, port: int, model: str, strategy: str, recompute: bool, queue: object) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    from torch.profiler import ProfilerActivity, profile, record_function
-
     from lockstep import build
     from lockstep.distributed.world import join_world
     from lockstep.engine.step import train_step
 
     config, task = config_of(model, ranks, strategy, recompute), Pretend(model)
-    with join_world("cpu") as world, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with join_world("cpu") as world:
+        others = storages()
         prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
-        for number in range(2):
-            micro_batches, samples = _next(prepared)
-            with record_function(f"plan/step {number}"):
-                train_step(prepared.state, micro_batches, samples)
-        roots = root_bytes(prepared, ranks) if strategy == "fsdp" and ranks > 1 else 0
-        batch = sum(t.nbytes for t in micro_batches[0].collated)
-    figures = read(profiler, batch, roots)
-    queue.put(figures)
+        data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
+        micro_batches, samples = _next(prepared)
+        train_step(prepared.state, micro_batches, samples)
+        del micro_batches
+        micro_batches, samples = _next(prepared)
+        batch = sum(tensor.nbytes for tensor in micro_batches[0].collated)
+        root = root_bytes(prepared, ranks) if prepared.built.strategy.is_sharded else 0
+        figures, watch = {}, Watch()
+
+        def look(*_):
+            if "update" not in figures:
+                figures["update"] = storages() - others - data - batch
+
+        def end_of_forward(*_):
+            figures["forward"] = allocated()
+
+        prepared.state.optimizer.register_step_pre_hook(look)
+        prepared.built.strategy.unwrapped.register_forward_hook(end_of_forward)
+        figures["begin"] = storages() - others - data
+        if ranks > 1 and strategy == "ddp":  # buckets, which Python does not know while there are no gradients
+            figures["begin"] += sum(p.nbytes for p in prepared.built.model.parameters())
+        before = allocated()
+        with watch:
+            train_step(prepared.state, micro_batches, samples)
+    queue.put(
+        {
+            "states": figures["update"],
+            "activations": figures["forward"] - before - root,
+            "peak": figures["begin"] + watch.highest - before,
+            **{f"at_{name}": value for name, value in figures.items()},
+        }
+    )
 
 
 def _next(prepared):
@@ -149,42 +224,6 @@ def root_bytes(prepared, ranks: int) -> int:
         for name, p in prepared.built.model.named_parameters()
         if not name.startswith(blocks)
     )
-
-
-def read(profiler, batch: int, roots: int) -> dict[str, float]:
-    """The figures of the second step."""
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    ranges = {}
-    first_backward = None
-    for event in sorted((e for e in events if e.name() != "[memory]"), key=lambda e: e.start_ns()):
-        name = event.name()
-        if name.startswith("plan/step") or name.startswith("Optimizer.step#"):
-            ranges[name.split("#")[0]] = (event.start_ns(), event.start_ns() + event.duration_ns())
-        if name.startswith("autograd::engine::evaluate_function") and "plan/step 1" in ranges and first_backward is None:
-            first_backward = event.start_ns()
-    begin, end = ranges["plan/step 1"]
-    update = ranges["Optimizer.step"][0]
-    live = 0
-    at = {"begin": 0, "forward": 0, "update": 0, "peak": 0, "peak_of_passes": 0}
-    for when, change in changes:
-        live += change
-        if when <= begin:
-            at["begin"] = live
-        if when <= first_backward:
-            at["forward"] = live
-        if when <= update:
-            at["update"] = live
-        if begin <= when <= end:
-            at["peak"] = max(at["peak"], live)
-            if when <= update:
-                at["peak_of_passes"] = max(at["peak_of_passes"], live)
-    return {
-        "states": at["update"] - batch,
-        "activations": at["forward"] - at["begin"] - roots,
-        "peak": at["peak"],
-        **{f"at_{name}": value for name, value in at.items()},
-    }
 
 
 # ---- the estimate

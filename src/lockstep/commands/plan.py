@@ -160,6 +160,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
                 reserve=reserve,
                 failures_per_gpu_year=failures_per_gpu_year,
                 save_seconds=save_seconds,
+                may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
             )
             values = show.as_json(found)
             if rates.given:

@@ -30,11 +30,13 @@ def plan_of(
     reserve: float = 0.1,
     failures_per_gpu_year: float | None = None,
     save_seconds: float | None = None,
+    may_make_up: bool = True,
 ) -> Plan:
     """The plan of a training in a world.
 
     Args:
         precisions: None: fp32, and what the GPU has of bf16 and fp16; bf16, where the GPU is not known.
+        may_make_up: whether made-up samples may take the place of data that are not here.
 
     Raises:
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
@@ -50,7 +52,7 @@ def plan_of(
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
     config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
-    facts = facts_with_or_without_data(config, precisions=chosen)
+    facts = facts_with_or_without_data(config, precisions=chosen, may_make_up=may_make_up)
     return replace(search(facts, world, precisions=chosen, reserve=reserve), save_every_seconds=interval)
 
 
@@ -67,6 +69,7 @@ def facts_with_or_without_data(
     precisions: Sequence[PrecisionName] = ("fp32", "bf16"),
     device: Literal["cpu", "cuda"] = "cuda",
     recompute: tuple[bool, ...] = (False, True),
+    may_make_up: bool = True,
 ) -> ModelFacts:
     """The facts of the config's task: with its data, or with made-up samples where it has none here.
 
@@ -77,9 +80,11 @@ def facts_with_or_without_data(
         task = _task(config, config.data.train)
         return facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
     except (DataError, UsageError) as error:
+        if not may_make_up or not _concerns_data(config, error):
+            raise
         with tempfile.TemporaryDirectory() as folder:
             train = stand_in.write(config.task, Path(folder, "data"))
-            if train is None or not _concerns_data(config, error):
+            if train is None:
                 raise
             data = config.data.model_copy(update={"cache": None, "cache_size": None, "eval": None})
             made_up = config.model_copy(update={"data": data})

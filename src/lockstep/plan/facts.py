@@ -229,15 +229,15 @@ def _real(task: Task, config: RunConfig, *, gpu: bool) -> _Built:
 def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMode | None, *, gpu: bool) -> _Built:
     """The model as a training wraps it, by the functions of a training."""
     alone = _on_one_rank(config)
-    original = task.model
-    task.model = lambda: model  # type: ignore[method-assign]
+    vars(task)["model"] = lambda: model
+    vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
     try:
         with fake or contextlib.nullcontext():
             built = build.build_model(alone, task, _alone(), steps_per_epoch=1, step=_LAST)
             fuses = gpu and config.precision != "fp16"
             optimizer = build.make_optimizer(alone, built.model, built.blocks, fuses_adam=fuses)
     finally:
-        task.model = original  # type: ignore[method-assign]
+        del vars(task)["model"], vars(model)["to"]
     if gpu:  # torch chooses these kernels on a GPU where nothing else is asked for
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):

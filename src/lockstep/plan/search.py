@@ -73,9 +73,8 @@ def search(
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
     if fitting:
         recommended = min(fitting, key=_cost)
-        return Plan(
-            facts, world, options, recommended, _why(recommended, fitting, reserve), keys_of(recommended), reserve
-        )
+        why = _why(facts, recommended, fitting, reserve)
+        return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
     if unknown:
         recommended = min(unknown, key=lambda option: (_peak(option), _cost(option)))
         why = "its states need least memory; "
@@ -113,7 +112,7 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
 
 
 def _settings(facts: ModelFacts, world: World, precisions: tuple[PrecisionName, ...]) -> Iterator[Setting]:
-    for strategy, offload in _STRATEGIES:
+    for strategy, offload in _STRATEGIES[1:] if world.gpus > 1 else _STRATEGIES[:1]:
         for precision in precisions:
             for recompute in (False, True):
                 if recompute and not facts.blocks:
@@ -128,9 +127,9 @@ def _settings(facts: ModelFacts, world: World, precisions: tuple[PrecisionName, 
 
 def _not_applicable(facts: ModelFacts, world: World) -> Iterator[Option]:
     """The strategies that cannot apply, each with the reason."""
-    for strategy, offload in _STRATEGIES[1:4] if world.gpus > 1 else _STRATEGIES[:1]:
+    for strategy, _ in _STRATEGIES[1:4] if world.gpus > 1 else ():
         try:
-            estimate(facts, Setting(world, strategy, "fp32", 1, offload=offload))
+            estimate(facts, Setting(world, strategy, "fp32", 1))
         except UsageError as error:
             yield Option(strategy, None, False, None, reason=error.what)
     if not facts.blocks:
@@ -215,11 +214,10 @@ def _cost(option: Option) -> tuple[float, ...]:
     found = option.estimate
     assert found is not None
     setting = found.setting
-    narrow = 0 if setting.precision != "fp32" else 1
-    # A difference below 5 % is none.
-    seconds = 0.0 if found.step_seconds is None else round(math.log(max(found.step_seconds, 1e-9)) / 0.05)
-    if found.step_seconds is None:
-        return (float(setting.offload), narrow, float(_simplicity(setting)), float(setting.accumulate))
+    narrow = float(setting.precision != "fp32")  # changes the numbers
+    if found.step_seconds is None:  # GPUs compute faster in 16 bits
+        return (float(setting.offload), -narrow, float(_simplicity(setting)), float(setting.accumulate))
+    seconds = round(math.log(max(found.step_seconds, 1e-9)) / 0.05)  # a difference below 5 % is none
     # Offloading moves all states over the host in each step, and its time is not modelled.
     return (float(setting.offload), seconds, float(_simplicity(setting)), float(setting.accumulate), narrow)
 
@@ -229,7 +227,7 @@ def _peak(option: Option) -> int:
     return option.estimate.memory.peak_bytes
 
 
-def _why(best: Option, fitting: list[Option], reserve: float) -> str:
+def _why(facts: ModelFacts, best: Option, fitting: list[Option], reserve: float) -> str:
     found = best.estimate
     assert found is not None
     limit = found.setting.world.memory_bytes or 0
@@ -241,7 +239,8 @@ def _why(best: Option, fitting: list[Option], reserve: float) -> str:
         text += ", to 5 %; of these it is the simplest" if not simpler else ""
     elif not simpler:
         text += "; nothing simpler fits" if _simplicity(found.setting) else "; nothing is simpler"
-    return text
+    gpus = _gpus_needed(facts, found.setting, reserve) if found.setting.offload else None
+    return text + (f". Without offloading it fits on {gpus} GPUs" if gpus else "")
 
 
 def keys_of(option: Option) -> list[str]:
@@ -279,9 +278,6 @@ def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve:
         option = max(accumulating, key=lambda o: o.largest_micro_batch or 0)
         size = (option.largest_micro_batch or 1) * world.gpus
         return text + f"Change batch.global first: {option.name} fits with {size}, which needs no accumulation"
-    gpus = _gpus_needed(facts, least.estimate.setting, reserve)
-    if gpus is not None:
-        return text + f"Use more GPUs first: {least.name} fits on {gpus}"
     return text + "Use a smaller model, or GPUs with more memory"
 
 

@@ -11,10 +11,8 @@ from lockstep.plan.search import Option, Plan, gigabytes
 if TYPE_CHECKING:
     from lockstep.plan.estimate import Estimate
 
-_PARTS = ("parameters", "gradients", "optimizer", "averages", "activations", "communication", "batch")
 
-
-def text(plan: Plan, width: int = 150) -> str:
+def text(plan: Plan, width: int = 140) -> str:
     """The plan for people."""
     from rich.console import Console
 
@@ -43,7 +41,7 @@ def text(plan: Plan, width: int = 150) -> str:
 def _header(plan: Plan) -> list[str]:
     facts, world = plan.facts, plan.world
     memory = "unknown memory" if world.memory_bytes is None else gigabytes(world.memory_bytes)
-    where = f"{world.gpus} GPUs" if world.gpus > 1 else "1 GPU"
+    where = _count(world.gpus)
     where += f" on {world.nodes} nodes" if world.nodes > 1 else ""
     flops = "unknown" if facts.flops_per_sample is None else f"{facts.flops_per_sample:.4g}"
     samples = "" if facts.samples is None else f", {facts.samples} samples in an epoch"
@@ -54,51 +52,51 @@ def _header(plan: Plan) -> list[str]:
     ]
 
 
+def _count(gpus: int) -> str:
+    return f"{gpus} GPUs" if gpus > 1 else "1 GPU"
+
+
 def _table(plan: Plan) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, title="GB of one GPU at the peak, by part", title_justify="left", pad_edge=False)
-    table.add_column("option")
-    for name in ("micro", "accum.", *(_SHORT.get(part, part) for part in _PARTS), "peak", "fits", "max micro"):
-        table.add_column(name, justify="right")
-    for name in ("sent/step", "compute", "comm.", "step"):
-        table.add_column(name, justify="right")
+    found_all = [option.estimate for option in plan.options if option.estimate is not None]
+    unit, factor = ("GB", 1e9) if any(found.memory.peak_bytes >= 1e9 for found in found_all) else ("MB", 1e6)
+    timed = any(found.step_seconds is not None for found in found_all)
+    title = f"{unit} of one GPU at the peak. micro: samples of a pass; max: the largest micro-batch that fits"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("option", no_wrap=True)
+    times = ("compute", "send", "step, s") if timed else ()
+    for name in ("micro", "accum.", "states", "activ.", "gathered", "peak", "fits", "max", f"sent, {unit}", *times):
+        table.add_column(name, justify="right", no_wrap=True)
     for option in plan.options:
         found = option.estimate
         if found is None:
             continue
-        at_peak = found.memory.at_peak
-        known = found.memory.activations_bytes is not None
-        parts = [_gb(at_peak.get(part, 0)) if part != "activations" or known else "?" for part in _PARTS]
+        at_peak, known = found.memory.at_peak, found.memory.activations_bytes is not None
+        states = sum(at_peak.get(part, 0) for part in _STATES)
+        seconds = (found.compute_seconds, found.communication.seconds, found.step_seconds) if timed else ()
         table.add_row(
-            f"{option.name}{' *' if option is plan.recommended else ''}",
+            f"{'*' if option is plan.recommended else ' '} {option.name}",
             str(found.setting.micro_batch),
             str(found.setting.accumulate),
-            *parts,
-            f"{'' if known else '>'}{_gb(found.memory.peak_bytes)}",
+            _number(states / factor),
+            _number((at_peak["activations"] + at_peak["batch"]) / factor) if known else "?",
+            _number(at_peak["communication"] / factor),
+            f"{'' if known else '>'}{_number(found.memory.peak_bytes / factor)}",
             {True: "yes", False: "no", None: "?"}[option.fits],
             "" if option.largest_micro_batch is None else str(option.largest_micro_batch),
-            gigabytes(found.communication.total_bytes),
-            _time(found.compute_seconds),
-            _time(found.communication.seconds),
-            _time(found.step_seconds),
+            _number(found.communication.total_bytes / factor),
+            *("?" if value is None else f"{value:.3g}" for value in seconds),
         )
     return table
 
 
-_SHORT = {
-    "parameters": "param.",
-    "gradients": "grad.",
-    "optimizer": "optim.",
-    "averages": "EMA",
-    "activations": "activ.",
-    "communication": "comm.",
-}
+_STATES = ("parameters", "gradients", "optimizer", "averages")
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f}" if count >= 5e6 or not count else f"{count / 1e9:.4f}"
+def _number(value: float) -> str:
+    return "0" if not value else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def _time(seconds: float | None) -> str:
@@ -116,7 +114,7 @@ def _details(plan: Plan, option: Option) -> list[str]:
     assert found is not None
     lines = [
         f"batch: {found.effective_batch} samples = micro-batches of {found.setting.micro_batch} x "
-        f"{found.setting.accumulate} on {plan.world.gpus} GPUs; learning rate {found.learning_rate:.4g} "
+        f"{found.setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
         f"(lr_scaling {plan.facts.lr_scaling})"
     ]
     if found.steps_per_epoch is not None:
@@ -124,6 +122,8 @@ def _details(plan: Plan, option: Option) -> list[str]:
         lines.append(f"epoch: {found.samples_per_epoch} samples, {found.steps_per_epoch} steps{epoch}")
     if found.training_seconds is not None:
         lines.append(f"training: {_time(found.training_seconds)} at {plan.world.utilisation:.0%} of the GPU's peak")
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.memory.at_peak.items() if size)
+    lines.append(f"at the peak, in the {found.memory.peak_is_in} pass: {parts}".replace("update pass", "update"))
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     if found.memory.host_bytes:

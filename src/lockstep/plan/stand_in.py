@@ -107,13 +107,14 @@ def _volume_risk(task: Mapping[str, Any], folder: Path) -> Path:
     draw, slices = np.random.default_rng(0), int(task.get("max_slices") or 32)
     side = int(task.get("image_size") or 448)
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(folder / "volume.npy", draw.integers(-1000, 400, (slices, side, side), dtype=np.int16))
     path = folder / "labels.csv"
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["path", "patient", "death_1y", "death_3y", "death_5y"])
         for number in range(_COUNT):
-            writer.writerow(["volume.npy", f"patient{number}", number % 2, number % 2, 1])
+            volume = draw.integers(-1000, 400, (slices, side, side), dtype=np.int16)
+            np.save(folder / f"volume{number}.npy", volume)
+            writer.writerow([f"volume{number}.npy", f"patient{number}", number % 2, number % 2, 1])
     return path
 
 
