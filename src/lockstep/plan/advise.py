@@ -123,8 +123,9 @@ def _notes(figures: Figures) -> list[str]:
     notes = []
     if figures.entries < 4:
         entries = "1 entry" if figures.entries == 1 else f"{figures.entries} entries"
+        fewer = max(1, figures.number("log.every_steps", 50) // 5)
         notes.append(
-            f"the log has only {entries}: the figures may be those of the start. log.every_steps=10 gives more"
+            f"the log has only {entries}: the figures may be those of the start. log.every_steps={fewer} gives more"
         )
     if figures.late("time/forward_share") is None:
         notes.append(
