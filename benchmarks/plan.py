@@ -95,23 +95,25 @@ def config_of(model: str, ranks: int, strategy: str, recompute: bool) -> RunConf
 # ---- the real training
 
 
-def measure(model: str, ranks: int, strategy: str, recompute: bool) -> dict[str, float]:
-    """The figures of the rank with the largest peak."""
+def measure(model: str, ranks: int) -> list[dict[str, float]]:
+    """The figures of each case, of the rank with the largest peak."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [
-        context.Process(target=_rank, args=(rank, ranks, port, model, strategy, recompute, queue))
-        for rank in range(ranks)
-    ]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, model, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=500) for _ in processes]
+    found = [queue.get(timeout=1400) for _ in processes]
     for process in processes:
         process.join()
-    return max(found, key=lambda figures: figures["peak"])
+    return [max(of_case, key=lambda figures: figures["peak"]) for of_case in zip(*found, strict=True)]
+
+
+def cases(ranks: int) -> list[tuple[str, bool]]:
+    """Strategies, each without and with recomputation."""
+    return [(name, again) for name in (("single",) if ranks == 1 else ("ddp", "fsdp")) for again in (False, True)]
 
 
 class Info(ctypes.Structure):
@@ -164,50 +166,52 @@ def storages() -> int:
     return sum(found.values())
 
 
-def _rank(rank: int, ranks: int, port: int, model: str, strategy: str, recompute: bool, queue: object) -> None:
+def _rank(rank: int, ranks: int, port: int, model: str, queue: object) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    from lockstep import build
     from lockstep.distributed.world import join_world
+
+    with join_world("cpu") as world:
+        queue.put([_figures(world, model, strategy, recompute) for strategy, recompute in cases(ranks)])
+
+
+def _figures(world: object, model: str, strategy: str, recompute: bool) -> dict[str, float]:
+    from lockstep import build
     from lockstep.engine.step import train_step
 
-    config, task = config_of(model, ranks, strategy, recompute), Pretend(model)
-    with join_world("cpu") as world:
-        others = storages()
-        prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
-        data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
-        micro_batches, samples = _next(prepared)
+    config, task = config_of(model, world.size, strategy, recompute), Pretend(model)
+    others = storages()
+    prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
+    data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
+    micro_batches, samples = _next(prepared)
+    train_step(prepared.state, micro_batches, samples)
+    del micro_batches
+    micro_batches, samples = _next(prepared)
+    batch = sum(tensor.nbytes for tensor in micro_batches[0].collated)
+    root = root_bytes(prepared, world.size) if prepared.built.strategy.is_sharded else 0
+    figures, watch = {}, Watch()
+
+    def look(*_):
+        figures["update"] = storages() - others - data - batch
+
+    def end_of_forward(*_):
+        figures["forward"] = allocated()
+
+    prepared.state.optimizer.register_step_pre_hook(look)
+    prepared.built.strategy.unwrapped.register_forward_hook(end_of_forward)
+    figures["begin"] = storages() - others - data
+    before = allocated()
+    with watch:
         train_step(prepared.state, micro_batches, samples)
-        del micro_batches
-        micro_batches, samples = _next(prepared)
-        batch = sum(tensor.nbytes for tensor in micro_batches[0].collated)
-        root = root_bytes(prepared, ranks) if prepared.built.strategy.is_sharded else 0
-        figures, watch = {}, Watch()
-
-        def look(*_):
-            if "update" not in figures:
-                figures["update"] = storages() - others - data - batch
-
-        def end_of_forward(*_):
-            figures["forward"] = allocated()
-
-        prepared.state.optimizer.register_step_pre_hook(look)
-        prepared.built.strategy.unwrapped.register_forward_hook(end_of_forward)
-        figures["begin"] = storages() - others - data
-        if ranks > 1 and strategy == "ddp":  # buckets, which Python does not know while there are no gradients
-            figures["begin"] += sum(p.nbytes for p in prepared.built.model.parameters())
-        before = allocated()
-        with watch:
-            train_step(prepared.state, micro_batches, samples)
-    queue.put(
-        {
-            "states": figures["update"],
-            "activations": figures["forward"] - before - root,
-            "peak": figures["begin"] + watch.highest - before,
-            **{f"at_{name}": value for name, value in figures.items()},
-        }
-    )
+    if strategy == "ddp":
+        figures["begin"] = figures["update"] + batch  # the buckets exist all the time, and are the gradients
+    return {
+        "states": figures["update"],
+        "activations": figures["forward"] - before - root,
+        "peak": figures["begin"] + watch.highest - before,
+        **{f"at_{name}": value for name, value in figures.items()},
+    }
 
 
 def _next(prepared):
@@ -249,14 +253,12 @@ def compare(models: list[str], ranks: list[int]) -> list[dict[str, object]]:
         facts = facts_of(Pretend(model), config_of(model, 1, "single", False), device="cpu", precisions=("fp32",))
         print(f"{model}: traced in {time.time() - begun:.1f} s", file=sys.stderr, flush=True)
         for count in ranks:
-            for strategy in ("single",) if count == 1 else ("ddp", "fsdp"):
-                for recompute in (False, True):
-                    plan = estimated(model, count, strategy, recompute, facts)
-                    real = measure(model, count, strategy, recompute)
-                    row = {"model": model, "ranks": count, "strategy": strategy, "recompute": recompute}
-                    row |= {"plan": plan, "real": real, "off": {n: plan[n] / real[n] - 1 for n in BOUNDS}}
-                    rows.append(row)
-                    print(line(row), flush=True)
+            for (strategy, recompute), real in zip(cases(count), measure(model, count), strict=True):
+                plan = estimated(model, count, strategy, recompute, facts)
+                row = {"model": model, "ranks": count, "strategy": strategy, "recompute": recompute}
+                row |= {"plan": plan, "real": real, "off": {n: plan[n] / real[n] - 1 for n in BOUNDS}}
+                rows.append(row)
+                print(line(row), flush=True)
     return rows
 
 

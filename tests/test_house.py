@@ -65,8 +65,10 @@ ALLOWED = {
         "report",
     },
     "plan": {"errors", "devices", "engine.schedule", "markup", "report", "tasks.registry", "plan", "plan.facts"},
+    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "plan.trace", "plan.update", "tasks"},
     "plan.measure": {"build", "data", "devices", "distributed", "engine", "plan", "trainer"},
-    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "tasks"},
+    "plan.trace": {"data", "engine"},
+    "plan.update": {"plan.trace"},
     "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges

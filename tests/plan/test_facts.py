@@ -196,7 +196,7 @@ class Transformers(Task):
             return hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=3, **sizes))
         if self.kind == "segformer":
             sizes = {"hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16}
-            return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=3, **sizes))
+            return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=3, **sizes, **eager))
         return hf.GPT2LMHeadModel(
             hf.GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, use_cache=False, **eager)
         )

@@ -61,10 +61,15 @@ def _segmentation(task: Mapping[str, Any], folder: Path) -> Path:
     from PIL import Image
 
     draw, side = np.random.default_rng(0), _side(task)
+    named = task.get("classes")
+    classes = len(named) if isinstance(named, list | dict) else 2 if named else _CLASSES
     (folder / "masks").mkdir(parents=True)
+    if not named:
+        names = ", ".join(f"class{number}" for number in range(classes))
+        (folder / "classes.yaml").write_text(f"[{names}]\n")
     for number in range(_COUNT):
         _picture(folder / "images" / f"{number}.png", side, draw, int(task.get("channels", 3)))
-        mask = draw.integers(0, _CLASSES, (side, side), dtype=np.uint8)
+        mask = draw.integers(0, classes, (side, side), dtype=np.uint8)
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
     return folder
 
