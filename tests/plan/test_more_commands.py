@@ -40,6 +40,8 @@ def test_advice(call, tmp_path):
         (["digits", "--gpu", "H100", "--chart", "plan.png"], "is no name of an SVG file"),
         (["digits", "--gpu", "H100", "--watts", "0"], "is not above 0"),
         (["digits", "--measure", "--nproc", "none"], "--nproc"),
+        (["digits", "--measure", "--gpu", "H100"], "measures on this machine"),
+        (["digits", "--gpu", "H100", "--nproc", "2"], "has no meaning without --measure"),
     ],
 )
 def test_wrong_usage(call, arguments, said):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, get_args
@@ -88,7 +88,9 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
             bool,
             typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
         ] = False,
-        nproc: Annotated[str, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto.")] = "1",
+        nproc: Annotated[
+            str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+        ] = None,
         advise: Annotated[
             Path | None,
             typer.Option(
@@ -117,14 +119,10 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
                     )
                 _advise(advise, json_file)
                 return
-            if target is None:
-                raise UsageError(
-                    "says neither what would be trained nor which run to look at",
-                    where="lockstep plan",
-                    remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
-                )
-            if chart is not None and chart.suffix != ".svg":
-                raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
+            elsewhere = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--chart": chart, "--watts": watts}
+            elsewhere["--price-per-gpu-hour"] = price
+            given = [option for option, value in elsewhere.items() if value is not None]
+            target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=given)
             from lockstep import config_file
             from lockstep.plan import money, world_options
             from lockstep.plan.setting import PrecisionName
@@ -133,7 +131,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
             if measure:
                 passed_on = [target, *(overrides or []), "--utilisation", str(utilisation)]
                 passed_on += [*(["--json", json_file] if json_file else []), *(["--debug"] if debug else [])]
-                measurement.run(config, nproc, passed_on, utilisation=utilisation, json_file=json_file)
+                measurement.run(config, nproc or "1", passed_on, utilisation=utilisation, json_file=json_file)
                 return
             rates = money.Rates(watts, price)
             world = world_options.world(
@@ -181,6 +179,34 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
             if json_file is not None:
                 _write(Path(json_file), written)
                 print(f"written: {json_file}")
+
+
+def _checked(
+    target: str | None, *, measure: bool, nproc: str | None, chart: Path | None, of_plan: Sequence[str]
+) -> str:
+    """The target, if the options go together.
+
+    Args:
+        of_plan: options that were given, and that belong to a plan.
+
+    Raises:
+        UsageError: they do not go together, or there is no target.
+    """
+    if target is None:
+        raise UsageError(
+            "says neither what would be trained nor which run to look at",
+            where="lockstep plan",
+            remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
+        )
+    if measure and of_plan:
+        what, remedy = "measures on this machine", "leave this option out, or leave --measure out"
+        raise UsageError(what, where=f"--measure with {of_plan[0]}", remedy=remedy)
+    if nproc is not None and not measure:
+        remedy = "give --gpus for a plan, or add --measure"
+        raise UsageError("has no meaning without --measure", where="--nproc", remedy=remedy)
+    if chart is not None and chart.suffix != ".svg":
+        raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
+    return target
 
 
 def _advise(folder: Path, json_file: str | None) -> None:
