@@ -82,7 +82,7 @@ def test_offloading_is_the_last_that_is_recommended_and_more_gpus_are_named():
 
 def test_strategies_that_cannot_apply_are_told():
     plan = search(FACTS, world())
-    assert "there is one node" in option(plan, "hybrid").reason
+    assert "there is one group" in option(plan, "hybrid").reason
     assert option(search(written_facts(FACTS.parameters, blocks=0), world(1)), "recompute").estimate is None
     assert {each.name for each in search(FACTS, world(1)).options} == {
         "single, fp32",
@@ -119,3 +119,12 @@ def test_the_interval_of_saving_is_the_best_one():
 
     best = min(range(60, 3600), key=cost)
     assert save_interval(save, YEAR_SECONDS / between, 1) == pytest.approx(best, rel=0.01)
+
+
+def test_the_configs_own_choices_count():
+    wide, narrow = (search(FACTS, world(), details={"param_dtype": dtype}) for dtype in (None, "bf16"))
+    gathered = [option(plan, "fsdp, bf16").estimate.communication.sent_bytes["all_gather"] for plan in (wide, narrow)]
+    assert gathered[0] == 2 * gathered[1]
+    halves = search(FACTS, world(), details={"shard_ranks": 4})
+    assert option(halves, "hybrid, fp32").estimate.setting.replicas == 2
+    assert option(halves, "fsdp, fp32").estimate.setting.shards == 8

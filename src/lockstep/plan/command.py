@@ -53,7 +53,13 @@ def plan_of(
     config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
     facts = facts_with_or_without_data(config, precisions=chosen, may_make_up=may_make_up)
-    return replace(search(facts, world, precisions=chosen, reserve=reserve), save_every_seconds=interval)
+    parallel = config.parallel
+    details = {
+        name: getattr(parallel, name)
+        for name in ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
+    }
+    found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
+    return replace(found, save_every_seconds=interval)
 
 
 def _precisions(world: World) -> tuple[PrecisionName, ...]:

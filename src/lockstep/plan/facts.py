@@ -104,7 +104,7 @@ def facts_of(
             else:
                 notes.append("activations are not known")
     passes = {key: _pass_facts(*pair, sizes) for key, pair in traced.items()}
-    plain = next((pair[1] for (_, again), pair in traced.items() if not again), None)
+    plain = next((pair[1] for pair in traced.values()), None)
     of_block = {id(p): i for i, block in enumerate(built.blocks.values()) for p in block.parameters()}
     return ModelFacts(
         name=config.name,

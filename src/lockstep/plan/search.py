@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.plan.estimate import Estimate, estimate
@@ -60,14 +61,20 @@ class Plan:
 
 
 def search(
-    facts: ModelFacts, world: World, *, precisions: tuple[PrecisionName, ...] = ("fp32", "bf16"), reserve: float = 0.1
+    facts: ModelFacts,
+    world: World,
+    *,
+    precisions: tuple[PrecisionName, ...] = ("fp32", "bf16"),
+    reserve: float = 0.1,
+    details: Mapping[str, Any] | None = None,
 ) -> Plan:
     """All options in this world, each with the largest micro-batch that fits, and a recommendation.
 
     Args:
+        details: further fields of all settings, such as `param_dtype`, as the config has them.
         reserve: share of the memory that stays free, for the driver, the libraries' own buffers and fragments.
     """
-    options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions)]
+    options = [_option(facts, setting, reserve) for setting in _settings(facts, world, precisions, details or {})]
     options += list(_not_applicable(facts, world))
     fitting = [option for option in options if option.fits]
     unknown = [option for option in options if option.fits is None and option.estimate is not None]
@@ -77,7 +84,7 @@ def search(
         return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
     if unknown:
         recommended = min(unknown, key=lambda option: (_peak(option), _cost(option)))
-        why = "its states need least memory; "
+        why = f"{recommended.name} needs least memory for its states; "
         why += "activations are not known" if world.memory_bytes else "the memory of a GPU is not known"
         return Plan(facts, world, options, recommended, why, keys_of(recommended), reserve)
     return Plan(facts, world, options, None, _what_first(facts, options, world, reserve), [], reserve)
@@ -111,14 +118,16 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
 # ---- the options
 
 
-def _settings(facts: ModelFacts, world: World, precisions: tuple[PrecisionName, ...]) -> Iterator[Setting]:
+def _settings(
+    facts: ModelFacts, world: World, precisions: tuple[PrecisionName, ...], details: Mapping[str, Any]
+) -> Iterator[Setting]:
     for strategy, offload in _STRATEGIES[1:] if world.gpus > 1 else _STRATEGIES[:1]:
         for precision in precisions:
             for recompute in (False, True):
                 if recompute and not facts.blocks:
                     continue
                 try:
-                    setting = Setting(world, strategy, precision, 1, offload=offload, recompute=recompute)
+                    setting = Setting(world, strategy, precision, 1, offload=offload, recompute=recompute, **details)
                     estimate(facts, setting)
                 except UsageError:
                     continue
@@ -157,11 +166,11 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     if setting.world.memory_bytes is None or not facts.is_traced:
         found = estimate(facts, at_micro_batch(facts, setting, per_gpu))
         return Option(setting.name, found, found.fits(reserve), None, _shortage(found, reserve))
-    largest = _largest(1, _LARGEST, lambda n: bool(fits(replace(setting, micro_batch=n))))
+    largest = _largest(1, _LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
     if largest >= per_gpu:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, per_gpu)), True, largest)
     # With accumulation, more may live: gradients are kept between micro-batches.
-    smaller = _largest(1, max(1, per_gpu - 1), lambda n: bool(fits(at_micro_batch(facts, setting, n))))
+    smaller = _largest(1, max(1, per_gpu - 1), lambda n: fits(at_micro_batch(facts, setting, n)))
     if smaller:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, smaller)), True, largest or None)
     found = estimate(facts, at_micro_batch(facts, setting, 1))
@@ -172,9 +181,8 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     return Option(setting.name, found, False, largest or None, reason)
 
 
-def _largest(low: int, high: int, fits: object) -> int:
+def _largest(low: int, high: int, fits: Callable[[int], bool | None]) -> int:
     """The largest number from `low` to `high` that fits, where smaller numbers fit too; 0 if none does."""
-    assert callable(fits)
     if not fits(low):
         return 0
     if fits(high):

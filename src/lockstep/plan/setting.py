@@ -73,7 +73,7 @@ class Setting:
     recompute: bool = False
     """The activations of blocks are computed again in the backward pass."""
     shard_ranks: int | None = None
-    """fsdp: ranks that share one copy. None: all ranks for fsdp, the GPUs of a node for hybrid."""
+    """hybrid: ranks that share one copy. None: the GPUs of a node. fsdp shares one copy among all ranks."""
     param_dtype: PrecisionName | None = None
     """fsdp: number format in which parameters are gathered. None: that in which they are stored."""
     reduce_dtype: PrecisionName | None = None
@@ -94,7 +94,7 @@ class Setting:
             raise UsageError("one GPU has nothing to shard", where=f"strategy {self.strategy}", remedy="use single")
         if self.strategy == "hybrid" and self.world.gpus <= self.shards:
             raise UsageError(
-                "there is one node, and hybrid repeats the shards on several",
+                "there is one group of ranks, such as one node, and hybrid repeats the shards on several",
                 where="strategy hybrid",
                 remedy="use fsdp, or give --gpus-per-node",
             )
@@ -119,7 +119,9 @@ class Setting:
         """Ranks that together hold one copy of the parameters."""
         if not self.is_sharded:
             return 1
-        return self.shard_ranks or (self.world.gpus_per_node if self.strategy == "hybrid" else self.world.gpus)
+        if self.strategy == "fsdp":
+            return self.world.gpus
+        return self.shard_ranks or self.world.gpus_per_node
 
     @property
     def replicas(self) -> int:

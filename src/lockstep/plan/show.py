@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lockstep.plan.estimate import Estimate
 
 
-def text(plan: Plan, width: int = 140) -> str:
+def text(plan: Plan, width: int = 125) -> str:
     """The plan for people."""
     from rich.console import Console
 
@@ -25,7 +25,7 @@ def text(plan: Plan, width: int = 140) -> str:
             console.print(f"{option.name}: {option.reason}")
     console.print()
     if plan.recommended is not None:
-        console.print(f"Recommended: {plan.recommended.name}. {plan.reason}.")
+        console.print(f"Recommended: {plan.reason}.")
         console.print(f"  keys: {' '.join(plan.keys)}")
         for line in _details(plan, plan.recommended):
             console.print(f"  {line}")
@@ -66,7 +66,7 @@ def _table(plan: Plan) -> Any:
     title = f"{unit} of one GPU at the peak. micro: samples of a pass; max: the largest micro-batch that fits"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     table.add_column("option", no_wrap=True)
-    times = ("compute", "send", "step, s") if timed else ()
+    times = ("step, s",) if timed else ()
     for name in ("micro", "accum.", "states", "activ.", "gathered", "peak", "fits", "max", f"sent, {unit}", *times):
         table.add_column(name, justify="right", no_wrap=True)
     for option in plan.options:
@@ -75,7 +75,7 @@ def _table(plan: Plan) -> Any:
             continue
         at_peak, known = found.memory.at_peak, found.memory.activations_bytes is not None
         states = sum(at_peak.get(part, 0) for part in _STATES)
-        seconds = (found.compute_seconds, found.communication.seconds, found.step_seconds) if timed else ()
+        seconds = (found.step_seconds,) if timed else ()
         table.add_row(
             f"{'*' if option is plan.recommended else ' '} {option.name}",
             str(found.setting.micro_batch),
@@ -124,6 +124,11 @@ def _details(plan: Plan, option: Option) -> list[str]:
         lines.append(f"training: {_time(found.training_seconds)} at {plan.world.utilisation:.0%} of the GPU's peak")
     parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.memory.at_peak.items() if size)
     lines.append(f"at the peak, in the {found.memory.peak_is_in} pass: {parts}".replace("update pass", "update"))
+    if found.step_seconds is not None:
+        computing, sending = _time(found.compute_seconds), _time(found.communication.seconds)
+        lines.append(
+            f"step: {_time(found.step_seconds)}, the longer of computing ({computing}) and sending ({sending})"
+        )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     if found.memory.host_bytes:

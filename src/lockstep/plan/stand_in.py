@@ -76,7 +76,8 @@ def _segmentation(task: Mapping[str, Any], folder: Path) -> Path:
 
 def _detection(task: Mapping[str, Any], folder: Path) -> Path:
     draw, side = np.random.default_rng(0), _side(task)
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for number in range(_COUNT):
         _picture(folder / "images" / "train" / f"{number}.png", side, draw, int(task.get("channels", 3)))
         images.append({"id": number, "file_name": f"{number}.png", "height": side, "width": side})

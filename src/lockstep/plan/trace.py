@@ -212,6 +212,7 @@ def trace_pass(
     blocks: Sequence[nn.Module],
     autocast: Callable[[], contextlib.AbstractContextManager[object]],
     as_on_gpu: bool,
+    counts: bool = True,
 ) -> TracedPass:
     """Run a forward and a backward pass as a training step does, and count.
 
@@ -221,6 +222,7 @@ def trace_pass(
         blocks: the repeated blocks.
         autocast: the context of the forward pass.
         as_on_gpu: choose operators as a GPU would.
+        counts: whether to count floating-point operations, too, which takes time. Otherwise they are 0.
 
     Raises:
         Untraceable: an operation needs values, and tensors have none; or the pass failed.
@@ -245,7 +247,12 @@ def trace_pass(
                 hooks.callback(parameter.register_post_accumulate_grad_hook(mark).remove)
         hooks.enter_context(stack.watched())
         try:
-            with _as_on_gpu() if as_on_gpu else contextlib.nullcontext(), counted, live:
+            with contextlib.ExitStack() as modes:
+                if as_on_gpu:
+                    modes.enter_context(_as_on_gpu())
+                if counts:
+                    modes.enter_context(counted)
+                modes.enter_context(live)
                 with autocast():
                     losses = forward(batch)
                 forward_flops = counted.total
