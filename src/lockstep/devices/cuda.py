@@ -28,6 +28,9 @@ class Cuda(Accelerator):
     def identity(self) -> str:
         return str(self.module.get_device_properties(self.device).uuid)
 
+    def memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
     def why_no_bf16(self) -> tuple[str, str] | None:
         if torch.version.hip is not None:
             return None
