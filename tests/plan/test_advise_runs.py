@@ -46,10 +46,19 @@ class SlowLoadingOfARank(own_tasks.Plain):
         return sample
 
 
+class SlowEvaluation(own_tasks.Plain):
+    """Evaluations take longer than the training."""
+
+    def loss(self, model, batch):
+        time.sleep(0 if model.training else 4 * _LONG_S)
+        return super().loss(model, batch)
+
+
 def train(kind, folder, **sections):
     """A training of 12 steps, which logs every second."""
-    settings = runs.config(train={"steps": 12}, log={"every_steps": 2}, **sections)
-    Trainer(settings, run_dir=folder, quiet=True).fit(globals()[kind]())
+    settings = runs.config(**{"train": {"steps": 12}, "log": {"every_steps": 2}} | sections)
+    evaluated = {"eval_length": 8} if "train" in sections else {}
+    Trainer(settings, run_dir=folder, quiet=True).fit(globals()[kind](**evaluated))
 
 
 def advice(folder):
@@ -69,6 +78,13 @@ def test_a_checkpoint_after_every_step(tmp_path):
     found = advice(tmp_path)["saving"]
     assert found.changes[:2] == ("checkpoint.mode=async", "checkpoint.every_steps=0")
     assert "about 12 saves" in found.source
+
+
+def test_evaluations_that_sleep(tmp_path):
+    train("SlowEvaluation", tmp_path, train={"steps": 12, "eval_every_steps": 2})
+    found = advice(tmp_path)["evaluating"]
+    assert found.source.startswith("time/evaluation_s: 6 evaluations")
+    assert found.changes[0].startswith("train.eval_every_steps=")
 
 
 def test_a_run_that_is_well(tmp_path):
