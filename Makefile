@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 OVER := .venv/trackers
 
-.PHONY: demo test test-all test-gpu test-trackers check bench clean
+.PHONY: demo test test-all test-gpu test-trackers check docs bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -36,6 +36,15 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation as a site, in build/site. A broken link is an error. Material for MkDocs gets repairs
+# until May 2027; its successor Zensical reads the same mkdocs.yml.
+docs: $(READY)
+	@$(BIN)/python -c 'import material, pymdownx' 2>/dev/null || \
+	    $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	mkdir -p build/site-pages
+	for part in README.md docs benchmarks examples src; do ln -sfn ../../$$part build/site-pages/$$part; done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py

@@ -53,7 +53,22 @@ ALLOWED = {
     "config_layers": {"errors", "config", "config_section", "tasks.registry"},
     "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
     "config_text": {"config", "config_file", "config_layers", "config_preset", "config_section", "tasks.registry"},
-    "commands": {"errors", "config_text", "report"},
+    "commands": {
+        "errors",
+        "config_file",
+        "config_text",
+        "distributed.launch",
+        "local_ranks",
+        "plan",
+        "plan.facts",
+        "plan.measure",
+        "report",
+    },
+    "plan": {"errors", "devices", "engine.schedule", "markup", "report", "tasks.registry", "plan", "plan.facts"},
+    "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "plan.trace", "plan.update", "tasks"},
+    "plan.measure": {"build", "data", "devices", "distributed", "engine", "plan", "trainer"},
+    "plan.trace": {"data", "engine"},
+    "plan.update": {"plan.trace"},
     "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
@@ -208,6 +223,7 @@ def test_only_the_composition_root_and_the_command_line_know_the_config():
         "build",
         "resume",
         "cli",
+        "commands.plan",
     }
 
 
@@ -231,7 +247,7 @@ def test_only_distributed_knows_torch_distributed():
         "import lockstep.images.options",
         "import lockstep.tasks.classification.options",
         "import lockstep.data.order",
-        "import lockstep.report.run_page, lockstep.report.comparison",
+        "import lockstep.report.run_page, lockstep.report.comparison, lockstep.plan.advise",
     ],
 )
 def test_light_imports_do_not_load_torch(code):

@@ -364,10 +364,8 @@ def make_optimizer(
     """
     optim = config.optim
     fused = bool(optim.fused if optim.fused is not None else optim.args.get("fused"))
-    if sharded and (optim.name in _NEED_WHOLE_MATRICES or (fused and optim.name in _NO_SHARDED_KERNEL)):
-        remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
-        what = f"{'fused ' if optim.name in _NO_SHARDED_KERNEL else ''}{optim.name} cannot train sharded parameters"
-        raise UsageError(what, where="optim.name", remedy=remedy)
+    if sharded:
+        check_shardable(optim.name, fused=fused)
     scale = scaled_lr(
         1.0, optim.lr_scaling, global_batch=config.batch.global_ or 1, reference_batch=optim.reference_batch
     )
@@ -387,6 +385,18 @@ def make_optimizer(
         layer_decay=optim.layer_decay,
         blocks=blocks,
     )
+
+
+def check_shardable(optimizer: str, *, fused: bool) -> None:
+    """Check that an optimizer can train shards.
+
+    Raises:
+        UsageError: it needs whole matrices, or torch has no kernel for shards.
+    """
+    if optimizer in _NEED_WHOLE_MATRICES or (fused and optimizer in _NO_SHARDED_KERNEL):
+        remedy = "use AdamW, SGD or another optimizer that updates each element by itself, or parallel.strategy=ddp"
+        what = f"{'fused ' if optimizer in _NO_SHARDED_KERNEL else ''}{optimizer} cannot train sharded parameters"
+        raise UsageError(what, where="optim.name", remedy=remedy)
 
 
 # ---- the data

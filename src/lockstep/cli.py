@@ -18,6 +18,7 @@ import typer
 from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
+from lockstep.commands import plan as plan_commands
 from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
@@ -532,6 +533,7 @@ def _reporting(debug: bool) -> Iterator[None]:
 config_commands.add_to(app, reporting=_reporting)
 report_commands.add_to(app, reporting=_reporting)
 init_commands.add_to(app, reporting=_reporting)
+plan_commands.add_to(app, reporting=_reporting)
 
 
 def main() -> Any:

@@ -338,6 +338,7 @@ def _environment(world: World) -> dict[str, Any]:
     device = devices.of(world.device).name()
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     versions["launch"] = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    about = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    about: dict[str, Any] = {"world": world.size, "device": device, "host": platform.node(), "command": sys.argv}
+    about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}

@@ -50,6 +50,9 @@ class Cuda(Accelerator):
                 with contextlib.suppress(ProcessLookupError):  # it has ended by now
                     os.sched_setaffinity(int(thread), before)
 
+    def memory(self) -> int:
+        return int(torch.cuda.get_device_properties(self.device).total_memory)
+
     def why_no_bf16(self) -> tuple[str, str] | None:
         if torch.version.hip is not None:
             return None

@@ -142,6 +142,10 @@ class Device(abc.ABC):
 
     # ---- memory
 
+    def memory(self) -> int | None:
+        """Bytes that it has in all. None: unknown, or it has no memory of its own."""
+        return None
+
     @abc.abstractmethod
     def allocated(self) -> int:
         """Bytes held now. Where the system does not tell, the most bytes held so far."""

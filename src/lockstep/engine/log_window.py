@@ -44,7 +44,7 @@ class LogWindow:
         self.results: list[StepResult] = []
         self.in_epoch = 0  # this many of `results` are in the sums of the epoch
         self.waits: list[tuple[Any, Any]] = []  # marks before and after the device waited for the data of a step
-        self.begun, self.excluded_s = time.perf_counter(), 0.0
+        self.begun, self.excluded_s, self.saving_s = time.perf_counter(), 0.0, 0.0
 
     def _reset_epoch(self) -> None:
         self.epoch_sums: dict[str, float] = {}  # of this rank, by head
@@ -61,11 +61,14 @@ class LogWindow:
         self.waits.append(waited)
 
     @contextlib.contextmanager
-    def excluded(self) -> Generator[None, None, None]:
+    def excluded(self, saving: bool = False) -> Generator[None, None, None]:
         """Inside, time does not count as time of training: for evaluations, saves and the count of operations.
 
         The host may be ahead of the device. So it waits at the beginning for the steps before, whose time counts, and
         at the end for all that was queued inside.
+
+        Args:
+            saving: whether the state is saved inside. The entry says how long that took.
         """
         self.device.wait_for(self.device.mark())
         begun = time.perf_counter()
@@ -73,10 +76,13 @@ class LogWindow:
             yield
             self.device.wait_for(self.device.mark())
         finally:
-            self.excluded_s += time.perf_counter() - begun
+            passed = time.perf_counter() - begun
+            self.excluded_s += passed
+            self.saving_s += passed if saving else 0.0
 
-    def _times(self) -> tuple[float, float]:
-        """The seconds for which the device waited for data, and those of the training, since the window began.
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds since the window began: those for which the device waited for data, those of the forward passes, and
+        those of the training.
 
         Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
         queued is not done, and while the host waits for data, the device may still compute.
@@ -84,7 +90,9 @@ class LogWindow:
         if self.waits:  # there may have been no loss to read
             self.device.wait_for(self.waits[-1][1])
         waits = [self.device.seconds_between(before, after) for before, after in self.waits]
-        return sum(waits), time.perf_counter() - self.begun - self.excluded_s
+        passes = [marks for result in self.results for marks in result.forwards]
+        forward_s = sum(self.device.seconds_between(before, after) for before, after in passes)
+        return sum(waits), forward_s, time.perf_counter() - self.begun - self.excluded_s
 
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.
@@ -100,14 +108,18 @@ class LogWindow:
         fault = self._first_fault()
         counts_samples = self.world.counts_samples
         unreadable = [message for result in self.results for message in result.bad if counts_samples]
-        memory = [0.0] * 2 * size  # the peak of each rank, then the reserved memory of each rank
-        memory[rank], memory[size + rank] = mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())
+        wait_s, forward_s, total_s = self._times()
+        here = [wait_s, forward_s, total_s, mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())]
+        by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
+        by_rank[rank::size] = here
         flops = state.flops.take() if state.flops is not None else None
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
-        packed = [float(fault is not None), float(len(unreadable)), *self._times(), flops or 0.0, float(flops is None)]
-        reduced = self.world.all_sum([*packed, *memory, *sums_here])
-        fault_count, unreadable_count, wait_s, total_s, all_flops, unknown_flops, *rest = reduced
-        peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
+        packed = [float(fault is not None), float(len(unreadable)), flops or 0.0, float(flops is None)]
+        reduced = self.world.all_sum([*packed, *by_rank, *sums_here])
+        fault_count, unreadable_count, all_flops, unknown_flops, *rest = reduced
+        waits, forwards, times, peaks, reserved = (rest[place * size :][:size] for place in range(len(here)))
+        totals = rest[len(by_rank) :]
+        total_s = sum(times)
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
@@ -123,7 +135,7 @@ class LogWindow:
         if state.precision.name == "fp16":
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
-        entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
+        entry["train/wait_share"] = _share(sum(waits), total_s)
         if state.flops is not None and not unknown_flops:
             rate = all_flops / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
             entry["train/tflops_per_s"] = float(f"{rate / 1e12:.4g}")
@@ -131,6 +143,12 @@ class LogWindow:
             if peak is not None:
                 entry["train/mfu"] = float(f"{rate / peak:.4g}")
         entry["train/skipped"] = state.skipped
+        entry["time/forward_share"] = _share(sum(forwards), total_s)
+        if 1 < size <= RANKS_SHOWN:
+            for name, figures in (("wait", waits), ("forward", forwards)):
+                shares = map(_share, figures, times)
+                entry |= {f"time/{name}_share/rank{rank}": share for rank, share in enumerate(shares)}
+        entry["time/saving_s"] = round(self.saving_s, 4)
         if unreadable_count:
             entry["data/bad"] = unreadable_count
         entry["memory/peak_mb"] = max(peaks)
@@ -227,6 +245,10 @@ def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dic
         for head in result.losses[0] if result.losses else ():
             units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
     return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / max(whole, 1e-9), 4)
 
 
 def _learning_rates(optimizer: Optimizer) -> dict[str, float]:

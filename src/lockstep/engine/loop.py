@@ -177,7 +177,7 @@ def fit(
             if saves or evaluates:
                 window.check_finite()
             if saves:
-                with window.excluded():
+                with window.excluded(saving=True):
                     save(results)
                 saved_at, saved_s = state.step, hooks.elapsed_s()
             if evaluates:
@@ -256,7 +256,7 @@ class _Log:
                 ranks, which may not have failed.
         """
         state, heartbeat = self.state, self.state.world.heartbeat
-        phase = heartbeat.phase
+        phase, begun = heartbeat.phase, time.perf_counter()
         heartbeat.enter(Phase.EVALUATING)
         fail_at("evaluating", state.step)
         try:
@@ -268,11 +268,13 @@ class _Log:
             _add_to_message(error, hooks.describe_checkpoints())
             raise
         heartbeat.enter(Phase(phase))
-        elapsed = round(time.perf_counter() - self.window.started, 3)
+        now = time.perf_counter()
+        elapsed = round(now - self.window.started, 3)
         figures, lines = self.memory.report(evaluated=True)
         figures |= self.memory.highest_of("evaluation")
         entry = {"step": state.step, "epoch": round(state.step / self.window.steps_per_epoch, 4), "time_s": elapsed}
-        self._write(entry | results | figures, before=[], after=self._shown(lines))
+        took = {"time/evaluation_s": round(now - begun, 4)}
+        self._write(entry | results | took | figures, before=[], after=self._shown(lines))
         self.latest |= results | figures
         return results
 

@@ -14,10 +14,12 @@ import math
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import devices
 from lockstep.data.loader import MicroBatch, one_ahead
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
@@ -138,6 +140,8 @@ class StepResult:
     """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
     """Loss sums by head, of each micro-batch that ran."""
+    forwards: list[tuple[Any, Any]] = field(default_factory=list)
+    """Marks of the device before and after each forward pass, see `Device.mark`."""
     grad_norm: Tensor | None = None
     """Global norm of the gradient before clipping. None where it was not computed."""
     applied: bool = False
@@ -217,11 +221,14 @@ def forward_backward_step(
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
     strategy, world = state.strategy, state.strategy.world
+    device = devices.of(world.device)
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
+        batch, begun = micro_batch.batch, device.mark()
         with state.precision.autocast():
-            losses: Losses = strategy.forward(micro_batch.batch)
+            losses: Losses = strategy.forward(batch)
+        result.forwards.append((begun, device.mark()))
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         if last and state.guard.is_pending:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
 _MANY = 6  # results by class or question, up to which the line has them
-_HIDDEN = ("memory/", "step", "epoch", "time_s")  # prefixes; names in _SHORT are shown all the same
+_HIDDEN = ("memory/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are shown all the same
 
 
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:

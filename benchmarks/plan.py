@@ -1,0 +1,330 @@
+"""`lockstep plan` against real trainings on the CPU: states, activations and peak of one rank, in bytes of tensors.
+
+    python benchmarks/plan.py [--models bert,resnet,vit,segformer,gpt2] [--ranks 1,2] [--json FILE]
+    python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
+
+Real is the second step of `engine.step.train_step` in a new process for each rank. It shares no code with the estimate:
+
+states       bytes of the storages of all tensors as the update begins, without data and batch
+activations  bytes that malloc has given out at the end of the forward pass, less those at the beginning of the step.
+             With FSDP, without the gathered parameters outside of the blocks
+peak         bytes of storages at the beginning of the step, and the most that malloc gave out beyond, as seen after
+             each operation. What gloo's threads hold counts, too
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import socket
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+from lockstep.config import RunConfig
+from lockstep.tasks.task import Task
+
+SAMPLES = {"bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
+BOUNDS = {"states": 0.01, "activations": 0.10, "peak": 0.15}
+
+
+class Pretend(Task):
+    """A model of its real size on made-up samples."""
+
+    def __init__(self, model: str) -> None:
+        self.name = model
+
+    def model(self) -> nn.Module:
+        import transformers as hf
+
+        if self.name == "bert":
+            return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4))
+        if self.name == "resnet":
+            return hf.ResNetForImageClassification(hf.ResNetConfig(num_labels=1000))
+        if self.name == "vit":
+            return hf.ViTForImageClassification(hf.ViTConfig(num_labels=1000))
+        if self.name == "segformer":
+            return hf.SegformerForSemanticSegmentation(hf.SegformerConfig(num_labels=20))
+        return hf.GPT2LMHeadModel(hf.GPT2Config(use_cache=False))
+
+    def train_data(self) -> TensorDataset:
+        draw = torch.Generator().manual_seed(0)
+        if self.name in ("bert", "gpt2"):
+            tokens = torch.randint(0, 30000, (32, 128), generator=draw)
+            return TensorDataset(tokens, torch.randint(0, 4, (32,), generator=draw))
+        side = {"resnet": 160, "vit": 224, "segformer": 192}[self.name]
+        images = torch.randn(16, 3, side, side, generator=draw)
+        shape = (16, side // 4, side // 4) if self.name == "segformer" else (16,)
+        return TensorDataset(images, torch.randint(0, 20, shape, generator=draw))
+
+    def loss(self, model, batch):
+        inputs, targets = batch
+        if self.name == "bert":
+            return cross_entropy(model(input_ids=inputs).logits, targets, reduction="sum")
+        if self.name == "gpt2":
+            logits = model(input_ids=inputs).logits[:, :-1]
+            return cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten(), reduction="sum") / inputs.shape[1]
+        logits = model(pixel_values=inputs).logits
+        return cross_entropy(logits, targets, reduction="sum") / targets[0].numel()
+
+
+def config_of(model: str, ranks: int, strategy: str, recompute: bool) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": model,
+            "device": "cpu",
+            "batch": {"global": SAMPLES[model] * ranks, "micro": SAMPLES[model]},
+            "train": {"steps": 4},
+            "parallel": {"strategy": strategy},
+            "compute": {"activation_checkpointing": recompute},
+        }
+    )
+
+
+# ---- the real training
+
+
+def measure(model: str, ranks: int) -> list[dict[str, float]]:
+    """The figures of each case, of the rank with the largest peak."""
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, model, queue)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=1400) for _ in processes]
+    for process in processes:
+        process.join()
+    return [max(of_case, key=lambda figures: figures["peak"]) for of_case in zip(*found, strict=True)]
+
+
+def cases(ranks: int) -> list[tuple[str, bool]]:
+    """Strategies, each without and with recomputation."""
+    return [(name, again) for name in (("single",) if ranks == 1 else ("ddp", "fsdp")) for again in (False, True)]
+
+
+class Info(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+_mallinfo = ctypes.CDLL("libc.so.6").mallinfo2
+_mallinfo.restype = Info
+
+
+def allocated() -> int:
+    """Bytes that malloc has given out in this process, by all threads."""
+    info = _mallinfo()
+    return info.uordblks + info.hblkhd
+
+
+class Watch(TorchDispatchMode):
+    """Looks at the allocated bytes after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.highest = max(self.highest, allocated())
+        return result
+
+
+def storages() -> int:
+    """Bytes of the storages of all tensors that Python knows, and of their gradients."""
+    gc.collect()
+    found = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None:
+                    local = getattr(tensor, "_local_tensor", tensor)
+                    storage = local.untyped_storage()
+                    if not local.is_meta and storage.nbytes():
+                        found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def _rank(rank: int, ranks: int, port: int, model: str, queue: object) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    torch.set_num_threads(1)
+    from lockstep.distributed.world import join_world
+
+    with join_world("cpu") as world:
+        queue.put([_figures(world, model, strategy, recompute) for strategy, recompute in cases(ranks)])
+
+
+def _figures(world: object, model: str, strategy: str, recompute: bool) -> dict[str, float]:
+    from lockstep import build
+    from lockstep.engine.step import train_step
+
+    config, task = config_of(model, world.size, strategy, recompute), Pretend(model)
+    others = storages()
+    prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
+    data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
+    micro_batches, samples = _next(prepared)
+    train_step(prepared.state, micro_batches, samples)
+    del micro_batches
+    micro_batches, samples = _next(prepared)
+    batch = sum(tensor.nbytes for tensor in micro_batches[0].collated)
+    root = root_bytes(prepared, world.size) if prepared.built.strategy.is_sharded else 0
+    figures, watch = {}, Watch()
+
+    def look(*_):
+        figures["update"] = storages() - others - data - batch
+
+    def end_of_forward(*_):
+        figures["forward"] = allocated()
+
+    prepared.state.optimizer.register_step_pre_hook(look)
+    prepared.built.strategy.unwrapped.register_forward_hook(end_of_forward)
+    figures["begin"] = storages() - others - data
+    before = allocated()
+    with watch:
+        train_step(prepared.state, micro_batches, samples)
+    if strategy == "ddp":
+        figures["begin"] = figures["update"] + batch  # the buckets exist all the time, and are the gradients
+    return {
+        "states": figures["update"],
+        "activations": figures["forward"] - before - root,
+        "peak": figures["begin"] + watch.highest - before,
+        **{f"at_{name}": value for name, value in figures.items()},
+    }
+
+
+def _next(prepared):
+    found = next(iter(prepared.batches))
+    micro_batches = found.micro_batches if hasattr(found, "micro_batches") else found
+    return micro_batches, prepared.plan.samples(prepared.state.step)
+
+
+def root_bytes(prepared, ranks: int) -> int:
+    """Parameters outside of the blocks, gathered: their rows are filled up to a multiple of the ranks."""
+    blocks = tuple(f"{name}." for name in prepared.built.blocks)
+    return sum(
+        -(-p.shape[0] // ranks) * ranks * p[0].numel() * 4
+        for name, p in prepared.built.model.named_parameters()
+        if not name.startswith(blocks)
+    )
+
+
+# ---- the estimate
+
+
+def estimated(model: str, ranks: int, strategy: str, recompute: bool, facts) -> dict[str, float]:
+    from lockstep.plan.estimate import estimate
+    from lockstep.plan.setting import Setting, World
+
+    kind = "single" if ranks == 1 else strategy
+    setting = Setting(World(ranks, ranks), kind, "fp32", SAMPLES[model], recompute=recompute)
+    memory = estimate(facts, setting).memory
+    kept = facts.passes["fp32", recompute].kept.at(SAMPLES[model])
+    return {"states": memory.states_bytes, "activations": kept, "peak": memory.peak_bytes, "parts": memory.at_peak}
+
+
+def compare(models: list[str], ranks: list[int]) -> list[dict[str, object]]:
+    from lockstep.plan.facts import facts_of
+
+    rows = []
+    for model in models:
+        begun = time.time()
+        facts = facts_of(Pretend(model), config_of(model, 1, "single", False), device="cpu", precisions=("fp32",))
+        print(f"{model}: traced in {time.time() - begun:.1f} s", file=sys.stderr, flush=True)
+        for count in ranks:
+            for (strategy, recompute), real in zip(cases(count), measure(model, count), strict=True):
+                plan = estimated(model, count, strategy, recompute, facts)
+                row = {"model": model, "ranks": count, "strategy": strategy, "recompute": recompute}
+                row |= {"plan": plan, "real": real, "off": {n: plan[n] / real[n] - 1 for n in BOUNDS}}
+                rows.append(row)
+                print(line(row), flush=True)
+    return rows
+
+
+def line(row) -> str:
+    text = f"| {row['model']} | {row['ranks']} | {row['strategy']} | {'yes' if row['recompute'] else 'no'} |"
+    for name, bound in BOUNDS.items():
+        off = row["off"][name]
+        text += f" {row['real'][name] / 1e6:.1f} | {off:+.1%}{'' if abs(off) <= bound else ' **miss**'} |"
+    return text
+
+
+# ---- a large model
+
+
+class Llama7B(Task):
+    """A causal language model with the sizes of Llama 2 7B, and texts of 2,048 tokens."""
+
+    def model(self) -> nn.Module:
+        import transformers as hf
+
+        return hf.LlamaForCausalLM(hf.LlamaConfig(use_cache=False))  # its defaults are those of 7B
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.randint(0, 32000, (1024, 2048)))
+
+    def loss(self, model, batch):
+        logits = model(input_ids=batch[0]).logits[:, :-1]
+        return cross_entropy(logits.flatten(0, 1).float(), batch[0][:, 1:].flatten(), reduction="sum")
+
+
+def large() -> None:
+    begun = time.time()
+    from lockstep.plan import show, world_options
+    from lockstep.plan.facts import facts_of
+    from lockstep.plan.search import search
+
+    torch.set_num_threads(2)
+    config = RunConfig.model_validate({"name": "llama-7b", "batch": {"global": 1024}, "train": {"epochs": 1}})
+    facts = facts_of(Llama7B(), config)
+    traced = time.time() - begun
+    world = world_options.world(512, gpus_per_node=8, gpu_name="H100", network_bandwidth="400Gbit/s")
+    print(show.text(search(facts, world)))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    spent = f"{time.time() - begun:.1f} s with the imports, {time.process_time():.1f} s of CPU time"
+    print(f"facts {traced:.1f} s, in all {spent}, at most {peak:.2f} GB RSS")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="bert,resnet,vit,segformer,gpt2")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--large", action="store_true")
+    options = parser.parse_args()
+    if options.large:
+        large()
+        return
+    torch.set_num_threads(1)
+    print("| model | ranks | strategy | recomputed | states, MB | plan | activations, MB | plan | peak, MB | plan |")
+    print("|---|---:|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    rows = compare(options.models.split(","), [int(count) for count in options.ranks.split(",")])
+    misses = sum(abs(row["off"][name]) > bound for row in rows for name, bound in BOUNDS.items())
+    print(f"{misses} of {len(rows) * len(BOUNDS)} figures outside of the bounds")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""`lockstep plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from lockstep.commands import measurement
+from lockstep.errors import UsageError, did_you_mean
+
+
+def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
+    """Add the command to the application.
+
+    Args:
+        reporting: turns exceptions into messages and exit codes.
+    """
+
+    @app.command(epilog="Example: lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'")
+    def plan(
+        target: Annotated[
+            str | None,
+            typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+        ] = None,
+        overrides: Annotated[
+            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
+        ] = None,
+        gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
+        gpus_per_node: Annotated[
+            int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
+        ] = None,
+        gpu_memory: Annotated[
+            str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
+        ] = None,
+        gpu: Annotated[
+            str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
+        ] = None,
+        link_bandwidth: Annotated[
+            str | None,
+            typer.Option(
+                "--link-bandwidth",
+                metavar="RATE",
+                help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+            ),
+        ] = None,
+        network_bandwidth: Annotated[
+            str | None,
+            typer.Option(
+                "--network-bandwidth",
+                metavar="RATE",
+                help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+            ),
+        ] = None,
+        utilisation: Annotated[
+            float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
+        ] = 0.4,
+        reserve: Annotated[
+            float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
+        ] = 0.1,
+        precision: Annotated[
+            list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
+        ] = None,
+        failures_per_gpu_year: Annotated[
+            float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
+        ] = None,
+        save_seconds: Annotated[
+            float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
+        ] = None,
+        json_file: Annotated[
+            str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
+        ] = None,
+        chart: Annotated[
+            Path | None,
+            typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
+        ] = None,
+        watts: Annotated[
+            float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+        ] = None,
+        price: Annotated[
+            float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+        ] = None,
+        measure: Annotated[
+            bool,
+            typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
+        ] = False,
+        nproc: Annotated[
+            str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+        ] = None,
+        advise: Annotated[
+            Path | None,
+            typer.Option(
+                "--advise",
+                metavar="RUN_DIR",
+                help="Say from the log of a run what limits it, and which keys to change.",
+            ),
+        ] = None,
+        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
+    ) -> None:
+        """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+
+        The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+
+        Example: lockstep plan --advise runs/digits
+
+        Example: lockstep plan digits --measure --nproc 2
+        """
+        with reporting(debug):
+            if advise is not None:
+                if target is not None:
+                    raise UsageError(
+                        "reads a run, and takes no target",
+                        where="--advise",
+                        remedy=f"leave {target} out: lockstep plan --advise {advise}",
+                    )
+                _advise(advise, json_file)
+                return
+            elsewhere = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--chart": chart, "--watts": watts}
+            elsewhere["--price-per-gpu-hour"] = price
+            given = [option for option, value in elsewhere.items() if value is not None]
+            target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=given)
+            from lockstep import config_file
+            from lockstep.plan import money, world_options
+            from lockstep.plan.setting import PrecisionName
+
+            config = config_file.load(target, overrides or [])
+            if measure:
+                passed_on = [target, *(overrides or []), "--utilisation", str(utilisation)]
+                passed_on += [*(["--json", json_file] if json_file else []), *(["--debug"] if debug else [])]
+                measurement.run(config, nproc or "1", passed_on, utilisation=utilisation, json_file=json_file)
+                return
+            rates = money.Rates(watts, price)
+            world = world_options.world(
+                gpus,
+                gpus_per_node=gpus_per_node,
+                gpu_memory=gpu_memory,
+                gpu_name=gpu,
+                link_bandwidth=link_bandwidth,
+                network_bandwidth=network_bandwidth,
+                utilisation=utilisation,
+                fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
+            )
+            known = get_args(PrecisionName)
+            for name in precision or ():
+                if name not in known:
+                    remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
+                    raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
+            from lockstep.plan import command, show
+
+            found = command.plan_of(
+                config,
+                world,
+                precisions=precision,  # type: ignore[arg-type]  # checked above
+                reserve=reserve,
+                failures_per_gpu_year=failures_per_gpu_year,
+                save_seconds=save_seconds,
+                may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
+            )
+            values = show.as_json(found)
+            if rates.given:
+                money.add_to_json(values, found, rates)
+            if chart is not None:
+                from lockstep.plan import chart as charts
+
+                _write(chart, charts.of_plan(found))
+            written = json.dumps(values, indent=1)
+            if json_file == "-":
+                print(written)
+                return
+            print(show.text(found), end="")
+            if rates.given:
+                print(money.text(found, rates))
+            if chart is not None:
+                print(f"written: {chart}")
+            if json_file is not None:
+                _write(Path(json_file), written)
+                print(f"written: {json_file}")
+
+
+def _checked(
+    target: str | None, *, measure: bool, nproc: str | None, chart: Path | None, of_plan: Sequence[str]
+) -> str:
+    """The target, if the options go together.
+
+    Args:
+        of_plan: options that were given, and that belong to a plan.
+
+    Raises:
+        UsageError: they do not go together, or there is no target.
+    """
+    if target is None:
+        raise UsageError(
+            "says neither what would be trained nor which run to look at",
+            where="lockstep plan",
+            remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
+        )
+    if measure and of_plan:
+        what, remedy = "measures on this machine", "leave this option out, or leave --measure out"
+        raise UsageError(what, where=f"--measure with {of_plan[0]}", remedy=remedy)
+    if nproc is not None and not measure:
+        remedy = "give --gpus for a plan, or add --measure"
+        raise UsageError("has no meaning without --measure", where="--nproc", remedy=remedy)
+    if chart is not None and chart.suffix != ".svg":
+        raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
+    return target
+
+
+def _advise(folder: Path, json_file: str | None) -> None:
+    """Print what limits a run, and write it as JSON, if that is wished."""
+    from lockstep.plan import advise
+
+    advised = advise.advise(folder)
+    written = json.dumps(advise.as_json(advised), indent=1)
+    if json_file == "-":
+        print(written)
+        return
+    print(advise.text(advised))
+    if json_file is not None:
+        _write(Path(json_file), written)
+        print(f"written: {json_file}")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        remedy = "give a place where you can write"
+        raise UsageError(f"cannot be written: {error.strerror}", where=str(path), remedy=remedy) from error

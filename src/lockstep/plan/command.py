@@ -1,0 +1,117 @@
+"""What `lockstep plan` does, from a target to a `Plan`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lockstep.errors import DataError, UsageError
+from lockstep.plan import stand_in
+from lockstep.plan.facts import facts_of
+from lockstep.plan.model_facts import ModelFacts
+from lockstep.plan.search import Plan, save_interval, search
+from lockstep.plan.setting import PrecisionName, World
+from lockstep.tasks import registry
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.tasks.task import Task
+
+
+def plan_of(
+    config: RunConfig,
+    world: World,
+    *,
+    precisions: Sequence[PrecisionName] | None = None,
+    reserve: float = 0.1,
+    failures_per_gpu_year: float | None = None,
+    save_seconds: float | None = None,
+    may_make_up: bool = True,
+) -> Plan:
+    """The plan of a training in a world.
+
+    Args:
+        precisions: None: fp32, and what the GPU has of bf16 and fp16; bf16, where the GPU is not known.
+        may_make_up: whether made-up samples may take the place of data that are not here.
+
+    Raises:
+        DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
+    """
+    if (failures_per_gpu_year is None) != (save_seconds is None):
+        raise UsageError(
+            "a failure rate and the cost of saving belong together",
+            where="--failures-per-gpu-year, --save-seconds",
+            remedy="give both, or neither",
+        )
+    interval = None
+    if failures_per_gpu_year is not None and save_seconds is not None:
+        interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
+    config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
+    chosen = tuple(precisions or _precisions(world))
+    facts = facts_with_or_without_data(config, precisions=chosen, may_make_up=may_make_up)
+    parallel = config.parallel
+    details = {
+        name: getattr(parallel, name)
+        for name in ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
+    }
+    found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
+    return replace(found, save_every_seconds=interval)
+
+
+def _precisions(world: World) -> tuple[PrecisionName, ...]:
+    peaks = world.peak_flops
+    if not peaks or "bf16" in peaks:
+        return ("fp32", "bf16")
+    return ("fp32", "fp16") if "fp16" in peaks else ("fp32",)
+
+
+def facts_with_or_without_data(
+    config: RunConfig,
+    *,
+    precisions: Sequence[PrecisionName] = ("fp32", "bf16"),
+    device: Literal["cpu", "cuda"] = "cuda",
+    recompute: tuple[bool, ...] = (False, True),
+    may_make_up: bool = True,
+) -> ModelFacts:
+    """The facts of the config's task: with its data, or with made-up samples where it has none here.
+
+    Raises:
+        DataError, UsageError: the task's data or model cannot be made, and made-up samples do not help.
+    """
+    try:
+        task = _task(config, config.data.train)
+        return facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
+    except (DataError, UsageError) as error:
+        if not may_make_up or not _concerns_data(config, error):
+            raise
+        with tempfile.TemporaryDirectory() as folder:
+            train = stand_in.write(config.task, Path(folder, "data"))
+            if train is None:
+                raise
+            data = config.data.model_copy(update={"cache": None, "cache_size": None, "eval": None})
+            made_up = config.model_copy(update={"data": data})
+            facts = facts_of(
+                _task(made_up, str(train)),
+                made_up,
+                precisions=tuple(precisions),
+                device=device,
+                recompute=recompute,
+                has_data=False,
+            )
+            return replace(facts, notes=[stand_in.assumption(config.task), *facts.notes])
+
+
+def _concerns_data(config: RunConfig, error: Exception) -> bool:
+    """Whether an error says that there are no data here: none are named, or those that are named are not here."""
+    train = config.data.train
+    return train is None or (isinstance(error, DataError) and not Path(train).expanduser().exists())
+
+
+def _task(config: RunConfig, train: str | None) -> Task:
+    held_out = next(iter(config.data.eval_sources.values()))
+    paths = [source and os.path.expanduser(source) for source in (train, held_out)]
+    return registry.build_task(config.task, paths[0], paths[1], fold=config.data.fold)

@@ -1,0 +1,370 @@
+"""From facts and a setting to bytes, operations and seconds: arithmetic without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from lockstep.engine.schedule import scaled_lr
+from lockstep.errors import UsageError
+from lockstep.plan.model_facts import ModelFacts, Moment, ParameterFacts, PassFacts, Segment
+from lockstep.plan.setting import Setting
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU, of the rank that has most.
+
+    Each part is given at its largest. The parts are not all at their largest at the same time, so `peak_bytes` may be
+    less than their sum; `at_peak` has parts of one moment, whose sum is `peak_bytes`.
+    """
+
+    parameters_bytes: int
+    """Parameters and buffers, as they are stored."""
+    gradients_bytes: int
+    optimizer_bytes: int
+    averages_bytes: int
+    """Moving averages of the weights (EMA)."""
+    activations_bytes: int | None
+    """Tensors that the backward pass needs, and temporary tensors. None: not known, the model could not be traced."""
+    communication_bytes: int
+    """Gathered parameters, and buffers of collectives."""
+    batch_bytes: int
+    peak_bytes: int
+    """Without activations, where they are not known."""
+    at_peak: dict[str, int] = field(default_factory=dict)
+    """Bytes by part (the names above without `_bytes`) at the moment of the peak."""
+    peak_is_in: str = ""
+    """Where the peak is: `forward`, `backward` or `update`."""
+    host_bytes: int = 0
+    """Bytes in the host's memory of one rank: what is offloaded."""
+
+    @property
+    def states_bytes(self) -> int:
+        """Parameters, gradients, optimizer state and averages: what does not depend on the batch."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.averages_bytes
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What one GPU sends in a step."""
+
+    sent_bytes: dict[str, int]
+    """By collective: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`."""
+    seconds: float | None
+    """Time at the bandwidths of the setting. None: they are not known."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Over all collectives."""
+        return sum(self.sent_bytes.values())
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training needs in a setting."""
+
+    setting: Setting
+    memory: Memory
+    communication: Communication
+    flops_per_sample: float | None
+    """Forward and backward pass, without recomputation."""
+    flops_per_step: float | None
+    """Of the whole global batch, over all GPUs, without recomputation."""
+    compute_seconds: float | None
+    """Passes of a step, at the stated utilisation, with recomputation. None: the GPU's throughput is not known."""
+    step_seconds: float | None
+    """The longer of computing and communicating, as if they overlapped fully."""
+    epoch_seconds: float | None
+    training_seconds: float | None
+    steps_per_epoch: int | None
+    samples_per_epoch: int | None
+    effective_batch: int
+    learning_rate: float
+    """Scaled for the effective batch by the config's rule."""
+    checkpoint_bytes: int
+
+    def fits(self, reserve: float = 0.1) -> bool | None:
+        """Whether the peak leaves `reserve` of the GPU's memory free. None: memory or activations are not known."""
+        limit = self.setting.world.memory_bytes
+        if limit is None:
+            return None
+        if self.memory.peak_bytes > limit * (1 - reserve):
+            return False
+        return True if self.memory.activations_bytes is not None else None
+
+
+def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
+    """What the training of `facts` needs in `setting`. Pure: the same arguments give the same result.
+
+    Raises:
+        UsageError: the strategy cannot train with this optimizer, or there are no blocks to recompute.
+    """
+    _check(facts, setting)
+    memory = memory_of(facts, setting)
+    communication = _communication(facts, setting)
+    flops = facts.flops_per_sample
+    per_step = None if flops is None else flops * setting.effective_batch
+    compute = _compute_seconds(facts, setting)
+    step = None
+    if compute is not None and communication.seconds is not None:
+        step = max(compute, communication.seconds)
+    steps = None if facts.samples is None else max(1, math.ceil(facts.samples / setting.effective_batch))
+    epoch = None if step is None or steps is None else step * steps
+    total_steps = facts.steps or (math.ceil(steps * facts.epochs) if steps and facts.epochs else None)
+    states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
+    parameters = sum(p.elements * p.element_bytes for p in facts.parameters) + facts.buffers_bytes
+    averages = sum(_average_bytes(p) for p in facts.parameters) if facts.averages else 0
+    return Estimate(
+        setting=setting,
+        memory=memory,
+        communication=communication,
+        flops_per_sample=flops,
+        flops_per_step=per_step,
+        compute_seconds=compute,
+        step_seconds=step,
+        epoch_seconds=epoch,
+        training_seconds=None if step is None or total_steps is None else step * total_steps,
+        steps_per_epoch=steps,
+        samples_per_epoch=facts.samples,
+        effective_batch=setting.effective_batch,
+        learning_rate=scaled_lr(
+            facts.learning_rate,
+            facts.lr_scaling,
+            global_batch=setting.effective_batch,
+            reference_batch=facts.reference_batch,
+        ),
+        checkpoint_bytes=round(parameters + states + averages),
+    )
+
+
+def _check(facts: ModelFacts, setting: Setting) -> None:
+    if setting.is_sharded and facts.optimizer.needs_whole_matrices:
+        raise UsageError(
+            f"{facts.optimizer.name} cannot train sharded parameters",
+            where=f"strategy {setting.strategy}",
+            remedy="use AdamW or SGD, or ddp",
+        )
+    if setting.recompute and not facts.blocks:
+        remedy = "name them in parallel.shard_modules"
+        raise UsageError("the model has no repeated blocks", where="recompute", remedy=remedy)
+
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of the tensors that a strategy keeps or gathers, by unit: a block, or None for the root."""
+
+    gathered: dict[int | None, int]
+    """Parameters of a unit, gathered."""
+    reduced: dict[int | None, int]
+    """Gradients of a unit, as they are reduced."""
+    sharded: dict[int | None, int]
+    """Gradients of a unit, of one rank."""
+
+
+def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
+    """Bytes of one GPU. For the life of each tensor, see docs/plan.md."""
+    shards = setting.shards
+    trainable = [p for p in facts.parameters if p.trainable]
+    local = {p.name: p.elements_per_rank(shards) for p in facts.parameters}
+    parameters = sum(local[p.name] * p.element_bytes for p in facts.parameters)
+    gradients = sum(local[p.name] * p.element_bytes for p in trainable)
+    optimizer = round(sum(local[p.name] * p.state_element_bytes + p.state_other_bytes for p in trainable))
+    averages = round(sum(_average_bytes(p) * local[p.name] / max(1, p.elements) for p in facts.parameters))
+    averages = averages if facts.averages else 0
+    on_gpu = {"parameters": parameters + facts.buffers_bytes, "optimizer": optimizer, "averages": averages}
+    host = 0
+    if setting.offload:
+        host = parameters + gradients + optimizer + averages
+        on_gpu = {"parameters": facts.buffers_bytes, "optimizer": 0, "averages": 0}
+    passes = _pass_of(facts, setting)
+    batch = passes.batch.at(setting.micro_batch) if passes else 0
+    if setting.accumulate > 1:  # the next micro-batch is copied ahead
+        batch *= 2
+    moments: list[tuple[str, dict[str, int]]] = []
+    for segment in passes.segments if passes else (_UNKNOWN,):
+        of_segment = _sharded_moment if setting.is_sharded else _whole_moment
+        parts = of_segment(facts, setting, segment, gradients)
+        moments.append((segment.phase, {**on_gpu, **parts, "batch": batch}))
+    if setting.is_sharded:
+        moments.append(("backward", {**on_gpu, **_last_reduction(facts, setting, gradients), "batch": batch}))
+    elements = sum(local[p.name] for p in trainable)
+    largest = max((local[p.name] for p in trainable), default=0)
+    temporary = facts.optimizer.temporary_element_bytes * elements + facts.optimizer.temporary_largest_bytes * largest
+    kept = 0 if setting.offload else gradients
+    update = {"gradients": kept, "activations": 0 if setting.offload else round(temporary), "communication": 0}
+    if setting.strategy == "ddp" and setting.world.gpus > 1 and not setting.gradient_as_bucket_view:
+        update["communication"] = gradients
+    moments.append(("update", {**on_gpu, **update, "batch": batch}))
+    phase, at_peak = max(moments, key=lambda moment: sum(moment[1].values()))
+    most = {part: max(moment[part] for _, moment in moments) for part in at_peak}
+    return Memory(
+        parameters_bytes=on_gpu["parameters"],
+        gradients_bytes=kept if setting.offload else max(gradients, 0),
+        optimizer_bytes=on_gpu["optimizer"],
+        averages_bytes=on_gpu["averages"],
+        activations_bytes=most["activations"] if passes else None,
+        communication_bytes=most["communication"],
+        batch_bytes=batch,
+        peak_bytes=sum(at_peak.values()),
+        at_peak=at_peak,
+        peak_is_in=phase,
+        host_bytes=host,
+    )
+
+
+_UNKNOWN = Segment("backward", None, None, Moment(), Moment(), Moment())
+
+
+def _pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
+    precision = "bf16" if setting.precision == "fp16" else setting.precision
+    for name in (setting.precision, precision):
+        found = facts.passes.get((name, setting.recompute))
+        if found is not None:
+            return found
+    return None
+
+
+def _whole_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+    """single, ddp: each rank has all parameters."""
+    samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
+    kept, buckets = 0, 0
+    moment = segment.alone
+    if not facts.passes:
+        kept = gradients
+    elif setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view):
+        moment, kept = segment.beside, gradients  # buckets are the gradients, and exist all the time
+    if is_ddp and not setting.gradient_as_bucket_view:
+        buckets = gradients
+    return {
+        "gradients": kept + moment.gradients.at(samples),
+        "activations": moment.activations.at(samples) + moment.casts.at(samples),
+        "communication": buckets,
+    }
+
+
+def _sizes(facts: ModelFacts, setting: Setting) -> _Sizes:
+    shards = setting.shards
+    gathered: dict[int | None, int] = {}
+    reduced: dict[int | None, int] = {}
+    sharded: dict[int | None, int] = {}
+    for p in facts.parameters:
+        mine = p.elements_per_rank(shards)
+        gather_bytes = _BYTES[setting.param_dtype] if setting.param_dtype else p.element_bytes
+        gathered[p.block] = gathered.get(p.block, 0) + mine * shards * gather_bytes
+        if p.trainable:
+            reduced[p.block] = reduced.get(p.block, 0) + mine * shards * _reduce_bytes(p, setting)
+            sharded[p.block] = sharded.get(p.block, 0) + mine * p.element_bytes
+    return _Sizes(gathered, reduced, sharded)
+
+
+def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
+    if setting.reduce_dtype:
+        return _BYTES[setting.reduce_dtype]
+    return 4 if setting.param_dtype else parameter.element_bytes
+
+
+def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+    """fsdp, hybrid: the root is gathered all the time, and one block while it runs, with buffers around it.
+
+    In the forward pass, the buffer of a gathering is kept until the next block is gathered. In the backward pass, the
+    next block is gathered ahead, and the input of a reduction is kept until the next.
+    """
+    sizes, samples = _sizes(facts, setting), setting.micro_batch
+    gathered, block = sizes.gathered, segment.block
+    root, last = gathered.get(None, 0), len(facts.blocks) - 1
+    moment = segment.of_block
+    unsharded, given, waiting = 0, 0, 0
+    if not facts.passes:
+        around = gathered.get(last, 0) * 2
+    elif segment.phase == "forward":
+        current = block if block is not None else segment.before
+        around = gathered.get(block, 0) if block is not None else 0
+        if not setting.reshard_after_forward and current is not None:
+            around = sum(gathered.get(other, 0) for other in range(current + 1))
+        around += gathered.get(current, 0)
+    else:
+        current = block if block is not None else segment.before
+        following = last if current is None else current - 1
+        around = gathered.get(block, 0) if block is not None else 0
+        if not setting.reshard_after_forward:
+            around = sum(gathered.get(other, 0) for other in range(following + 1)) + around
+        elif following >= 0:
+            around += gathered.get(following, 0)
+        done = last + 1 if current is None else current if block is None else current + 1
+        waiting = sizes.reduced.get(done, 0)
+        given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
+    gradient_bytes = moment.gradients.at(samples)
+    if setting.param_dtype:
+        gradient_bytes = round(gradient_bytes * _BYTES[setting.param_dtype] / 4)
+    if setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
+        moment = segment.beside
+        gradient_bytes, given = 0, 0
+        unsharded = sum(sizes.reduced.values())
+    casts = 0 if setting.param_dtype == setting.precision else moment.casts.at(samples)
+    kept = 0 if setting.offload else (gradients if not facts.passes else given)
+    return {
+        "gradients": kept + unsharded,
+        "activations": moment.activations.at(samples) + casts,
+        "communication": root + around + waiting + gradient_bytes,
+    }
+
+
+def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int) -> dict[str, int]:
+    """fsdp, hybrid: at the end of the backward pass, the gradients of the root are reduced."""
+    sizes = _sizes(facts, setting)
+    root = sizes.reduced.get(None, 0)
+    return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": 2 * root}
+
+
+def _average_bytes(parameter: ParameterFacts) -> int:
+    return parameter.elements * max(4, parameter.element_bytes)
+
+
+# ---- communication and time
+
+
+def _communication(facts: ModelFacts, setting: Setting) -> Communication:
+    """What a GPU sends in a step, with the rings of NCCL: (n-1)/n of the data to gather or to scatter, twice that to
+    add up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+    """
+    world, gpus, shards = setting.world, setting.world.gpus, setting.shards
+    sent: dict[str, float] = {}
+    over: dict[str, int] = {}
+    if gpus == 1:
+        return Communication({}, 0.0)
+    if facts.buffers_bytes:
+        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, gpus
+    trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
+    if not setting.is_sharded:
+        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, gpus
+    else:
+        sizes, share = _sizes(facts, setting), (shards - 1) / shards
+        blocks = sum(size for block, size in sizes.gathered.items() if block is not None)
+        times = 2 if setting.reshard_after_forward else 1
+        per_micro_batch = blocks * times + sizes.gathered.get(None, 0)
+        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, shards
+        reduced = sum(sizes.reduced.values())
+        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, shards
+        if setting.replicas > 1:
+            replicas = setting.replicas
+            sent["all_reduce"], over["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards, gpus
+    seconds: float | None = 0.0
+    for name, size in sent.items():
+        bandwidth = world.bandwidth(over[name])
+        seconds = None if bandwidth is None or seconds is None else seconds + size / bandwidth
+    return Communication({name: round(size) for name, size in sent.items()}, seconds)
+
+
+def _compute_seconds(facts: ModelFacts, setting: Setting) -> float | None:
+    peaks = setting.world.peak_flops
+    if facts.flops_per_sample is None or not peaks or not peaks.get(setting.precision):
+        return None
+    flops = facts.flops_per_sample + ((facts.block_flops_per_sample or 0) if setting.recompute else 0)
+    return flops * setting.micro_batch * setting.accumulate / (peaks[setting.precision] * setting.world.utilisation)
+
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -1,0 +1,140 @@
+"""Where a training would run, and how: the questions to which `estimate` answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lockstep.errors import UsageError
+
+StrategyName = Literal["single", "ddp", "fsdp", "hybrid"]
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class World:
+    """The machines of a training. Bandwidths are those of one GPU in one direction."""
+
+    gpus: int
+    """GPUs of the whole training; each has one rank."""
+    gpus_per_node: int
+    memory_bytes: int | None = None
+    """Memory of one GPU. None: not known, and nothing is compared with it."""
+    peak_flops: dict[str, float] | None = None
+    """Most floating-point operations of one GPU in a second, by precision. None: not known."""
+    link_bytes_per_second: float | None = None
+    """Between GPUs of a node. None: not known."""
+    network_bytes_per_second: float | None = None
+    """Between GPUs of different nodes. None: not known."""
+    utilisation: float = 0.4
+    """Share of `peak_flops` that a training reaches (model FLOPs utilisation)."""
+    gpu_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1 or self.gpus_per_node < 1:
+            raise UsageError(
+                "must be at least 1", where="--gpus, --gpus-per-node", remedy="give how many GPUs there are"
+            )
+        if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
+            raise UsageError(
+                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node}",
+                where="--gpus-per-node",
+                remedy="give a number that divides --gpus",
+            )
+        if not 0 < self.utilisation <= 1:
+            raise UsageError(
+                f"{self.utilisation} is no share", where="--utilisation", remedy="give a number such as 0.4"
+            )
+
+    @property
+    def nodes(self) -> int:
+        """How many machines there are."""
+        return max(1, self.gpus // self.gpus_per_node)
+
+    def bandwidth(self, ranks: int) -> float | None:
+        """Bytes in a second that a GPU sends in a collective over `ranks` neighbouring ranks."""
+        return self.link_bytes_per_second if ranks <= self.gpus_per_node else self.network_bytes_per_second
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a training would run in a world."""
+
+    world: World
+    strategy: StrategyName
+    """`hybrid` is fsdp whose shards are spread over the GPUs of a node, and repeated on each node."""
+    precision: PrecisionName
+    micro_batch: int
+    """Samples of a forward pass on one GPU."""
+    accumulate: int = 1
+    """Forward passes of a GPU before an update."""
+    offload: bool = False
+    """fsdp, hybrid: parameters, gradients and optimizer state are in the memory of the host."""
+    recompute: bool = False
+    """The activations of blocks are computed again in the backward pass."""
+    shard_ranks: int | None = None
+    """hybrid: ranks that share one copy. None: the GPUs of a node. fsdp shares one copy among all ranks."""
+    param_dtype: PrecisionName | None = None
+    """fsdp: number format in which parameters are gathered. None: that in which they are stored."""
+    reduce_dtype: PrecisionName | None = None
+    """fsdp: number format in which gradients are reduced. None: fp32 with `param_dtype`, else the stored format."""
+    reshard_after_forward: bool = True
+    gradient_as_bucket_view: bool = True
+    global_batch: int | None = None
+    """Samples of an update over all GPUs. None: every micro-batch is full."""
+
+    def __post_init__(self) -> None:
+        if self.strategy == "single" and self.world.gpus > 1:
+            raise UsageError(
+                f"{self.world.gpus} GPUs would train {self.world.gpus} models",
+                where="strategy single",
+                remedy="use ddp or fsdp, or one GPU",
+            )
+        if self.is_sharded and self.world.gpus == 1:
+            raise UsageError("one GPU has nothing to shard", where=f"strategy {self.strategy}", remedy="use single")
+        if self.strategy == "hybrid" and self.world.gpus <= self.shards:
+            raise UsageError(
+                "there is one group of ranks, such as one node, and hybrid repeats the shards on several",
+                where="strategy hybrid",
+                remedy="use fsdp, or give --gpus-per-node",
+            )
+        if self.world.gpus % self.shards:
+            remedy = "use a number that divides the number of GPUs"
+            raise UsageError(
+                f"{self.world.gpus} GPUs cannot be cut into groups of {self.shards}", where="shard_ranks", remedy=remedy
+            )
+        if self.offload and not self.is_sharded:
+            remedy = "use fsdp or hybrid"
+            raise UsageError("only sharded training can offload", where=f"strategy {self.strategy}", remedy=remedy)
+        if self.micro_batch < 1 or self.accumulate < 1:
+            raise UsageError("must be at least 1", where="micro-batch, accumulation", remedy="give a number from 1")
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each GPU holds only rows of the parameters."""
+        return self.strategy in ("fsdp", "hybrid")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that together hold one copy of the parameters."""
+        if not self.is_sharded:
+            return 1
+        if self.strategy == "fsdp":
+            return self.world.gpus
+        return self.shard_ranks or self.world.gpus_per_node
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that each hold one copy."""
+        return self.world.gpus // self.shards
+
+    @property
+    def effective_batch(self) -> int:
+        """Samples of an update over all GPUs."""
+        return self.global_batch or self.micro_batch * self.accumulate * self.world.gpus
+
+    @property
+    def name(self) -> str:
+        """Such as `fsdp + offload + recompute, bf16`."""
+        extras = [word for word, on in (("offload", self.offload), ("recompute", self.recompute)) if on]
+        return " + ".join([self.strategy, *extras]) + f", {self.precision}"

@@ -1,0 +1,191 @@
+"""A plan as a table for the terminal, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import TYPE_CHECKING, Any
+
+from lockstep.plan.search import Option, Plan, gigabytes
+
+if TYPE_CHECKING:
+    from lockstep.plan.estimate import Estimate
+
+
+def text(plan: Plan, width: int = 125) -> str:
+    """The plan for people."""
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None, emoji=False, markup=False)
+    for line in _header(plan):
+        console.print(line)
+    console.print(_table(plan))
+    for option in plan.options:
+        if option.estimate is None or (option.fits is False and option.reason):
+            console.print(f"{option.name}: {option.reason}")
+    console.print()
+    if plan.recommended is not None:
+        console.print(f"Recommended: {plan.reason}.")
+        console.print(f"  keys: {' '.join(plan.keys)}")
+        for line in _details(plan, plan.recommended):
+            console.print(f"  {line}")
+    else:
+        console.print(f"Recommended: nothing. {plan.reason}.")
+    for note in plan.facts.notes:
+        console.print(f"note: {note}")
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def _header(plan: Plan) -> list[str]:
+    facts, world = plan.facts, plan.world
+    memory = "unknown memory" if world.memory_bytes is None else gigabytes(world.memory_bytes)
+    where = _count(world.gpus)
+    where += f" on {world.nodes} nodes" if world.nodes > 1 else ""
+    flops = "unknown" if facts.flops_per_sample is None else f"{facts.flops_per_sample:.4g}"
+    samples = "" if facts.samples is None else f", {facts.samples} samples in an epoch"
+    return [
+        f"{facts.name}: {facts.elements:,} parameters in {len(facts.blocks)} blocks and a root, {facts.optimizer.name}",
+        f"batch of {facts.global_batch}{samples}; {flops} floating-point operations for a sample; {facts.data}",
+        f"{where} of {memory}{f' ({world.gpu_name})' if world.gpu_name else ''}, of which {plan.reserve:.0%} stay free",
+    ]
+
+
+def _count(gpus: int) -> str:
+    return f"{gpus} GPUs" if gpus > 1 else "1 GPU"
+
+
+def _table(plan: Plan) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    found_all = [option.estimate for option in plan.options if option.estimate is not None]
+    unit, factor = ("GB", 1e9) if any(found.memory.peak_bytes >= 1e9 for found in found_all) else ("MB", 1e6)
+    timed = any(found.step_seconds is not None for found in found_all)
+    title = f"{unit} of one GPU at the peak. micro: samples of a pass; max: the largest micro-batch that fits"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    table.add_column("option", no_wrap=True)
+    times = ("step, s",) if timed else ()
+    for name in ("micro", "accum.", "states", "activ.", "gathered", "peak", "fits", "max", f"sent, {unit}", *times):
+        table.add_column(name, justify="right", no_wrap=True)
+    for option in plan.options:
+        found = option.estimate
+        if found is None:
+            continue
+        at_peak, known = found.memory.at_peak, found.memory.activations_bytes is not None
+        states = sum(at_peak.get(part, 0) for part in _STATES)
+        seconds = (found.step_seconds,) if timed else ()
+        table.add_row(
+            f"{'*' if option is plan.recommended else ' '} {option.name}",
+            str(found.setting.micro_batch),
+            str(found.setting.accumulate),
+            _number(states / factor),
+            _number((at_peak["activations"] + at_peak["batch"]) / factor) if known else "?",
+            _number(at_peak["communication"] / factor),
+            f"{'' if known else '>'}{_number(found.memory.peak_bytes / factor)}",
+            {True: "yes", False: "no", None: "?"}[option.fits],
+            "" if option.largest_micro_batch is None else str(option.largest_micro_batch),
+            _number(found.communication.total_bytes / factor),
+            *("?" if value is None else f"{value:.3g}" for value in seconds),
+        )
+    return table
+
+
+_STATES = ("parameters", "gradients", "optimizer", "averages")
+
+
+def _number(value: float) -> str:
+    return "0" if not value else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 600:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+
+
+def _details(plan: Plan, option: Option) -> list[str]:
+    found: Estimate | None = option.estimate
+    assert found is not None
+    lines = [
+        f"batch: {found.effective_batch} samples = micro-batches of {found.setting.micro_batch} x "
+        f"{found.setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
+        f"(lr_scaling {plan.facts.lr_scaling})"
+    ]
+    if found.steps_per_epoch is not None:
+        epoch = "" if found.epoch_seconds is None else f", {_time(found.epoch_seconds)}"
+        lines.append(f"epoch: {found.samples_per_epoch} samples, {found.steps_per_epoch} steps{epoch}")
+    if found.training_seconds is not None:
+        lines.append(f"training: {_time(found.training_seconds)} at {plan.world.utilisation:.0%} of the GPU's peak")
+    parts = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.memory.at_peak.items() if size)
+    lines.append(f"at the peak, in the {found.memory.peak_is_in} pass: {parts}".replace("update pass", "update"))
+    if found.step_seconds is not None:
+        computing, sending = _time(found.compute_seconds), _time(found.communication.seconds)
+        lines.append(
+            f"step: {_time(found.step_seconds)}, the longer of computing ({computing}) and sending ({sending})"
+        )
+    sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
+    lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
+    if found.memory.host_bytes:
+        lines.append(f"host memory: {gigabytes(found.memory.host_bytes * plan.world.gpus_per_node)} on each node")
+    lines.append(f"checkpoint: {gigabytes(found.checkpoint_bytes)}")
+    if plan.save_every_seconds is not None:
+        lines.append(
+            f"save every {_time(plan.save_every_seconds)} (Young, Daly): "
+            f"checkpoint.every_minutes={plan.save_every_seconds / 60:.3g}"
+        )
+    return lines
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values. The names have the units: `_bytes`, `_seconds`, `_flops`."""
+    facts, world = plan.facts, dataclasses.asdict(plan.world)
+    summary = {
+        "name": facts.name,
+        "parameters": facts.elements,
+        "trainable_parameters": sum(p.elements for p in facts.parameters if p.trainable),
+        "blocks": list(facts.blocks),
+        "buffers_bytes": facts.buffers_bytes,
+        "optimizer": facts.optimizer.name,
+        "flops_per_sample": facts.flops_per_sample,
+        "forward_flops_per_sample": facts.forward_flops_per_sample,
+        "samples_per_epoch": facts.samples,
+        "global_batch": facts.global_batch,
+        "is_traced": facts.is_traced,
+        "data": facts.data,
+        "notes": facts.notes,
+    }
+    return {
+        "model": summary,
+        "world": {**world, "nodes": plan.world.nodes},
+        "reserve": plan.reserve,
+        "options": [_option(option) for option in plan.options],
+        "recommended": plan.recommended.name if plan.recommended else None,
+        "reason": plan.reason,
+        "keys": plan.keys,
+        "save_every_seconds": plan.save_every_seconds,
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    found = option.estimate
+    values: dict[str, Any] = {
+        "name": option.name,
+        "fits": option.fits,
+        "largest_micro_batch": option.largest_micro_batch,
+        "reason": option.reason,
+    }
+    if found is None:
+        return {**values, "setting": None, "estimate": None}
+    setting = dataclasses.asdict(found.setting)
+    setting.pop("world")
+    estimate = dataclasses.asdict(found)
+    estimate.pop("setting")
+    estimate["memory"]["states_bytes"] = found.memory.states_bytes
+    estimate["communication"]["total_bytes"] = found.communication.total_bytes
+    return {**values, "setting": {**setting, "shards": found.setting.shards}, "estimate": estimate}

@@ -1,0 +1,364 @@
+"""The bytes and operations of one forward and backward pass, counted while torch runs it on tensors without values."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lockstep.data.tensors import map_tensors
+from lockstep.engine.flops import Operations
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass
+class Peak:
+    """The moment of a segment at which most bytes live."""
+
+    activations: int = 0
+    casts: int = 0
+    gradients: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.activations + self.casts + self.gradients
+
+
+@dataclass
+class TracedSegment:
+    """A part of a pass; see `model_facts.Segment`."""
+
+    phase: Phase
+    block: int | None
+    before: int | None
+    alone: Peak = field(default_factory=Peak)
+    beside: Peak = field(default_factory=Peak)
+    of_block: Peak = field(default_factory=Peak)
+
+    @property
+    def place(self) -> tuple[str, int | None, int | None]:
+        """Where in the pass the segment is."""
+        return self.phase, self.block, self.before
+
+
+@dataclass
+class TracedPass:
+    """A forward and a backward pass of one micro-batch."""
+
+    segments: list[TracedSegment]
+    batch_bytes: int
+    kept_bytes: int
+    """Activations and casts at the end of the forward pass."""
+    flops: int
+    """Forward and backward pass, without recomputation."""
+    forward_flops: int
+    block_flops: int
+    """Of the forward pass of the blocks."""
+
+
+class Untraceable(Exception):
+    """A pass could not be traced.
+
+    Args:
+        module: name of the module at which it ended; empty outside of the model.
+    """
+
+    def __init__(self, module: str, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}")
+        self.module = module
+
+
+class _Storage:
+    """A storage that lives: its bytes, and what they are for."""
+
+    __slots__ = ("bytes", "kind")
+
+    def __init__(self, size: int, kind: str) -> None:
+        self.bytes, self.kind = size, kind
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the bytes of all storages that operations make are counted, until they are freed.
+
+    Args:
+        parameters: their storages do not count. Copies of them in another number format count as casts.
+        others: further tensors that do not count, such as the batch.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: Any = WeakIdKeyDictionary()
+        self.bytes = {"activation": 0, "cast": 0, "gradient": 0, "gradient_of_block": 0, "gradient_of_root": 0}
+        self.known = {id(storage): storage for storage in (p.untyped_storage() for p in (*parameters, *others))}
+        self.parameters = {id(p.untyped_storage()) for p in parameters}
+        self.segments: list[TracedSegment] = []
+        self.begin("forward", None)
+
+    def begin(self, phase: Phase, block: int | None) -> None:
+        """Begin a new segment."""
+        last = self.segments[-1] if self.segments else None
+        if last is not None and (last.phase, last.block) == (phase, block):
+            return
+        before = last.block if last is not None and last.block is not None else last.before if last else None
+        if last is not None and last.phase != phase:
+            before = None
+        if block is not None and phase == "backward":  # the gradients of the block before have been given away
+            self.bytes["gradient_of_block"] = 0
+        self.segments.append(TracedSegment(phase, block, before))
+        self._look()
+
+    def mark_gradient(self, gradient: Tensor, of_root: bool) -> None:
+        """The storage of `gradient` is that of a complete gradient from now on."""
+        storage = gradient.untyped_storage()
+        entry = self.live.get(storage)
+        if entry is None or entry.kind.startswith("gradient"):
+            return
+        self.bytes[entry.kind] -= entry.bytes
+        entry.kind = "gradient"
+        self.bytes["gradient"] += entry.bytes
+        self.bytes["gradient_of_root" if of_root else "gradient_of_block"] += entry.bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = "activation"
+        if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self.parameters:
+            kind = "cast"
+        grew = False
+        for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
+            if isinstance(tensor, Tensor):
+                grew |= self._add(tensor, kind)
+        if grew:
+            self._look()
+        return result
+
+    def _add(self, tensor: Tensor, kind: str) -> bool:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse tensors and the like have no single storage
+            return False
+        if storage in self.live or id(storage) in self.known:
+            return False
+        size = storage.nbytes()
+        entry = self.live[storage] = _Storage(size, kind)
+        self.bytes[kind] += size
+        weakref.finalize(storage, self._free, entry)
+        return True
+
+    def _free(self, entry: _Storage) -> None:
+        self.bytes[entry.kind] -= entry.bytes
+
+    def _look(self) -> None:
+        now, segment = self.bytes, self.segments[-1]
+        activations, casts = now["activation"], now["cast"]
+        for peak, gradients in (
+            (segment.alone, now["gradient"]),
+            (segment.beside, 0),
+            (segment.of_block, now["gradient_of_block"] + now["gradient_of_root"]),
+        ):
+            if activations + casts + gradients > peak.total:
+                peak.activations, peak.casts, peak.gradients = activations, casts, gradients
+
+
+@contextlib.contextmanager
+def _as_on_gpu() -> Generator[None, None, None]:
+    """Inside, dropout runs as on a GPU: it keeps a mask of one byte for each element, and attention keeps none.
+
+    The functions themselves are replaced: a mode of torch would not see the passes that the backward pass runs again.
+    """
+    functions = nn.functional
+    dropout, attention = functions.dropout, functions.scaled_dot_product_attention
+
+    def masked(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0 or inplace:
+            return dropout(input, p, training, inplace)
+        result: Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
+        return result
+
+    def without_mask(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        return attention(query, key, value, attn_mask, 0.0, **options)
+
+    setattr(functions, "dropout", masked)  # noqa: B010 - mypy knows no assignment to functions
+    setattr(functions, "scaled_dot_product_attention", without_mask)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(functions, "dropout", dropout)  # noqa: B010
+        setattr(functions, "scaled_dot_product_attention", attention)  # noqa: B010
+
+
+def trace_pass(
+    forward: nn.Module,
+    batch: Any,
+    *,
+    blocks: Sequence[nn.Module],
+    autocast: Callable[[], contextlib.AbstractContextManager[object]],
+    as_on_gpu: bool,
+    counts: bool = True,
+) -> TracedPass:
+    """Run a forward and a backward pass as a training step does, and count.
+
+    Args:
+        forward: from a batch to losses by head. Its parameters have no gradients.
+        batch: tensors of the kind (fake or real) that the parameters have.
+        blocks: the repeated blocks.
+        autocast: the context of the forward pass.
+        as_on_gpu: choose operators as a GPU would.
+        counts: whether to count floating-point operations, too, which takes time. Otherwise they are 0.
+
+    Raises:
+        Untraceable: an operation needs values, and tensors have none; or the pass failed.
+    """
+    parameters = list(forward.parameters())
+    place = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
+    tensors = tensors_of(batch)
+    live, counted, stack = LiveBytes(parameters, [*forward.buffers(), *tensors]), Operations(), _Modules(forward)
+    flops_of_blocks = _BlockFlops(counted)
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(_forget_gradients, parameters)
+        for index, block in enumerate(blocks):
+            hooks.enter_context(_watched(block, index, live, flops_of_blocks))
+        for parameter in parameters:
+            if parameter.requires_grad:
+                of_root = id(parameter) not in place
+
+                def mark(p: Tensor, of_root: bool = of_root) -> None:
+                    if p.grad is not None:
+                        live.mark_gradient(p.grad, of_root)
+
+                handle: Any = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
+        hooks.enter_context(stack.watched())
+        try:
+            with contextlib.ExitStack() as modes:
+                if as_on_gpu:
+                    modes.enter_context(_as_on_gpu())
+                if counts:
+                    modes.enter_context(counted)
+                modes.enter_context(live)
+                with autocast():
+                    losses = forward(batch)
+                forward_flops = counted.total
+                kept_bytes = live.bytes["activation"] + live.bytes["cast"]
+                live.begin("backward", None)
+                roots = [loss for loss in losses.values() if loss.requires_grad]
+                torch.autograd.backward(roots, [torch.ones_like(loss) for loss in roots])
+        except Exception as error:
+            raise Untraceable(stack.innermost, error) from error
+    batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
+    return TracedPass(live.segments, batch_bytes, kept_bytes, counted.total, forward_flops, flops_of_blocks.total)
+
+
+def _forget_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found
+
+
+class _BlockFlops:
+    def __init__(self, counted: Operations) -> None:
+        self.counted, self.total, self.begun = counted, 0, 0
+
+    def enter(self) -> None:
+        self.begun = self.counted.total
+
+    def leave(self) -> None:
+        self.total += self.counted.total - self.begun
+
+
+@contextlib.contextmanager
+def _watched(block: nn.Module, index: int, live: LiveBytes, flops: _BlockFlops) -> Generator[None, None, None]:
+    """Inside, `live` begins a segment where the block's forward and backward pass begin and end."""
+
+    def leave_backward(_: Tensor) -> None:
+        if live.segments[-1].phase == "backward" and live.segments[-1].block == index:
+            live.begin("backward", None)
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        if live.segments[-1].phase == "forward":
+            live.begin("forward", index)
+            flops.enter()
+            for tensor in tree_iter((args, kwargs)):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(leave_backward)  # type: ignore[no-untyped-call]
+
+    def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if live.segments[-1].phase == "forward":
+            flops.leave()
+            for tensor in tree_iter(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda _: live.begin("backward", index))  # type: ignore[no-untyped-call]
+            live.begin("forward", None)
+
+    handles = [
+        block.register_forward_pre_hook(before, with_kwargs=True),
+        block.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Modules:
+    """Which module of a model runs."""
+
+    def __init__(self, forward: nn.Module) -> None:
+        self.names = {id(module): name.removeprefix("model").lstrip(".") for name, module in forward.named_modules()}
+        self.running: list[str] = []
+
+    @property
+    def innermost(self) -> str:
+        """Name of the module that began last and has not ended; empty where there is none."""
+        return next((name for name in reversed(self.running) if name), "")
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None, None, None]:
+        """Inside, modules are noted while they run."""
+
+        def before(module: nn.Module, *_: Any) -> None:
+            if id(module) in self.names:
+                self.running.append(self.names[id(module)])
+
+        def after(module: nn.Module, *_: Any) -> None:
+            if id(module) in self.names and self.running:
+                self.running.pop()
+
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()

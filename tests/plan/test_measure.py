@@ -1,0 +1,143 @@
+"""Measured steps: the bytes of a model that can be counted by hand, and how estimates stand beside them."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+from lockstep import Task, config_file
+from lockstep.cli import app
+from lockstep.plan import calibrate, measured
+from lockstep.plan.measure import measure
+from lockstep.plan.measured import Measured
+from tests.ranks import run_ranks
+
+WIDE = 256
+PARAMETERS = 4 * (64 * WIDE + WIDE + WIDE * 8 + 8)  # bytes
+SAMPLES = 32
+
+
+class Mlp(Task):
+    """A model whose bytes can be counted by hand."""
+
+    def model(self):
+        return nn.Sequential(nn.Linear(64, WIDE), nn.Tanh(), nn.Linear(WIDE, 8))
+
+    def train_data(self):
+        return TensorDataset(torch.zeros(256, 64), torch.zeros(256, 8))
+
+    def loss(self, model, batch):
+        return (model(batch[0]) - batch[1]).square().mean(dim=1).sum()
+
+
+def config(ranks=1, **sections):
+    """32 samples of each rank, by Adam."""
+    settings = {
+        "task": {"kind": f"{__file__}:Mlp"},
+        "device": "cpu",
+        "batch": {"global": SAMPLES * ranks},
+        "optim": {"name": "AdamW"},
+    }
+    return config_file.parse(settings | sections)
+
+
+def measure_kind(ranks, sections):
+    return measure(config(ranks, **sections))
+
+
+def test_bytes_of_one_rank_are_those_counted_by_hand():
+    found = measure(config())
+    assert (found.parameters_bytes, found.gradients_bytes) == (PARAMETERS, PARAMETERS)
+    assert found.optimizer_bytes == 2 * PARAMETERS + 4 * 4  # two averages, and a counter for each of 4 tensors
+    assert found.averages_bytes == 0
+    batch = 4 * SAMPLES * (64 + 8)
+    assert found.batch_bytes == batch
+    # Tanh keeps its result, which is the input of the next layer, and the square keeps the difference.
+    kept = 4 * SAMPLES * (WIDE + 8)
+    assert kept <= found.activations_bytes <= kept + 4 * SAMPLES * 8 * 2
+    assert found.peak_bytes >= 4 * PARAMETERS + batch
+    assert found.peak_bytes <= 5 * PARAMETERS + batch + 3 * kept
+    # Two operations for each weight and sample, and in the backward pass twice as many: not for the input's gradient.
+    assert found.flops_per_sample == 2 * (2 * 64 * WIDE + 3 * WIDE * 8)
+    assert found.step_seconds > 0
+    assert (found.micro_batch, found.accumulate, found.strategy) == (SAMPLES, 1, "single")
+
+
+def test_averages_accumulation_and_a_small_micro_batch():
+    found = measure(config(batch={"global": 32, "micro": 8}, train={"ema_decay": 0.9}))
+    assert found.averages_bytes == PARAMETERS
+    assert (found.micro_batch, found.accumulate) == (8, 4)
+    assert found.activations_bytes < 4 * SAMPLES * WIDE
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("fsdp", 2)])
+def test_two_ranks(strategy, share):
+    first, second = run_ranks(2, measure_kind, 2, {"parallel": {"strategy": strategy}})
+    assert second is None
+    assert first.parameters_bytes == PARAMETERS // share
+    assert first.gradients_bytes == PARAMETERS // share
+    assert first.optimizer_bytes == pytest.approx(2 * PARAMETERS / share, rel=0.01)
+    assert (first.world, first.strategy, first.micro_batch) == (2, strategy, SAMPLES)
+
+
+def test_the_estimate_is_that_of_the_setting_that_was_measured():
+    settings = config(batch={"global": 32, "micro": 16})
+    found = measure(settings)
+    rows = {row.part: row for row in calibrate.calibrate(settings, found, 0.4)}
+    for part in ("parameters", "gradients", "optimizer", "all states", "operations of a sample"):
+        assert rows[part].off == pytest.approx(0, abs=0.01), part
+    assert rows["kept by a forward pass"].off == pytest.approx(0, abs=0.1)
+    assert rows["peak"].off == pytest.approx(0, abs=0.15)
+    assert rows["time of a step"].estimated is None  # the throughput of a CPU is not known
+
+
+FOUND = Measured(
+    world=2,
+    device="NVIDIA H100 80GB HBM3",
+    on_gpu=True,
+    strategy="ddp",
+    precision="bf16",
+    micro_batch=8,
+    accumulate=2,
+    recompute=False,
+    parameters_bytes=10**9,
+    gradients_bytes=10**9,
+    optimizer_bytes=2 * 10**9,
+    averages_bytes=0,
+    activations_bytes=10**9,
+    batch_bytes=10**6,
+    peak_bytes=6 * 10**9,
+    flops_per_sample=10**12,
+    step_seconds=0.05,
+)
+
+
+def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
+    settings = config(2, precision="bf16")
+    setting = calibrate.setting_of(settings, FOUND, 0.4)
+    assert setting.world.peak_flops == {"bf16": 989.4e12}
+    assert (setting.micro_batch, setting.accumulate, setting.effective_batch) == (8, 2, 32)
+    rows = [measured.Difference("peak", 5.4e9, 6e9, "bytes"), measured.Difference("activations", None, 1e9, "bytes")]
+    said = measured.text(rows, FOUND, calibrate.peak_flops(settings, FOUND))
+    assert "-10.0%" in said
+    assert "not known" in said
+    assert "memory by max_memory_allocated" in said
+    # 16 samples of 10^12 operations in 0.05 s
+    assert "320 x 10^12 operations in a second, 32% of its peak: --utilisation 0.32" in said
+    part_of_a_gpu = dataclasses.replace(FOUND, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert calibrate.peak_flops(settings, part_of_a_gpu) is None
+
+
+def test_command(tmp_path):
+    file = tmp_path / "off.json"
+    target = f"{__file__}:Mlp"
+    done = CliRunner().invoke(app, ["plan", target, "device=cpu", "--measure", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    assert "measured in real steps: 1 rank" in done.stdout
+    content = json.loads(file.read_text())
+    assert content["measured"]["parameters_bytes"] == PARAMETERS
+    assert {row["part"] for row in content["differences"]} >= {"all states", "peak", "time of a step"}

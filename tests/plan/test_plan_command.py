@@ -1,0 +1,112 @@
+"""`lockstep plan`: recipes, a user's task, made-up samples, JSON, errors."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep import cli, config_file
+from lockstep.plan import command, show, stand_in
+from lockstep.plan.setting import World
+
+RUN = CliRunner()
+TASK = """
+import torch
+from lockstep import Task
+class Mine(Task):
+    def __init__(self, width: int = 8):
+        self.width = width
+    def model(self):
+        return torch.nn.Sequential(*[torch.nn.Linear(self.width, self.width) for _ in range(3)])
+    def train_data(self):
+        return torch.utils.data.TensorDataset(torch.randn(20, self.width))
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum()
+"""
+
+
+def plan(*arguments):
+    return RUN.invoke(cli.app, ["plan", *arguments])
+
+
+def test_a_recipe_with_data_in_the_package():
+    result = plan("digits", "--gpus", "2", "--gpu", "T4", "--precision", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "* ddp, fp32" in result.stdout
+    assert "batch: 64 samples = micro-batches of 32 x 1 on 2 GPUs" in result.stdout
+    assert "keys: parallel.strategy=ddp" in result.stdout
+
+
+def test_a_users_task_as_json(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    arguments = ["--gpus", "16", "--gpu-memory", "1GB", "--json", "-", "--failures-per-gpu-year", "1"]
+    result = plan(f"{tmp_path / 'mine.py'}:Mine", "task.width=16", *arguments, "--save-seconds", "10")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["model"]["parameters"] == 3 * (16 * 16 + 16)
+    assert found["model"]["blocks"] == ["0", "1", "2"]
+    assert found["world"]["nodes"] == 2
+    assert found["recommended"] == "ddp, bf16"
+    assert found["save_every_seconds"] == pytest.approx((2 * 10 * 365.25 * 86400 / 16) ** 0.5, rel=0.01)
+    first = found["options"][0]
+    assert first["estimate"]["memory"]["peak_bytes"] == sum(first["estimate"]["memory"]["at_peak"].values())
+
+
+@pytest.mark.parametrize("recipe", ["image_folder", "segmentation", "detection", "text", "ct_small"])
+def test_recipes_without_data_are_planned_with_made_up_samples(recipe):
+    config = config_file.load(recipe, ["task.image_size=112"] if recipe == "ct_small" else [])
+    facts = command.facts_with_or_without_data(config, precisions=("fp32",), recompute=(False,))
+    assert facts.is_traced, facts.notes
+    assert facts.samples is None
+    assert facts.notes[0] == stand_in.assumption(config.task)
+
+
+def test_pictures_have_their_largest_size():
+    sizes = ["task.image_size={0: 32, 5: 64}", "train.epochs=10"]
+    small, large = (
+        command.facts_with_or_without_data(
+            config_file.load("image_folder", overrides), precisions=("fp32",), recompute=(False,)
+        )
+        for overrides in ([], sizes)
+    )
+    bytes_of = [facts.passes["fp32", False].batch.sample_bytes for facts in (small, large)]
+    assert bytes_of[1] == pytest.approx(4 * bytes_of[0], rel=0.01)
+
+
+def test_the_text_of_a_plan_that_does_not_fit_says_what_to_change(tmp_path):
+    result = plan("digits", "--gpus", "2", "--gpu-memory", "100KB", "--precision", "fp32")
+    assert result.exit_code == 0, result.output
+    assert "Recommended: nothing" in result.stdout
+    assert "ddp, fp32: needs" in result.stdout
+
+
+def test_a_plan_is_written_into_a_file(tmp_path):
+    path = tmp_path / "plan.json"
+    assert f"written: {path}" in plan("toy", "--gpu-memory", "1GB", "--json", str(path)).stdout
+    assert json.loads(path.read_text())["model"]["name"] == "toy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["digits"], "memory of a GPU is not given"),
+        (["digits", "--gpu", "H10"], "the nearest is"),
+        (["digits", "--gpu-memory", "much"], "is no size"),
+        (["digits", "--gpu", "H100", "--precision", "fp8"], "no precision 'fp8'"),
+        (["digits", "--gpu", "H100", "--save-seconds", "3"], "belong together"),
+        (["digits", "--gpu", "H100", "data.train=none.csv"], "none.csv"),
+        (["cifar_", "--gpu", "H100"], "cifar"),
+    ],
+)
+def test_bad_input_is_an_error_with_a_remedy(arguments, words):
+    result = plan(*arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert words in result.output
+    assert "remedy" in result.output
+
+
+def test_a_plan_without_times_has_no_columns_for_them():
+    config = config_file.load("toy", [])
+    text = show.text(command.plan_of(config, World(1, 1, memory_bytes=10**9), precisions=("fp32",)))
+    assert "step, s" not in text
+    assert "nothing is simpler" in text

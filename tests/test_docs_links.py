@@ -1,0 +1,51 @@
+"""Links of the documentation lead to files and headings that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("benchmarks/*.md")),
+    *sorted(ROOT.glob("src/lockstep/migration/*.md")),
+]
+
+
+def prose(path):
+    """The text of a page without blocks of code."""
+    return re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """The names of a page's headings, as GitHub and the site make them."""
+    names = []
+    for heading in re.findall(r"^#{1,6} +(.+?) *$", prose(path), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        names.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return {
+        f"{name}-{names[:place].count(name)}" if name in names[:place] else name for place, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`[^`]*`", "", prose(page))
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'src="([^"]+)"', text)
+    broken = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_the_site_has_every_page_of_the_documentation():
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert {str(page.relative_to(ROOT)) for page in PAGES if page.parts[-2] in ("docs", "guide")} <= set(listed)
+    assert all((ROOT / page).exists() for page in listed)
