@@ -143,11 +143,16 @@ def _run_once(
     """
     from lockstep.distributed import agent
 
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher itself says which rank failed
+    quiet_torch()
     os.environ[heartbeat.FOLDER] = str(folder)
     return agent.run_ranks(main, (list(arguments),), nproc=nproc, folder=folder)
+
+
+def quiet_torch() -> None:
+    """Let torch's agent write no messages: the launcher itself says which rank failed."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Forwarding:
@@ -161,7 +166,10 @@ class Forwarding:
         self.ends_process = ends_process
         self.asked = False
         self.asked_at = 0.0
+        self.asked_by = ""
+        """Name of the signal."""
         self.folder: Path | None = None
+        self._passed_on: Path | None = None
         is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
         for number in not_ignored(ASKING) if is_main else ():
             signal.signal(number, self._handle)
@@ -171,11 +179,21 @@ class Forwarding:
             self._end_at_once(number)
         if self.asked:
             return
-        self.asked, self.asked_at = True, time.monotonic()
+        self.asked, self.asked_at, self.asked_by = True, time.monotonic(), signal.Signals(number).name
         if self.folder is None:
             raise Preempted(NOT_BEGUN)
+        self._tell_ranks(self.asked_by)
+
+    def pass_on(self, name: str) -> None:
+        """Ask the ranks to stop, for a reason with this name. Nothing, where they were asked before."""
+        if self.folder is not None and self._passed_on != self.folder:
+            self._passed_on = self.folder
+            self._tell_ranks(name)
+
+    def _tell_ranks(self, name: str) -> None:
+        assert self.folder is not None
         with contextlib.suppress(FileNotFoundError):  # between two starts, `launch` looks at `asked`
-            (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
+            (self.folder / STOP_FILE).write_text(name)
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:
