@@ -26,6 +26,7 @@ from lockstep.errors import Preempted
 _LAST_CALL_S = 3  # after the least number of nodes is there, so long for further nodes
 _FOR_EVER_S = 10**7
 _CLOSE_S = 5.0
+_LATER_S = 60  # torch waits longer than `meet`, which says for whom
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _handler(session: Session, store: Store, number: int) -> DynamicRendezvousHa
     Its heartbeats are switched off, because they compare the clocks of different machines. `Pulse` does it.
     """
     run_id = f"{session.launch_id}/{number}"
-    wait = datetime.timedelta(seconds=session.nodes.wait_s)
+    wait = datetime.timedelta(seconds=session.nodes.wait_s + _LATER_S)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         run_id,
         store,

@@ -254,7 +254,7 @@ class Waiting:
     def look_at(self, what: Callable[[], str], error: Callable[[], MissingNodesError]) -> None:
         """As `look`, where it takes time to find out what is waited for."""
         seconds = self.clock.look()
-        if seconds > self.limit_s + 10:  # torch's rendezvous itself ends after `limit_s`
+        if seconds > self.limit_s:
             raise error()
         if seconds >= self.tell_at:
             print(f"waiting for {what()} ({seconds:.0f} of {self.limit_s:g} s)", file=sys.stderr, flush=True)
