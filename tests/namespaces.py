@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 from tests import processes
+from tests.slow_link import Relay, tunnel
 
 _numbers = itertools.count()
 
@@ -32,15 +33,23 @@ def ip(*arguments):
 
 
 class Namespaces:
-    """`count` nodes with the addresses 10.77.N.1, 10.77.N.2, ... on a bridge of their own. A context manager."""
+    """`count` nodes with addresses of their own, on a bridge. A context manager.
 
-    def __init__(self, count):
+    Args:
+        delay_s, loss: two nodes are joined by a slow link instead, see `tests.slow_link`.
+    """
+
+    def __init__(self, count, delay_s=0.0, loss=0.0):
+        self.slow, self.relay = (delay_s, loss) if delay_s or loss else None, None
         self.number = next(_numbers)
         self.prefix = f"lk{os.getpid() % 10000}x{self.number}"
         self.subnet = f"10.{77 + self.number}.{os.getpid() % 250}"
         self.count, self.processes = count, []
 
     def __enter__(self):
+        if self.slow:
+            self._join_slowly()
+            return self
         bridge = f"{self.prefix}b"
         ip("link", "add", bridge, "type", "bridge")
         ip("link", "set", bridge, "up")
@@ -54,6 +63,15 @@ class Namespaces:
             ip("-n", name, "link", "set", "eth7", "up")
         return self
 
+    def _join_slowly(self):
+        for node in range(2):
+            ip("netns", "add", self.name(node))
+            ip("-n", self.name(node), "link", "set", "lo", "up")
+        self.relay = Relay(*(tunnel(self.name(node), "eth7") for node in range(2)), *self.slow)
+        for node in range(2):
+            ip("-n", self.name(node), "address", "add", f"{self.address(node)}/24", "dev", "eth7")
+            ip("-n", self.name(node), "link", "set", "eth7", "up", "mtu", 1500)
+
     def __exit__(self, *error):
         for process in self.processes:
             if process.poll() is None:
@@ -62,11 +80,14 @@ class Namespaces:
                 process.wait()
             if process.stdout:
                 process.stdout.close()
+        if self.relay:
+            self.relay.close()
         for node in range(self.count):
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "delete", self.name(node))
-        with contextlib.suppress(subprocess.CalledProcessError):
-            ip("link", "delete", f"{self.prefix}b")
+        if not self.slow:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("link", "delete", f"{self.prefix}b")
 
     def name(self, node):
         return f"{self.prefix}n{node}"
