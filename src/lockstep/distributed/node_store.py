@@ -101,7 +101,7 @@ class BoundedStore:
     def lost(self, why: str) -> StoreLostError:
         """The error that says that the store is gone."""
         return StoreLostError(
-            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why.rstrip(chr(46))}",
+            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why.rstrip('.')}",
             remedy="look at the launcher and the machine there, and at the link to it. The checkpoints stay: the same "
             "command on all nodes goes on from the newest",
         )
