@@ -31,6 +31,7 @@ ALLOWED = {
     "images": {"errors", "atomic", "locks", "config_section"},
     "volumes": {"errors", "atomic", "data", "images"},
     "checkpoint": {"errors", "devices", "atomic", "distributed"},
+    "preflight": {"errors", "devices", "distributed", "checkpoint", "preflight"},
     "engine": {"errors", "devices", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
     "observe": {"errors", "atomic", "locks", "plugins", "observe"},
     "tasks.task": {"errors", "devices", "tasks.presenter"},
@@ -105,6 +106,7 @@ ALLOWED = {
         "training_run",
         "prediction_run",
         "local_ranks",
+        "preflight",
     },
     "__main__": {"cli"},
     "cli": {

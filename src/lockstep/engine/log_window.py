@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from lockstep import devices
 from lockstep.distributed.world import World
+from lockstep.engine import health
 from lockstep.engine.evaluate import combine
+from lockstep.engine.health import Health
 from lockstep.engine.memory import RANKS_SHOWN, MemoryGauge, mib
 from lockstep.engine.step import SAMPLES, StepResult, TrainState
 from lockstep.errors import TrainingError
@@ -33,6 +35,7 @@ class LogWindow:
     def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
         self.device, self.gauge = devices.of(world.device), MemoryGauge(world.device)
+        self.health = Health(world.nodes) if world.size > 1 else None
         self.started = time.perf_counter()
         self.sums_epochs = False
         """Whether `epoch_losses` will be called."""
@@ -75,8 +78,8 @@ class LogWindow:
         finally:
             self.excluded_s += time.perf_counter() - begun
 
-    def _times(self) -> tuple[float, float]:
-        """The seconds for which the device waited for data, and those of the training, since the window began.
+    def _times(self) -> tuple[float, float, float]:
+        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in all.
 
         Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
         queued is not done, and while the host waits for data, the device may still compute.
@@ -84,13 +87,14 @@ class LogWindow:
         if self.waits:  # there may have been no loss to read
             self.device.wait_for(self.waits[-1][1])
         waits = [self.device.seconds_between(before, after) for before, after in self.waits]
-        return sum(waits), time.perf_counter() - self.begun - self.excluded_s
+        alone = [self.device.seconds_between(*result.marks) for result in self.results if len(result.marks) == 2]
+        return sum(waits), sum(alone), time.perf_counter() - self.begun - self.excluded_s
 
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.
 
         Returns:
-            the log entry, equal on all ranks; and messages about unreadable samples, on rank 0.
+            the log entry, equal on all ranks; and messages about unreadable samples and slow ranks, on rank 0.
 
         Raises:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
@@ -103,11 +107,14 @@ class LogWindow:
         memory = [0.0] * 2 * size  # the peak of each rank, then the reserved memory of each rank
         memory[rank], memory[size + rank] = mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())
         flops = state.flops.take() if state.flops is not None else None
+        waited_s, alone_s, window_s = self._times()
+        times = [0.0] * 2 * size  # the wait of each rank for data, then its computing before gradients are exchanged
+        times[rank], times[size + rank] = waited_s, alone_s
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
-        packed = [float(fault is not None), float(len(unreadable)), *self._times(), flops or 0.0, float(flops is None)]
-        reduced = self.world.all_sum([*packed, *memory, *sums_here])
-        fault_count, unreadable_count, wait_s, total_s, all_flops, unknown_flops, *rest = reduced
-        peaks, reserved, totals = rest[:size], rest[size : 2 * size], rest[2 * size :]
+        packed = [float(fault is not None), float(len(unreadable)), window_s, flops or 0.0, float(flops is None)]
+        reduced = self.world.all_sum([*packed, *memory, *times, *sums_here])
+        fault_count, unreadable_count, total_s, all_flops, unknown_flops, *rest = reduced
+        peaks, reserved, waits, alone, totals = _cut(rest, size, 4)
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
@@ -123,7 +130,7 @@ class LogWindow:
         if state.precision.name == "fp16":
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
-        entry["train/wait_share"] = round(wait_s / max(total_s, 1e-9), 4)
+        entry["train/wait_share"] = round(sum(waits) / max(total_s, 1e-9), 4)
         if state.flops is not None and not unknown_flops:
             rate = all_flops / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
             entry["train/tflops_per_s"] = float(f"{rate / 1e12:.4g}")
@@ -138,6 +145,10 @@ class LogWindow:
             entry |= {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)}
         if self.gauge.device.has_own_memory:
             entry["memory/reserved_mb"] = max(reserved)
+        if self.health is not None and self.results:
+            steps = len(self.results)
+            entry |= health.figures(alone, waits, steps=steps, shown=RANKS_SHOWN)
+            messages += self.health.look(alone, waits, steps=steps, total_s=total_s / size)
         if self.sums_epochs:
             self._add_to_epoch()
         self.reset()
@@ -214,6 +225,11 @@ class LogWindow:
         """The messages of all ranks, each once, on rank 0. Empty on other ranks."""
         gathered = self.world.gather(messages)
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
+
+
+def _cut(values: list[float], size: int, parts: int) -> list[list[float]]:
+    """The first `parts` lists of `size` values, and the rest."""
+    return [*(values[part * size : (part + 1) * size] for part in range(parts)), values[parts * size :]]
 
 
 def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:

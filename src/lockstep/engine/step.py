@@ -14,10 +14,12 @@ import math
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lockstep import devices
 from lockstep.data.loader import MicroBatch, one_ahead
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
@@ -142,6 +144,9 @@ class StepResult:
     """Global norm of the gradient before clipping. None where it was not computed."""
     applied: bool = False
     """Whether the update was applied."""
+    marks: list[Any] = field(default_factory=list)
+    """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
+    see `Device.mark`."""
 
 
 def train_step(
@@ -179,6 +184,8 @@ def train_step(
     rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
     with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
         strategy.sync_buffers()
+    if strategy.world.size > 1:
+        result.marks.append(devices.of(strategy.world.device).mark())
     with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
@@ -232,6 +239,8 @@ def forward_backward_step(
         tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
         new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
+        if last and result.marks:
+            result.marks.append(devices.of(world.device).mark())
         if tensors:
             torch.autograd.backward(tensors, gradients)
         for parameter in new:
