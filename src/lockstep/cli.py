@@ -18,6 +18,7 @@ import typer
 from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
+from lockstep.commands import preflight as preflight_commands
 from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
@@ -485,6 +486,20 @@ def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restar
     launch.launch(arguments, ranks, max_restarts)
 
 
+def _launched(
+    arguments: list[str], target: str, overrides: list[str], *, nproc: str | None, preset: str | None
+) -> RunConfig | None:
+    """The config, where this process is a rank. Otherwise start the ranks, wait for their end, and return None."""
+    from lockstep import config_file
+
+    settings = config_file.load(target, overrides)
+    settings, nproc = _on_machine(settings, preset, nproc, overrides)
+    if not _is_launcher(nproc):
+        return settings
+    _launch(arguments, nproc, settings, cold=False)
+    return None
+
+
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -532,6 +547,7 @@ def _reporting(debug: bool) -> Iterator[None]:
 config_commands.add_to(app, reporting=_reporting)
 report_commands.add_to(app, reporting=_reporting)
 init_commands.add_to(app, reporting=_reporting)
+preflight_commands.add_to(app, reporting=_reporting, launched=_launched)
 
 
 def main() -> Any:
