@@ -47,7 +47,7 @@ class Checkpoint:
     @cached_property
     def contents(self) -> dict[str, Any]:
         """What the index says: `tensors` and `values`."""
-        content: dict[str, Any] = json.loads((self.path / INDEX).read_text())
+        content: dict[str, Any] = json.loads((self.path / INDEX).read_bytes())
         return content
 
     @property

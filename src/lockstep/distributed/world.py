@@ -10,7 +10,6 @@ import gc
 import io
 import os
 import pickle
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -390,11 +389,11 @@ def _check_own_device(world: World, store: Store) -> None:
     if identity is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    name = f"{socket.gethostname()}/{identity}/{visible}"
+    name = f"{own_name()}/{identity}/{visible}"
     owner = int(store.compare_set(name, "", str(world.rank)))
     if owner != world.rank:
         raise UsageError(
-            f"ranks {owner} and {world.rank} on {socket.gethostname()} have the same GPU",
+            f"ranks {owner} and {world.rank} on {own_name()} have the same GPU",
             where=f"LOCAL_RANK={world.local_rank}, CUDA_VISIBLE_DEVICES={visible or 'not set'}",
             remedy="give each rank a GPU: start fewer ranks, set LOCAL_RANK to 0, 1, ... on each machine, or let the "
             "scheduler bind a GPU to each task (srun --gpus-per-task=1)",
