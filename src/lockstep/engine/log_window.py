@@ -87,8 +87,15 @@ class LogWindow:
         if self.waits:  # there may have been no loss to read
             self.device.wait_for(self.waits[-1][1])
         waits = [self.device.seconds_between(before, after) for before, after in self.waits]
-        alone = [self.device.seconds_between(*result.marks) for result in self.results if len(result.marks) == 2]
-        return sum(waits), sum(alone), time.perf_counter() - self.begun - self.excluded_s
+        alone = sum(self._alone_s(result) for result in self.results)
+        return sum(waits), alone, time.perf_counter() - self.begun - self.excluded_s
+
+    def _alone_s(self, result: StepResult) -> float:
+        """Seconds for which this rank computed in a step before gradients were exchanged; 0 where this is unknown."""
+        if len(result.marks) != 2 or result.waits is None:
+            return 0.0
+        waits = sum(self.device.seconds_between(*marks) for marks in result.waits)
+        return max(0.0, self.device.seconds_between(*result.marks) - waits)
 
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.

@@ -147,6 +147,8 @@ class StepResult:
     marks: list[Any] = field(default_factory=list)
     """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
     see `Device.mark`."""
+    waits: list[tuple[Any, Any]] | None = field(default_factory=list)
+    """Marks around the times in between for which it waited for other ranks; see `Strategy.take_waits`."""
 
 
 def train_step(
@@ -185,6 +187,7 @@ def train_step(
     with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
         strategy.sync_buffers()
     if strategy.world.size > 1:
+        strategy.take_waits()  # of an evaluation, or of a step that was given up
         result.marks.append(devices.of(strategy.world.device).mark())
     with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
@@ -241,6 +244,7 @@ def forward_backward_step(
         new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
         if last and result.marks:
             result.marks.append(devices.of(world.device).mark())
+            result.waits = strategy.take_waits()
         if tensors:
             torch.autograd.backward(tensors, gradients)
         for parameter in new:
