@@ -540,17 +540,35 @@ def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:
 
 
 def _launched(
-    arguments: list[str], target: str, overrides: list[str], *, nproc: str | None, preset: str | None
+    arguments: list[str],
+    target: str,
+    overrides: list[str],
+    *,
+    nproc: str | None,
+    preset: str | None,
+    run_dir: Path | None,
+    nodes: tuple[str, str | None, str | None, float],
 ) -> RunConfig | None:
-    """The config, where this process is a rank. Otherwise start the ranks, wait for their end, and return None."""
+    """The config, where this process is a rank. Otherwise start the ranks, wait for their end, and return None.
+
+    Args:
+        nodes: `--nnodes`, `--rendezvous`, `--rendezvous-id` and `--wait-for-nodes`.
+    """
     from lockstep import config_file
 
     settings = config_file.load(target, overrides)
     settings, nproc = _on_machine(settings, preset, nproc, overrides)
-    if not _is_launcher(nproc):
-        return settings
-    _launch(arguments, nproc, settings, cold=False)
-    return None
+    nnodes, rendezvous, run_id, wait_s = nodes
+    several = several_nodes.of(nnodes, rendezvous) if "RANK" not in os.environ else None
+    if several is not None:
+        run_id = f"{run_id or (run_dir or Path('runs', settings.name)).resolve().name}-{arguments[0]}"
+        ranks = _prepare(nproc, settings, cold=False)
+        several_nodes.launch(arguments, ranks, several, settings, run_id=run_id, wait_s=wait_s, max_restarts=0)
+        return None
+    if _is_launcher(nproc):
+        _launch(arguments, nproc, settings, cold=False)
+        return None
+    return settings
 
 
 def _is_first() -> bool:

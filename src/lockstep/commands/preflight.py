@@ -38,6 +38,20 @@ def add_to(
         nproc: Annotated[str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = None,
         preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
         run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
+        nnodes: Annotated[
+            str, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
+        ] = "1",
+        rendezvous: Annotated[
+            str | None,
+            typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
+        ] = None,
+        rendezvous_id: Annotated[
+            str | None,
+            typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
+        ] = None,
+        wait_for_nodes: Annotated[
+            float, typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1)
+        ] = 60,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
     ) -> None:
         """Check the machines before a training, and train nothing. Exit code 3: a fault."""
@@ -45,7 +59,15 @@ def add_to(
             options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
             options += ["--debug"] if debug else []
             arguments = ["preflight", target, *(overrides or []), *options]
-            settings = launched(arguments, target, overrides or [], nproc=nproc, preset=preset)
+            settings = launched(
+                arguments,
+                target,
+                overrides or [],
+                nproc=nproc,
+                preset=preset,
+                run_dir=run_dir,
+                nodes=(nnodes, rendezvous, rendezvous_id, wait_for_nodes),
+            )
             if settings is None:
                 return
             from lockstep.trainer import Trainer
