@@ -41,7 +41,7 @@ class Mine(Task):
 """
 # name: (code for b's interpreter, commands in b's own mounts, other keys of b, words that the error must have)
 FAULTS = {
-    "another torch": ("import torch; torch.__version__ = '2.12.1'", [], [], ["2.12.1", "node b"]),
+    "another torch": ("import torch; torch.__version__ = '2.12.1'", [], [], ["torch", "2.12.1"]),
     "another key": ("", [], ["log.every_steps=7"], ["log.every_steps", "node b"]),
     "another code of the task": ("", ["mount --bind {other}/task.py {work}/task.py"], [], ["code on rank 1", "node b"]),
     "run directory read-only": (

@@ -51,7 +51,7 @@ def injected(faults, culprit=1):
 
                 patch(shared_folder, "_write", refuse)
             if fault == "silent":
-                patch(facts, "_ANSWER_S", 0.2)
+                patch(facts, "ANSWER_S", 0.2)
                 patch(facts, "_kind", lambda path: time.sleep(1))
             if fault in ("memory", "crowded"):
                 free = 1 << 28 if fault == "memory" else 20 << 30

@@ -98,10 +98,10 @@ def test_equal_ranks_have_no_fault():
             "data.train is nothing on rank 2 (node b, cuda:0), and a folder on most ranks",
         ),
         (
-            {"memory": {0: (1 << 30, 80 << 30)}, "users": {0: ("process 7 (python) holds 70000 MiB",)}},
+            {"memory": {0: (1 << 29, 80 << 30)}, "users": {0: ("process 7 (python) holds 70000 MiB",)}},
             "device memory",
             Level.FAULT,
-            "1.0 of 80.0 GiB are free on rank 0 (node a, cuda:0): process 7 (python) holds 70000 MiB",
+            "0.5 of 80.0 GiB are free on rank 0 (node a, cuda:0): process 7 (python) holds 70000 MiB",
         ),
         (
             {"memory": {0: (40 << 30, 80 << 30)}, "users": {0: ("process 7 (python) holds 40000 MiB",)}},

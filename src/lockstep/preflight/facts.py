@@ -23,10 +23,11 @@ from lockstep.distributed.world import World
 
 T = TypeVar("T")
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")  # parts of a divided GPU may have the same identity
-_ANSWER_S = 10.0  # a file system that gives no answer for so long is a fault
+ANSWER_S = 10.0
+"""A file system that gives no answer for so long is a fault."""
 _ENDING_S = 10.0  # ranks of an earlier start may hold memory until they have ended
-LEAST_FREE = 0.1
-"""A device with less than this share of free memory cannot train."""
+LEAST_FREE = 1 << 30
+"""A device with fewer free bytes cannot train: the driver's context alone takes half of them."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def of_rank(subject: Subject, world: World) -> Facts:
     identity = device.identity()
     visible = [f"{name}={os.environ[name]}" for name in _VISIBLE if name in os.environ]
     memory, users = memory_of(device)
-    data, fault = within(lambda: {key: _kind(Path(path)) for key, path in subject.data.items()}, _ANSWER_S)
+    data, fault = within(lambda: {key: _kind(Path(path)) for key, path in subject.data.items()}, ANSWER_S)
     versions = {"lockstep": lockstep.__version__, "torch": torch.__version__, "python": platform.python_version()}
     libraries = device.libraries()
     versions |= {name: str(libraries[name]) for name in ("cuda", "rocm", "nccl") if libraries.get(name)}
@@ -125,7 +126,7 @@ def memory_of(device: devices.Device) -> tuple[tuple[int, int] | None, list[str]
     Ranks of an earlier start may be ending, so it waits a few seconds for free memory.
     """
     deadline = time.monotonic() + _ENDING_S
-    while (memory := device.free_memory()) is not None and memory[0] < LEAST_FREE * memory[1]:
+    while (memory := device.free_memory()) is not None and memory[0] < LEAST_FREE:
         if time.monotonic() > deadline:
             break
         time.sleep(0.5)

@@ -150,7 +150,7 @@ def of_memory(memory: tuple[int, int], users: Sequence[str], where: str) -> list
         where: the rank, or the device.
     """
     free, size = memory
-    full = free < LEAST_FREE * size
+    full = free < LEAST_FREE
     if not full and not users:
         return []
     named = "; ".join(users) or "other processes, which the driver does not name"

@@ -49,12 +49,12 @@ def check(subject: Subject, world: World, *, everything: bool = False) -> list[F
 
 
 def _device_alone(world: World) -> list[Finding]:
-    """The only check of a single rank: whether its device has free memory."""
+    """Whether the device of a single rank has free memory, and which other processes hold some."""
     device = devices.of(world.device)
     if not device.has_own_memory:
         return []
     memory, users = facts.memory_of(device)
-    if memory is None or memory[0] >= facts.LEAST_FREE * memory[1]:
+    if memory is None:
         return []
     return judgement.of_memory(memory, users, str(world.device))
 
@@ -84,10 +84,16 @@ def lines(findings: Sequence[Finding]) -> list[str]:
 
 def _room(subject: Subject) -> Finding:
     """Whether there is room for more checkpoints of the size that the run has."""
-    saved = [] if subject.fresh else manifest.listed(subject.folder / "checkpoints")
-    if saved and subject.stop is not None and saved[0].step >= subject.stop:
-        return Finding("free disk", Level.SKIPPED, "the run is complete")
-    return judgement.of_room(free_bytes(subject.folder), saved[0].size if saved else None, is_saved=bool(saved))
+
+    def look() -> Finding:
+        saved = [] if subject.fresh else manifest.listed(subject.folder / "checkpoints")
+        if saved and subject.stop is not None and saved[0].step >= subject.stop:
+            return Finding("free disk", Level.SKIPPED, "the run is complete")
+        return judgement.of_room(free_bytes(subject.folder), saved[0].size if saved else None, is_saved=bool(saved))
+
+    found, fault = facts.within(look, facts.ANSWER_S)
+    remedy = "look at its mount and permissions, or give another --run-dir"
+    return found or Finding("run directory", Level.FAULT, f"{subject.folder} cannot be read: {fault}", remedy)
 
 
 def check_room(folder: Path, size: int, world: World) -> None:
