@@ -215,7 +215,7 @@ class NodeRun:
             self._tell_of_request()
             missing, seconds = self._without_ending(now), clock.look()
             gone = [rank for rank in missing if now.members[rank].node in pulse.gone()]
-            if seconds > _END_S and (own.failures or pulse.is_over):
+            if seconds > _END_S and pulse.is_over:  # and not where ranks are still saving
                 gone = missing
             if gone == missing:
                 self._set_verdict(number, self._merged(now, missing))
