@@ -96,7 +96,9 @@ def run(folder, world=1, **sections):
 LONGER = runs.config(train={"steps": 6}, checkpoint={"every_minutes": None})
 
 
-@pytest.mark.parametrize(("per_node", "readers"), [(2, [0, 2]), (3, [0]), (1, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("per_node", "readers"), [(2, [0, 2]), (1, [0, 1, 2]), pytest.param(3, [0], marks=pytest.mark.exhaustive)]
+)
 def test_replicated_state_is_read_by_one_rank_of_each_node(per_node, readers, tmp_path):
     size = run(tmp_path)
     ranks = run_ranks(3, resume, LONGER, tmp_path, per_node)

@@ -127,8 +127,15 @@ def train(kind, folder, settings):
     return results
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("kind", "what"), [(SlowLoss, "computes for"), (SlowData, "waits for data for")])
+@pytest.mark.parametrize(
+    ("kind", "what", "strategy"),
+    [
+        (SlowLoss, "computes for", "ddp"),
+        (SlowData, "waits for data for", "fsdp"),
+        pytest.param(SlowLoss, "computes for", "fsdp", marks=pytest.mark.exhaustive),
+        pytest.param(SlowData, "waits for data for", "ddp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_training_names_its_slow_rank(kind, what, strategy, tmp_path):
     settings = runs.config(train={"steps": 15}, parallel={"strategy": strategy})
     results = run_ranks(2, train, kind, tmp_path, settings)[0]
