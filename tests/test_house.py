@@ -31,6 +31,7 @@ ALLOWED = {
     "images": {"errors", "atomic", "locks", "config_section"},
     "volumes": {"errors", "atomic", "data", "images"},
     "checkpoint": {"errors", "devices", "atomic", "distributed"},
+    "preflight": {"errors", "devices", "distributed", "checkpoint", "preflight"},
     "engine": {"errors", "devices", "distributed", "data", "checkpoint", "engine", "tasks.task", "tasks.presenter"},
     "observe": {"errors", "atomic", "locks", "plugins", "observe"},
     "tasks.task": {"errors", "devices", "tasks.presenter"},
@@ -63,6 +64,7 @@ ALLOWED = {
         "plan.facts",
         "plan.measure",
         "report",
+        "trainer",
     },
     "plan": {"errors", "devices", "engine.schedule", "markup", "report", "tasks.registry", "plan", "plan.facts"},
     "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "plan.trace", "plan.update", "tasks"},
@@ -120,6 +122,7 @@ ALLOWED = {
         "training_run",
         "prediction_run",
         "local_ranks",
+        "preflight",
     },
     "__main__": {"cli"},
     "cli": {

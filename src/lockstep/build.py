@@ -134,7 +134,7 @@ def prepare_run(
     plan = step_plan(config, data, world, micro_batch)
     train = config.train
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
-    data_fingerprint = world.broadcast(fingerprint(data, config.data.workers > 0) if world.rank == 0 else None)
+    data_fingerprint = _fingerprint(data, world, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
     built.messages += [*_grouping(plan), *remarks]
@@ -177,6 +177,35 @@ def prepare_run(
         warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
         stopping=_stopping(train),
     )
+
+
+def _fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> dict[str, Any]:
+    """The fingerprint of the training data. With several nodes, each node reads its own.
+
+    Raises:
+        UsageError: the nodes have different data.
+    """
+    readers = world.nodes.first_ranks if world.size > 1 else [0]
+    own = fingerprint(data, in_worker) if world.rank in readers else None
+    gathered = world.gather(own) if len(readers) > 1 else [own]
+
+    def same() -> dict[str, Any]:
+        assert gathered is not None  # on rank 0
+        first: dict[str, Any] = gathered[0] or {}
+        others = {rank: gathered[rank] or {} for rank in readers if gathered[rank] != first}
+        if others:
+            names = world.nodes.names
+            counts = {names[rank]: found["samples"] for rank, found in others.items()}
+            differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
+            what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+            raise UsageError(
+                f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
+                where="data.train",
+                remedy="give all nodes the same data under this path, or put the data on a shared disk",
+            )
+        return first
+
+    return world.on_rank0(same)
 
 
 def _flop_count(config: RunConfig, built: BuiltModel, precision: Precision) -> FlopCount | None:

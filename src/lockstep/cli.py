@@ -19,6 +19,7 @@ from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
 from lockstep.commands import plan as plan_commands
+from lockstep.commands import preflight as preflight_commands
 from lockstep.commands import report as report_commands
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
@@ -559,6 +560,40 @@ def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:
     return ranks
 
 
+def _launched(
+    arguments: list[str],
+    target: str,
+    overrides: list[str],
+    *,
+    nproc: str | None,
+    preset: str | None,
+    run_dir: Path | None,
+    nodes: tuple[str, str | None, str | None, float],
+) -> RunConfig | None:
+    """The config, where this process is a rank. Otherwise start the ranks, wait for their end, and return None.
+
+    Args:
+        nodes: `--nnodes`, `--rendezvous`, `--rendezvous-id` and `--wait-for-nodes`.
+    """
+    from lockstep import config_file
+
+    settings = config_file.load(target, overrides)
+    settings, nproc = _on_machine(settings, preset, nproc, overrides)
+    nnodes, rendezvous, run_id, wait_s = nodes
+    from lockstep.distributed import node_address
+
+    several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+    if several is not None:
+        run_id = f"{run_id or (run_dir or Path('runs', settings.name)).resolve().name}-{arguments[0]}"
+        ranks = _prepare(nproc, settings, cold=False)
+        _launch_on_nodes(arguments, ranks, several, settings, run_id=run_id, wait_s=wait_s, max_restarts=0)
+        return None
+    if _is_launcher(nproc):
+        _launch(arguments, nproc, settings, cold=False)
+        return None
+    return settings
+
+
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -607,6 +642,7 @@ config_commands.add_to(app, reporting=_reporting)
 report_commands.add_to(app, reporting=_reporting)
 init_commands.add_to(app, reporting=_reporting)
 plan_commands.add_to(app, reporting=_reporting)
+preflight_commands.add_to(app, reporting=_reporting, launched=_launched)
 
 
 def main() -> Any:

@@ -475,6 +475,11 @@ def training_keys(config: RunConfig) -> dict[str, Any]:
     return _training_keys(config, prefix="", otherwise=True)
 
 
+def all_values(config: RunConfig) -> dict[str, Any]:
+    """The value of every key, by dotted path."""
+    return _flatten(config.model_dump(by_alias=True), "")
+
+
 def config_digest(config: RunConfig) -> str:
     """SHA-256 of the keys that determine the training, as hexadecimal digits."""
     return hashlib.sha256(json.dumps(training_keys(config), sort_keys=True).encode()).hexdigest()

@@ -12,12 +12,13 @@ from torch import nn
 
 import lockstep
 from lockstep.build import PreparedRun
-from lockstep.checkpoint import files, finite
+from lockstep.checkpoint import files, finite, room, store
 from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, config_digest
 from lockstep.distributed.heartbeat import Phase
+from lockstep.distributed.world import World
 from lockstep.engine.ema import Ema
 from lockstep.engine.schedule import set_lr
 from lockstep.engine.step import TrainState
@@ -39,6 +40,8 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
         CheckpointError: the checkpoint does not fit the model, or is damaged.
     """
     manifest, state, model = checkpoint.manifest, prepared.state, prepared.built.model
+    node = state.world.node_group
+    store.read_contents(checkpoint, node)
     _check_data(checkpoint, prepared.fingerprint, allow_change)
     messages = _check_schedule(config, state, manifest, allow_change)
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
@@ -48,7 +51,7 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
     if optimizer is None:
         messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
     needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
-    tensors = files.read(checkpoint.path, checkpoint.index, needed)
+    tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
     checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages)
     if state.averages and averages is None:
         state.averages = Ema(model, config.train.ema_decay or 0.0)
@@ -121,6 +124,13 @@ def may_be_infinite(prepared: PreparedRun) -> finite.Grades:
     return finite.at_start(prepared.built.model, tensors, state.world)
 
 
+def estimated_bytes(prepared: PreparedRun) -> int:
+    """About how many bytes a checkpoint of a new run has: those of its tensors. All ranks call it."""
+    state = prepared.state
+    averages = state.averages.tensors if state.averages else None
+    return room.estimated_bytes(prepared.built.model, state.optimizer, averages)
+
+
 def save_function(
     prepared: PreparedRun, saver: Saver, config: RunConfig, elapsed_s: Callable[[], float]
 ) -> Callable[[dict[str, float]], None]:
@@ -167,12 +177,14 @@ def _kind_of_optimizer(config: RunConfig) -> list[Any]:
     return [config.optim.name, json.loads(json.dumps(config.optim.args, sort_keys=True))]
 
 
-def load_trained_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Load a checkpoint's weights: their moving average, where the run kept an average."""
+def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World) -> None:
+    """Load a checkpoint's weights: their moving average, where the run kept an average. All ranks call it."""
+    node = world.node_group
+    store.read_contents(checkpoint, node)
     checkpoint_state.check_fits(checkpoint.index, model)
     averages = dict(model.named_parameters())
     needed = checkpoint_state.wanted(checkpoint.index, model, averages=averages)
     for kind in ("model.", "ema."):
         part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
-        tensors = files.read(checkpoint.path, checkpoint.index, part)
+        tensors = files.read(checkpoint.path, checkpoint.index, part, node)
         checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages)

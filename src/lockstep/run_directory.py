@@ -9,7 +9,6 @@ import platform
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,6 @@ DESCRIBING = ("config.yaml", "environment.json", "task", "source", model_table.F
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
 # Environment variables that change how ranks communicate, which GPUs they see, and how memory is allocated.
 _VARIABLES = re.compile(r"(TORCH_)?NCCL_|CUDA_|CUBLAS_|HIP_|ROCR_|PYTORCH_.*ALLOC_CONF$|OMP_NUM_THREADS$")
-_VISIBLE_S = 10.0  # how long a network file system may take to show a file
 _DYING_S = 20.0  # how long the ranks of an earlier launch may take to end
 
 
@@ -73,24 +71,7 @@ def claim(
             another process trains in it.
     """
     with contextlib.ExitStack() as held:
-        resolved = world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
-        _check_shared(folder, world)
-        yield resolved
-
-
-def _check_shared(folder: Path, world: World) -> None:
-    """Check that all ranks see what rank 0 writes. Every rank writes its share of a checkpoint into the same folder."""
-    if world.size == 1:
-        return
-    path = folder / "environment.json"
-    written = world.broadcast(path.read_text() if world.rank == 0 else None)
-    deadline = time.monotonic() + _VISIBLE_S
-    while not (seen := path.is_file() and path.read_text() == written) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = [rank for rank, sees in enumerate(world.broadcast(world.gather(seen))) if not sees]
-    if blind:
-        remedy = "put the run directory on a file system that all nodes share, with --run-dir"
-        raise UsageError(f"ranks {blind} do not see what rank 0 writes there", where=str(folder), remedy=remedy)
+        yield world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
 
 
 def _claim(

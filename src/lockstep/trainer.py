@@ -21,7 +21,7 @@ from lockstep import build, config_file, devices, local_ranks, prediction_run, r
 from lockstep.build import BuiltModel, EvaluationData, PreparedRun
 from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
-from lockstep.config import RunConfig
+from lockstep.config import RunConfig, all_values
 from lockstep.data.loader import MicroBatch
 from lockstep.devices import backends, determinism
 from lockstep.distributed import signals
@@ -34,10 +34,15 @@ from lockstep.errors import Preempted, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
-from lockstep.tasks import registry
+from lockstep.preflight import run as preflight
+from lockstep.preflight.facts import Subject, spans_machines
+from lockstep.preflight.judgement import Finding
+from lockstep.tasks import registry, source_code
 from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.task import Task, methods_not_called
 from lockstep.training_run import TrainingRun, named_results, report, samples_of_report
+
+_PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
 
 class Trainer:
@@ -130,11 +135,12 @@ class Trainer:
         with (
             signals.listening() as flag,
             self._join() as world,
+            self._looked_at(task, world) as remarks,
             run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
         ):
             self.config, self.model = config, None
             task = task or self.task()
-            messages = run_directory.keep_source(self.run_dir, task, config, world, self.allow_change)
+            messages = remarks + run_directory.keep_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
             writers = self._writers(task, prepared)
@@ -153,6 +159,48 @@ class Trainer:
                     writer.close()
             self.model = _finished(prepared)
             return dict(self.results)
+
+    def preflight(self, task: Task | None = None) -> list[Finding]:
+        """Make the checks that `fit` makes before anything expensive, and those that it leaves out on a single node.
+
+        Returns:
+            the findings, the same on every rank.
+
+        Raises:
+            RankError: the ranks did not meet within 25 seconds.
+        """
+        patience = self.config.parallel.model_copy(
+            update={"timeout_s": min(self.config.parallel.timeout_s, _PREFLIGHT_S)}
+        )
+        self.config = self.config.model_copy(update={"parallel": patience})
+        with signals.listening(), self._join() as world:
+            return preflight.check(self._subject(task, world), world, everything=True)
+
+    @contextlib.contextmanager
+    def _looked_at(self, task: Task | None, world: World) -> Iterator[list[str]]:
+        """Make the checks before anything expensive. Yields lines for the log.
+
+        Raises:
+            UsageError: names all faults.
+        """
+        findings = preflight.check(self._subject(task, world), world)
+        preflight.raise_faults(findings)
+        yield preflight.lines(findings)
+
+    def _subject(self, task: Task | None, world: World) -> Subject:
+        data = self.config.data
+        sources = {"data.train": data.train}
+        sources |= {f"data.eval.{name}" if name else "data.eval": path for name, path in data.eval_sources.items()}
+        kind = self.config.task.get("kind")
+        parts = source_code.of_choice(task, kind) if spans_machines(world.size) else {}
+        return Subject(
+            config=all_values(self.config),
+            source=source_code.digest(parts) if parts else "",
+            folder=self.run_dir,
+            data={key: path for key, path in sources.items() if path},
+            stop=self.config.train.steps,
+            fresh=self.fresh,
+        )
 
     def _fit_on_ranks(
         self, task: Task | None, recorder: Recorder | None, nproc: int | str, max_restarts: int
@@ -235,6 +283,8 @@ class Trainer:
             never = options.never_reached(-(-prepared.stop // prepared.plan.steps_per_epoch))
             texts = [f"warning: task.{key}: {what}" for key, what in never.items()]
             prepared.warnings += [text for text in texts if text not in prepared.warnings]
+        if checkpoint is None:
+            preflight.check_room(self.run_dir, resume.estimated_bytes(prepared), world)
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
@@ -465,7 +515,7 @@ class Trainer:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
             for text in (*complaints, *built.messages, *changes):
                 print(text, file=sys.stderr)
-        resume.load_trained_weights(checkpoint, built.model)
+        resume.load_trained_weights(checkpoint, built.model, world)
         self.model = None if built.strategy.is_sharded else built.model.eval()
         return built
 

@@ -20,12 +20,16 @@ from typing import IO, Any, cast
 import torch
 from torch import Tensor
 
+from lockstep.checkpoint.shared_parts import Part, SharedParts, place
+from lockstep.distributed.nodes import NodeGroup
 from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.errors import CheckpointError
 
 # By tensor name: shape, dtype and parts. Each part has its first row (start), number of rows, and place: file, offset
 # and length in bytes.
 Index = dict[str, dict[str, Any]]
+Rows = tuple[int, int] | None
+"""The first row and the end (exclusive) of the rows of a tensor; None: the whole tensor."""
 DCP_METADATA = ".metadata"
 _READ_BYTES = 1 << 22
 _FLUSH_BYTES = 1 << 28
@@ -182,48 +186,115 @@ class _Part(io.RawIOBase):
 
 
 def read(
-    folder: Path, index: Index, wanted: Mapping[str, tuple[int, int] | None] | None = None
+    folder: Path,
+    index: Index,
+    wanted: Mapping[str, Rows] | None = None,
+    node: NodeGroup | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a checkpoint, one tensor at a time, on the CPU. No code is unpickled.
 
     Args:
-        wanted: by tensor name the first row and the end (exclusive) of the rows to read, or None for the whole tensor.
-            None: all tensors.
+        wanted: by tensor name the rows to read. None: all tensors.
+        node: the ranks of this node, where there are several. Of what several of them want, one rank reads the bytes
+            for all. All of them read at the same time, and to the end.
 
     Raises:
         CheckpointError: a file is damaged, or lacks rows.
     """
     wanted = dict.fromkeys(index) if wanted is None else wanted
-    with contextlib.ExitStack() as stack:
-        files: dict[str, IO[bytes]] = {}
+    parts = {name: _parts(index[name], rows) for name, rows in wanted.items()}
+    with _Files(folder) as files:
+        shared = SharedParts(files.read, index, parts, node)
+        first = {name: entry["parts"][0] for name, entry in index.items()}
+        for name in sorted(wanted, key=lambda name: place(first[name])):
+            loaded = [(part["start"], files.load(name, part, shared.take(part))) for part in parts[name]]
+            yield name, _assembled(name, index[name], wanted[name], loaded, folder)
+        shared.finish()
 
-        def load(name: str, part: Mapping[str, Any]) -> Tensor:
-            try:
-                if part["file"] not in files:
-                    files[part["file"]] = stack.enter_context((folder / part["file"]).open("rb"))
-                place = _Part(files[part["file"]], part["offset"], part["length"])
-                tensor: Tensor = torch.load(cast(IO[bytes], place), map_location="cpu", weights_only=True)
-                return tensor
-            except Exception as error:  # a damaged zip file or pickle may raise any exception
-                raise CheckpointError(
-                    f"tensor {name} cannot be read: {error}", where=str(folder / part["file"])
-                ) from error
 
-        first = {name: index[name]["parts"][0] for name in wanted}
-        for name in sorted(wanted, key=lambda name: (first[name]["file"], first[name]["offset"])):
-            entry, row_range = index[name], wanted[name]
-            if row_range is None and len(entry["parts"]) == 1:
-                yield name, load(name, first[name])
-                continue
-            begin, end = row_range if row_range is not None else (0, entry["shape"][0])
-            overlapping = [
-                part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]
-            ]
-            pieces = [load(name, part)[max(0, begin - part["start"]) : end - part["start"]] for part in overlapping]
-            if sum(len(piece) for piece in pieces) != end - begin:
-                raise CheckpointError(f"tensor {name} lacks some of the rows {begin} to {end}", where=str(folder))
-            empty = torch.empty((0, *entry["shape"][1:]), dtype=getattr(torch, entry["dtype"]))
-            yield name, torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else empty
+def _parts(entry: Mapping[str, Any], rows: Rows) -> list[Part]:
+    """The parts of a tensor in which the rows are."""
+    if rows is None:
+        return list(entry["parts"])
+    begin, end = rows
+    return [part for part in entry["parts"] if part["start"] < end and begin < part["start"] + part["rows"]]
+
+
+def _assembled(
+    name: str, entry: Mapping[str, Any], rows: Rows, loaded: list[tuple[int, Tensor]], folder: Path
+) -> Tensor:
+    """The wanted rows of a tensor.
+
+    Args:
+        loaded: the first row and the rows of each part, in the order of the rows.
+    """
+    if rows is None and len(entry["parts"]) == 1:
+        return loaded[0][1]
+    begin, end = rows if rows is not None else (0, entry["shape"][0])
+    pieces = [tensor[max(0, begin - start) : end - start] for start, tensor in loaded]
+    if sum(len(piece) for piece in pieces) != end - begin:
+        raise CheckpointError(f"tensor {name} lacks some of the rows {begin} to {end}", where=str(folder))
+    empty = torch.empty((0, *entry["shape"][1:]), dtype=getattr(torch, entry["dtype"]))
+    return torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else empty
+
+
+class _Files(contextlib.ExitStack):
+    """The files of a checkpoint. Each is opened when it is first read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.opened: dict[str, IO[bytes]] = {}
+
+    def open(self, name: str) -> IO[bytes]:
+        """The open file `name`."""
+        if name not in self.opened:
+            self.opened[name] = self.enter_context((self.folder / name).open("rb"))
+        return self.opened[name]
+
+    def read(self, part: Part, buffer: memoryview) -> None:
+        """Read the bytes of a part into `buffer`, which has their length.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends before.
+        """
+        try:
+            file = self.open(part["file"])
+            file.seek(part["offset"])
+            count: int = file.readinto(buffer)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error}", where=str(self.folder / part["file"])) from error
+        if count != len(buffer):
+            raise CheckpointError("is shorter than it was", where=str(self.folder / part["file"]))
+
+    def load(self, name: str, part: Part, content: memoryview | None) -> Tensor:
+        """A part of the tensor `name`, from the bytes `content`, or where this is None from its file."""
+        try:
+            if content is None:
+                place = _Part(self.open(part["file"]), part["offset"], part["length"])
+            else:
+                place = _Part(cast(IO[bytes], _Memory(content)), 0, part["length"])
+            tensor: Tensor = torch.load(cast(IO[bytes], place), map_location="cpu", weights_only=True)
+            return tensor
+        except Exception as error:  # a damaged zip file or pickle may raise any exception
+            where = str(self.folder / part["file"])
+            raise CheckpointError(f"tensor {name} cannot be read: {error}", where=where) from error
+
+
+class _Memory(io.RawIOBase):
+    """Bytes in memory as a file, without a copy of them; for `_Part`."""
+
+    def __init__(self, content: memoryview) -> None:
+        self.content, self.at = content, 0
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.at = offset
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self.content[self.at : self.at + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
 
 
 def write_dcp_metadata(folder: Path, index: Index) -> None:

@@ -45,19 +45,20 @@ class Checkpoint:
         return dict(self.manifest["metrics"])
 
     @cached_property
-    def _contents(self) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads((self.path / INDEX).read_text())
+    def contents(self) -> dict[str, Any]:
+        """What the index says: `tensors` and `values`."""
+        content: dict[str, Any] = json.loads((self.path / INDEX).read_bytes())
         return content
 
     @property
     def index(self) -> files.Index:
         """The place of each tensor, by name."""
-        return dict(self._contents["tensors"])
+        return dict(self.contents["tensors"])
 
     @property
     def values(self) -> dict[str, Any]:
         """State that is not a tensor, by name."""
-        return dict(self._contents["values"])
+        return dict(self.contents["values"])
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from lockstep.checkpoint.manifest import Retention as Retention
 from lockstep.checkpoint.manifest import listed as listed
 from lockstep.checkpoint.manifest import unreadable as unreadable
 from lockstep.distributed.faults import fail_at
+from lockstep.distributed.nodes import NodeGroup
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 
@@ -154,6 +155,28 @@ def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
             "\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh"
         )
     return None, []
+
+
+def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
+    """Read the index of a checkpoint once for all ranks of this node. With many ranks it is large.
+
+    Args:
+        node: the ranks of this node, where there are several. They all call this.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    if node is None:
+        return
+    size = int(checkpoint.manifest["files"][INDEX]["bytes"])
+
+    def read(buffer: memoryview) -> None:
+        try:
+            buffer[:] = (checkpoint.path / INDEX).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: it has another length
+            raise CheckpointError(f"{INDEX} cannot be read: {error}", where=str(checkpoint.path)) from error
+
+    vars(checkpoint)["contents"] = json.loads(bytes(node.pass_on(size, read)))
 
 
 def prune(

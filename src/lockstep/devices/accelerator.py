@@ -80,6 +80,13 @@ class Accelerator(Device):
     def reserved_peak(self) -> int:
         return int(self.module.max_memory_reserved(self.device))
 
+    def free_memory(self) -> tuple[int, int] | None:
+        ask = getattr(self.module, "mem_get_info", None)
+        if ask is None:
+            return None
+        free, size = ask(self.device)
+        return int(free), int(size)
+
     def empty_cache(self) -> None:
         self.module.empty_cache()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.errors import UsageError
 if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
+_ANSWER_S = 10.0  # nvidia-smi hangs where a driver does
 _WAITED = "called a synchronizing CUDA operation"
 
 
@@ -52,6 +54,20 @@ class Cuda(Accelerator):
 
     def memory(self) -> int:
         return int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def users(self) -> list[str]:
+        uuid = self.module.get_device_properties(self.device).uuid
+        command = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader"]
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return []
+        rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines()]
+        return [
+            f"process {pid} ({name}) holds {memory}"
+            for found, pid, name, memory in (row for row in rows if len(row) == 4)
+            if found.removeprefix("GPU-") == str(uuid) and pid != str(os.getpid())
+        ]
 
     def why_no_bf16(self) -> tuple[str, str] | None:
         if torch.version.hip is not None:

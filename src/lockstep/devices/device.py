@@ -162,6 +162,14 @@ class Device(abc.ABC):
     def reserved_peak(self) -> int:
         """Most bytes that torch's allocator has reserved since `reset_peak`; 0 where it has no memory of its own."""
 
+    def free_memory(self) -> tuple[int, int] | None:
+        """Free bytes and all bytes of its own memory; None where it has none, or the system does not tell."""
+        return None
+
+    def users(self) -> list[str]:
+        """Other processes that hold memory of it, as far as the driver names them."""
+        return []
+
     @abc.abstractmethod
     def empty_cache(self) -> None:
         """Give memory that torch keeps but does not use back to the device."""

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -31,6 +32,7 @@ class FailureBoard:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
+        self.me = uuid.uuid4().hex  # by mistake, another process may have the same rank
         self.first: dict[str, str | int | bool] | None = None
         self.closed = threading.Event()
         self.counting, self.counted = threading.Lock(), False
@@ -64,16 +66,17 @@ class FailureBoard:
                 text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
                 own_failure = {
                     "rank": self.rank,
+                    "author": self.me,
                     "text": text,
                     "retryable": error.retryable if isinstance(error, LockstepError) else True,
                     "retries_differently": isinstance(error, LockstepError) and error.retries_differently,
                 }
                 first = json.loads(self.store.compare_set(_FAILURE, "", json.dumps(own_failure)))
                 self.first = first
-                if first["rank"] != self.rank:  # this rank failed too, but later
+                if first["author"] != self.me:  # this rank failed too, but later
                     self._count_as_informed()
                 self._linger()
-        if self.first is not None and self.first["rank"] == self.rank:
+        if self.first is not None and self.first["author"] == self.me:
             return None
         return self._error_of(self.first, error) if self.first is not None or lost else None
 
@@ -116,7 +119,7 @@ class FailureBoard:
             if not self.store.check([_FAILURE]):
                 return False
             first = json.loads(self.store.get(_FAILURE))
-            if first["rank"] != self.rank:
+            if first["author"] != self.me:
                 self.first = first
                 self._count_as_informed()
         except dist.DistError:
@@ -130,7 +133,7 @@ class FailureBoard:
         else:
             return
         first = self.first
-        if first is not None and first["rank"] != self.rank and not self.closed.wait(_GRACE_S):
+        if first is not None and first["author"] != self.me and not self.closed.wait(_GRACE_S):
             cause = self._error_of(first)
             print(f"[rank {self.rank}] error: {cause}", file=sys.stderr, flush=True)
             report_failure(cause, str(cause))

@@ -31,6 +31,7 @@ class FSDP(Single):
     def __init__(self, world: World, options: FSDPOptions) -> None:
         super().__init__(world)
         self.options = options
+        self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -45,6 +46,39 @@ class FSDP(Single):
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
+        self._mark_waits(forward)
+
+    def _mark_waits(self, forward: nn.Module) -> None:
+        """Mark when a forward pass begins to gather a block, and when the block is there.
+
+        A slow rank makes the others wait there, so that the passes of all ranks take equally long.
+        """
+        if any(getattr(module, "_compiled_call_impl", None) is not None for module in forward.modules()):
+            self._waits = None  # a hook would cut the compiled code into pieces
+            return
+        device, waits = devices.of(self.world.device), self._waits
+        begun: list[Any] = []
+
+        def begin(module: nn.Module, _: Any) -> None:
+            if module.training:  # nobody takes the marks of an evaluation
+                begun[:] = [device.mark()]
+
+        def end(module: nn.Module, _: Any) -> None:
+            if module.training and waits is not None:
+                waits.append((begun[0], device.mark()))
+
+        for module in (
+            _fsdp_modules(forward) if self.world.size > 1 else ()
+        ):  # whose own hook gathers, between these two
+            module.register_forward_pre_hook(begin, prepend=True)
+            module.register_forward_pre_hook(end)
+
+    def take_waits(self) -> list[tuple[Any, Any]] | None:
+        if self._waits is None:
+            return None
+        taken = self._waits[:]
+        self._waits.clear()
+        return taken
 
     def _let_passes_agree(self, forward: nn.Module) -> None:
         """Let modules whose calls vary call their blocks equally often on all ranks."""

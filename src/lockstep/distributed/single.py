@@ -65,6 +65,9 @@ class Single:
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def take_waits(self) -> list[tuple[Any, Any]] | None:
+        return []
+
     def check_all_used(self, losses: Losses) -> None:
         has_constants = any(not loss.requires_grad for loss in losses.values())  # see `zero_roots`
         unused = self._unused_parameters(losses)

@@ -202,6 +202,11 @@ class Strategy(Protocol):
         """Around the passes of one micro-batch. Gradients travel only with the last micro-batch of a step."""
         ...
 
+    def take_waits(self) -> list[tuple[Any, Any]] | None:
+        """Marks of the device before and after each time since the last call for which this rank waited for others in a
+        forward pass; see `Device.mark`. None: it waited, and the times are not known."""
+        ...
+
     def check_all_used(self, losses: Losses) -> None:
         """Raise where the losses on some rank do not depend on some trainable parameter. A collective.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
 import gc
 import io
 import os
 import pickle
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +26,7 @@ from lockstep.distributed import device_errors, flight_recorder, heartbeat, torc
 from lockstep.distributed.failure import FailureBoard
 from lockstep.distributed.heartbeat import Heartbeat
 from lockstep.distributed.launch import report_failure
+from lockstep.distributed.nodes import NodeGroup, Nodes, exchange, group_of, own_name
 from lockstep.distributed.rendezvous import store_of_ranks
 from lockstep.distributed.signals import LAUNCHED
 from lockstep.distributed.watchdog import Watchdog
@@ -91,6 +92,22 @@ class World:
         object.__setattr__(self, "data_rank", self.rank // self.model_parallel_size)
         object.__setattr__(self, "data_size", self.size // self.model_parallel_size)
         object.__setattr__(self, "counts_samples", self.rank % self.model_parallel_size == 0)
+
+    @functools.cached_property
+    def nodes(self) -> Nodes:
+        """Which ranks share a node. The first use is a collective: all ranks make it at the same place."""
+        return exchange(self)
+
+    @functools.cached_property
+    def node_group(self) -> NodeGroup | None:
+        """The ranks of this node, one of which reads for all. None: this rank has its node alone.
+
+        The first use is a collective: all ranks make it at the same place.
+        """
+        found = group_of(self)
+        if found is not None and found.group is not None:
+            retire([found.group])
+        return found
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
         """Sum each of `values` over all ranks, in float64 on the host (exact for integers below 2**53)."""
@@ -288,6 +305,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     ):
         try:
             with device_errors.explained():
+                _check_own_rank(world, PrefixStore("ranks", store))
                 _check_own_device(world, PrefixStore("devices", store))
                 dist.init_process_group(
                     backend, store=PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
@@ -341,6 +359,23 @@ def _abort() -> None:
         print(f"note: the process groups could not be given up: {error}", file=sys.stderr, flush=True)
 
 
+def _check_own_rank(world: World, store: Store) -> None:
+    """Check that no other process has this rank.
+
+    Raises:
+        UsageError: another process has it; names both.
+    """
+    own = f"process {os.getpid()} on {own_name()}"
+    owner = store.compare_set(str(world.rank), "", own).decode()
+    if owner != own:
+        raise UsageError(
+            f"two processes are rank {world.rank}: {owner}, and {own}",
+            where=f"RANK={world.rank}",
+            remedy="give each process a rank of its own, from 0 to WORLD_SIZE - 1: with torchrun, let the nodes have "
+            "different --node-rank, or use --rdzv-endpoint",
+        )
+
+
 def _check_own_device(world: World, store: Store) -> None:
     """Check that no other rank computes on this rank's device, where a device takes one rank.
 
@@ -354,11 +389,11 @@ def _check_own_device(world: World, store: Store) -> None:
     if identity is None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    name = f"{socket.gethostname()}/{identity}/{visible}"
+    name = f"{own_name()}/{identity}/{visible}"
     owner = int(store.compare_set(name, "", str(world.rank)))
     if owner != world.rank:
         raise UsageError(
-            f"ranks {owner} and {world.rank} on {socket.gethostname()} have the same GPU",
+            f"ranks {owner} and {world.rank} on {own_name()} have the same GPU",
             where=f"LOCAL_RANK={world.local_rank}, CUDA_VISIBLE_DEVICES={visible or 'not set'}",
             remedy="give each rank a GPU: start fewer ranks, set LOCAL_RANK to 0, 1, ... on each machine, or let the "
             "scheduler bind a GPU to each task (srun --gpus-per-task=1)",

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from lockstep import devices
 from lockstep.distributed.world import World
+from lockstep.engine import health
 from lockstep.engine.evaluate import combine
+from lockstep.engine.health import Health
 from lockstep.engine.memory import RANKS_SHOWN, MemoryGauge, mib
 from lockstep.engine.step import SAMPLES, StepResult, TrainState
 from lockstep.errors import TrainingError
@@ -33,6 +35,7 @@ class LogWindow:
     def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
         self.device, self.gauge = devices.of(world.device), MemoryGauge(world.device)
+        self.health = Health(world.nodes) if world.size > 1 else None
         self.started = time.perf_counter()
         self.sums_epochs = False
         """Whether `epoch_losses` will be called."""
@@ -81,8 +84,7 @@ class LogWindow:
             self.saving_s += passed if saving else 0.0
 
     def _times(self) -> tuple[float, float, float]:
-        """Seconds since the window began: those for which the device waited for data, those of the forward passes, and
-        those of the training.
+        """Seconds since the window began: waiting for data, computing before gradients were exchanged, and in all.
 
         Called after the losses were read. Before that, the host may be ahead of the device: a step that the host has
         queued is not done, and while the host waits for data, the device may still compute.
@@ -90,15 +92,21 @@ class LogWindow:
         if self.waits:  # there may have been no loss to read
             self.device.wait_for(self.waits[-1][1])
         waits = [self.device.seconds_between(before, after) for before, after in self.waits]
-        passes = [marks for result in self.results for marks in result.forwards]
-        forward_s = sum(self.device.seconds_between(before, after) for before, after in passes)
-        return sum(waits), forward_s, time.perf_counter() - self.begun - self.excluded_s
+        alone = sum(self._alone_s(result) for result in self.results)
+        return sum(waits), alone, time.perf_counter() - self.begun - self.excluded_s
+
+    def _alone_s(self, result: StepResult) -> float:
+        """Seconds for which this rank computed in a step before gradients were exchanged; 0 where this is unknown."""
+        if len(result.marks) != 2 or result.waits is None:
+            return 0.0
+        waits = sum(self.device.seconds_between(*marks) for marks in result.waits)
+        return max(0.0, self.device.seconds_between(*result.marks) - waits)
 
     def entry(self, state: TrainState) -> tuple[dict[str, float], list[str]]:
         """Close the window and begin a new window. All ranks call it after the same step.
 
         Returns:
-            the log entry, equal on all ranks; and messages about unreadable samples, on rank 0.
+            the log entry, equal on all ranks; and messages about unreadable samples and slow ranks, on rank 0.
 
         Raises:
             TrainingError: a loss or gradient in the window was not finite; names the step, the rank and the samples.
@@ -108,18 +116,16 @@ class LogWindow:
         fault = self._first_fault()
         counts_samples = self.world.counts_samples
         unreadable = [message for result in self.results for message in result.bad if counts_samples]
-        wait_s, forward_s, total_s = self._times()
-        here = [wait_s, forward_s, total_s, mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())]
+        waited_s, alone_s, window_s = self._times()
+        here = [waited_s, alone_s, mib(self.gauge.highest_peak()), mib(self.gauge.highest_reserved())]
         by_rank = [0.0] * size * len(here)  # each figure of all ranks, then the next figure of all ranks
         by_rank[rank::size] = here
         flops = state.flops.take() if state.flops is not None else None
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
-        packed = [float(fault is not None), float(len(unreadable)), flops or 0.0, float(flops is None)]
+        packed = [float(fault is not None), float(len(unreadable)), window_s, flops or 0.0, float(flops is None)]
         reduced = self.world.all_sum([*packed, *by_rank, *sums_here])
-        fault_count, unreadable_count, all_flops, unknown_flops, *rest = reduced
-        waits, forwards, times, peaks, reserved = (rest[place * size :][:size] for place in range(len(here)))
-        totals = rest[len(by_rank) :]
-        total_s = sum(times)
+        fault_count, unreadable_count, total_s, all_flops, unknown_flops, *rest = reduced
+        waits, alone, peaks, reserved, totals = _cut(rest, size, len(here))
         if fault_count:
             self._raise_first(fault)
         messages = self._gather_messages(unreadable) if unreadable_count else []
@@ -135,7 +141,7 @@ class LogWindow:
         if state.precision.name == "fp16":
             entry["train/loss_scale"] = state.precision.loss_scale
         entry["train/samples_per_s"] = round(samples / max(total_s / size, 1e-9), 1)
-        entry["train/wait_share"] = _share(sum(waits), total_s)
+        entry["train/wait_share"] = round(sum(waits) / max(total_s, 1e-9), 4)
         if state.flops is not None and not unknown_flops:
             rate = all_flops / max(total_s, 1e-9)  # of one rank: `total_s` is the time of all ranks together
             entry["train/tflops_per_s"] = float(f"{rate / 1e12:.4g}")
@@ -143,11 +149,6 @@ class LogWindow:
             if peak is not None:
                 entry["train/mfu"] = float(f"{rate / peak:.4g}")
         entry["train/skipped"] = state.skipped
-        entry["time/forward_share"] = _share(sum(forwards), total_s)
-        if 1 < size <= RANKS_SHOWN:
-            for name, figures in (("wait", waits), ("forward", forwards)):
-                shares = map(_share, figures, times)
-                entry |= {f"time/{name}_share/rank{rank}": share for rank, share in enumerate(shares)}
         entry["time/saving_s"] = round(self.saving_s, 4)
         if unreadable_count:
             entry["data/bad"] = unreadable_count
@@ -156,6 +157,10 @@ class LogWindow:
             entry |= {f"memory/peak_mb/rank{rank}": peak for rank, peak in enumerate(peaks)}
         if self.gauge.device.has_own_memory:
             entry["memory/reserved_mb"] = max(reserved)
+        if self.health is not None and self.results:
+            steps = len(self.results)
+            entry |= health.figures(alone, waits, steps=steps, shown=RANKS_SHOWN)
+            messages += self.health.look(alone, waits, steps=steps, total_s=total_s / size)
         if self.sums_epochs:
             self._add_to_epoch()
         self.reset()
@@ -234,6 +239,11 @@ class LogWindow:
         return [] if gathered is None else list(dict.fromkeys(message for rank in gathered for message in rank))
 
 
+def _cut(values: list[float], size: int, parts: int) -> list[list[float]]:
+    """The first `parts` lists of `size` values, and the rest."""
+    return [*(values[part * size : (part + 1) * size] for part in range(parts)), values[parts * size :]]
+
+
 def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dict[str, float]]:
     """Of some steps: the loss sums of this rank's micro-batches by head, and the units of all ranks by head."""
     sums: dict[str, list[Tensor]] = {}
@@ -245,10 +255,6 @@ def _losses(results: Sequence[StepResult]) -> tuple[dict[str, list[Tensor]], dic
         for head in result.losses[0] if result.losses else ():
             units[head] = units.get(head, 0.0) + result.totals.get(head, result.totals.get(SAMPLES, 0.0))
     return {head: sums[head] for head in sorted(sums)}, units  # sorted: the same order on every rank
-
-
-def _share(part: float, whole: float) -> float:
-    return round(part / max(whole, 1e-9), 4)
 
 
 def _learning_rates(optimizer: Optimizer) -> dict[str, float]:

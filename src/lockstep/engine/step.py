@@ -140,12 +140,15 @@ class StepResult:
     """Messages about unreadable samples."""
     losses: list[Losses] = field(default_factory=list)
     """Loss sums by head, of each micro-batch that ran."""
-    forwards: list[tuple[Any, Any]] = field(default_factory=list)
-    """Marks of the device before and after each forward pass, see `Device.mark`."""
     grad_norm: Tensor | None = None
     """Global norm of the gradient before clipping. None where it was not computed."""
     applied: bool = False
     """Whether the update was applied."""
+    marks: list[Any] = field(default_factory=list)
+    """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
+    see `Device.mark`."""
+    waits: list[tuple[Any, Any]] | None = field(default_factory=list)
+    """Marks around the times in between for which it waited for other ranks; see `Strategy.take_waits`."""
 
 
 def train_step(
@@ -183,6 +186,9 @@ def train_step(
     rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
     with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
         strategy.sync_buffers()
+    if strategy.world.size > 1:
+        strategy.take_waits()  # of an evaluation, or of a step that was given up
+        result.marks.append(devices.of(strategy.world.device).mark())
     with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
         if strategy.must_warm_up:
             ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
@@ -221,14 +227,11 @@ def forward_backward_step(
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
     strategy, world = state.strategy, state.strategy.world
-    device = devices.of(world.device)
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
-        batch, begun = micro_batch.batch, device.mark()
         with state.precision.autocast():
-            losses: Losses = strategy.forward(batch)
-        result.forwards.append((begun, device.mark()))
+            losses: Losses = strategy.forward(micro_batch.batch)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         if last and state.guard.is_pending:
@@ -239,6 +242,9 @@ def forward_backward_step(
         tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
         # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
         new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
+        if last and result.marks:
+            result.marks.append(devices.of(world.device).mark())
+            result.waits = strategy.take_waits()
         if tensors:
             torch.autograd.backward(tensors, gradients)
         for parameter in new:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lockstep.plan import advice_on_memory
 from lockstep.plan.advice import Advice
-from lockstep.plan.run_figures import BACKWARD, Figures
+from lockstep.plan.run_figures import Figures
 from lockstep.report import run as runs
 from lockstep.report.page import duration
 
@@ -98,23 +98,20 @@ def _state(figures: Figures) -> str:
 
 
 def _shares(figures: Figures) -> dict[str, float]:
-    """Parts of the run's time. Backward passes are taken to last twice as long as forward passes, which the log has."""
-    wait, forward, training = figures.late("train/wait_share"), _forward(figures), figures.training_share
+    """Parts of the run's time. With one rank, the log does not tell forward and backward passes from updates."""
+    wait, computing, training = figures.late("train/wait_share"), figures.computing, figures.training_share
     if wait is None or figures.trained_s <= 0:
         return {}
     shares = {"waiting for data": wait * training}
-    if forward is not None:
-        passes = min(1.0 - wait, forward * (1 + BACKWARD))
+    rest = "computing, and the start"
+    if computing:
+        passes = min(1.0 - wait, statistics.mean(computing.values()) * figures.all_passes)
         shares["in forward and backward passes"] = passes * training
+        rest = "the rest (exchange of gradients, updates, start)"
     shares["evaluating"] = figures.share_of_run("time/evaluation_s")
     shares["saving"] = figures.share_of_run("time/saving_s")
-    shares["the rest (exchange of gradients, updates, start)"] = max(0.0, 1.0 - sum(shares.values()))
+    shares[rest] = max(0.0, 1.0 - sum(shares.values()))
     return {part: round(share, 4) for part, share in shares.items()}
-
-
-def _forward(figures: Figures) -> float | None:
-    """Share of the time in forward passes. None: not logged, or it contains an exchange between ranks."""
-    return None if figures.strategy == "fsdp" else figures.late("time/forward_share")
 
 
 def _notes(figures: Figures) -> list[str]:
@@ -127,12 +124,10 @@ def _notes(figures: Figures) -> list[str]:
         notes.append(
             f"the log has only {entries}: the figures may be those of the start. log.every_steps={fewer} gives more"
         )
-    if figures.late("time/forward_share") is None:
-        notes.append(
-            "the log does not say how long forward passes, saves and evaluations take: an older version wrote it"
-        )
-    elif figures.strategy == "fsdp":
-        notes.append("with fsdp, ranks wait for each other in every block: a slow rank and the exchange do not show")
+    if figures.late("time/saving_s") is None:
+        notes.append("the log does not say how long saves and evaluations take: an older version wrote it")
+    elif figures.world > 1 and not figures.computing:
+        notes.append("the log does not say how long each rank computes, so a slow rank does not show")
     return notes
 
 
@@ -147,7 +142,7 @@ def less_time(share: float) -> str:
 
 def _waiting(figures: Figures) -> Iterator[Advice]:
     wait = figures.late("train/wait_share")
-    by_rank = figures.by_rank("time/wait_share")
+    by_rank = figures.waiting
     # The other ranks wait in the exchange of gradients for the rank that waits for data.
     worst, worst_rank = max(((share, rank) for rank, share in by_rank.items()), default=(wait or 0.0, None))
     if wait is None or worst < _WAIT:
@@ -160,7 +155,8 @@ def _waiting(figures: Figures) -> Iterator[Advice]:
     if only_one:
         finding = f"Rank {worst_rank} waits for data {worst:.0%} of the training time, and the other ranks wait for it"
         source = (
-            f"time/wait_share/rank{worst_rank} {worst:.2f}, the median of the others {statistics.median(others):.2f}"
+            f"health/data_wait_ms/rank{worst_rank}: {worst:.2f} of a step, the median of the others "
+            f"{statistics.median(others):.2f}"
         )
     workers = figures.number("data.workers")
     wished = _workers(workers, worst)
@@ -206,23 +202,25 @@ def _workers(now: int, wait: float) -> int:
 
 
 def _slow_rank(figures: Figures) -> Iterator[Advice]:
-    by_rank = figures.by_rank("time/forward_share")
-    if len(by_rank) < 2 or figures.strategy == "fsdp":
+    by_rank = figures.computing
+    if len(by_rank) < 2:
         return
     slowest = max(by_rank, key=lambda rank: by_rank[rank])
     others = statistics.median(share for rank, share in by_rank.items() if rank != slowest)
     more = by_rank[slowest] - others
     if by_rank[slowest] < _SLOWER * others or more < _OF_TIME:
         return
-    least, most = more * figures.training_share, min(0.95, more * (1 + BACKWARD)) * figures.training_share
+    least, most = more * figures.training_share, min(0.95, more * figures.all_passes) * figures.training_share
+    gain = f"{least:.0%} less time" + (f", {most:.0%} if its last backward pass is slower, too" if most > least else "")
+    step_ms = 1000 * (figures.step_s or 0.0)
     yield Advice(
         name="a slow rank",
-        finding=f"Rank {slowest} computes slower than the other ranks, which wait for it: its forward passes take "
-        f"{by_rank[slowest] / max(others, 1e-9):.1f} times as long",
-        source=f"time/forward_share/rank{slowest} {by_rank[slowest]:.2f}, the median of the others {others:.2f}",
+        finding=f"Rank {slowest} computes slower than the other ranks, which wait for it: before it exchanges "
+        f"gradients, it needs {by_rank[slowest] / max(others, 1e-9):.1f} times as long",
+        source=f"health/compute_ms/rank{slowest} {by_rank[slowest] * step_ms:.4g}, the median of the others "
+        f"{others * step_ms:.4g}",
         changes=(),
-        gain=f"{least:.0%} less time, {most:.0%} if its backward passes are slower, too "
-        f"({1 / (1 - least):.2g} to {1 / (1 - most):.2g} times as fast)",
+        gain=f"{gain} ({1 / (1 - least):.2g} to {1 / (1 - most):.2g} times as fast)",
         saves_share=least,
         note="no key is at fault: look for another program, a hot or throttled GPU, or code of the task that does more "
         f"on rank {slowest}; --profile shows where the time goes",
@@ -295,11 +293,11 @@ _ANOTHER = "The key determines the training: begin a new run"
 
 
 def _exchange(figures: Figures) -> Iterator[Advice]:
-    forward, wait = figures.by_rank("time/forward_share"), figures.by_rank("time/wait_share")
-    if figures.strategy != "ddp" or not forward or not wait:
+    computing, wait = figures.computing, figures.waiting
+    if figures.strategy != "ddp" or not computing or not wait:
         return
     # The rank that is busiest is the rank for which the others wait.
-    busy = max(wait[rank] + forward[rank] * (1 + BACKWARD) for rank in forward)
+    busy = max(wait[rank] + computing[rank] * figures.all_passes for rank in computing)
     rest = 1 - busy
     if rest < _REST:
         return
@@ -307,7 +305,7 @@ def _exchange(figures: Figures) -> Iterator[Advice]:
         name="exchange and updates",
         finding=f"About {rest:.0%} of the training time is neither waiting for data nor forward and backward passes: "
         "it is the exchange of gradients, the update, or the host between them",
-        source=f"1 - time/wait_share - {1 + BACKWARD:g} x time/forward_share of the busiest rank",
+        source="1 - (health/data_wait_ms + health/compute_ms, and the last backward pass) of the busiest rank",
         changes=(f"batch.global={2 * figures.global_batch}",),
         gain=f"{less_time(rest / 2 * figures.training_share)} for the same samples: half as many exchanges and updates",
         saves_share=rest / 4 * figures.training_share,

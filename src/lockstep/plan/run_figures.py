@@ -141,6 +141,31 @@ class Figures:
         return found if len(found) == self.world else {}
 
     @property
+    def waiting(self) -> dict[int, float]:
+        """The share of the training time for which each rank waited for its data. Empty: the log does not say."""
+        return self._share_of_step("health/data_wait_ms")
+
+    @property
+    def computing(self) -> dict[int, float]:
+        """The share of the training time that each rank computed before it exchanged gradients. Empty: the log does not
+        say, as with one rank."""
+        found = self._share_of_step("health/compute_ms")
+        return found if any(found.values()) else {}
+
+    def _share_of_step(self, name: str) -> dict[int, float]:
+        by_rank = self.by_rank(name)
+        return {rank: ms / 1000 / self.step_s for rank, ms in by_rank.items()} if self.step_s else {}
+
+    @property
+    def all_passes(self) -> float:
+        """How many times as long all passes of a step take as those before the exchange of gradients.
+
+        These are all but the last backward pass. A backward pass is taken to last `BACKWARD` forward passes.
+        """
+        passes = self.accumulation
+        return passes * (1 + BACKWARD) / (passes + (passes - 1) * BACKWARD)
+
+    @property
     def trained_s(self) -> float:
         """Seconds of all starts together, up to their last entries."""
         return self.metrics.trained_s()

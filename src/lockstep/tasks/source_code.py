@@ -56,6 +56,17 @@ def of_task(task: object, kind: object = None, kept: Mapping[str, str] | None = 
         return {}
 
 
+def of_choice(task: object | None, kind: object) -> Parts:
+    """The parts of a task, or of the task that a config names. Empty for a shipped task, and if nothing can be read."""
+    if task is not None:
+        return of_task(task, kind)
+    path, _, _ = kind.rpartition(":") if isinstance(kind, str) else ("", "", "")
+    try:
+        return of_file(Path(path).resolve()) if path.endswith(".py") else {}
+    except Exception:  # the task says what is wrong with its file
+        return {}
+
+
 def know(kind: type, parts: Parts) -> None:
     """From now on, these are the parts of tasks of a class that came from another process, which read its source."""
     _known[kind] = parts

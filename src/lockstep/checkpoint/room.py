@@ -1,0 +1,45 @@
+"""How large a checkpoint will be, before the first is written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+_SIDE = 4
+_IN_ONE_PIECE = ("fused", "foreach", "capturable", "differentiable")
+
+
+def estimated_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
+) -> int:
+    """Bytes of the tensors of model, optimizer and averages, whole where they are sharded.
+
+    The optimizer has no state before its first update. So an optimizer of its class makes an update of a small
+    parameter, and the state of all parameters is taken to be in the same proportion.
+    """
+    held = sum(_bytes(tensor) for tensor in model.state_dict().values() if isinstance(tensor, Tensor))
+    held += sum(_bytes(tensor) for tensor in (averages or {}).values())
+    trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    return held + round(_share_of_state(optimizer) * trained)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _share_of_state(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes of the optimizer's state by the bytes of its parameter. An optimizer that refuses the trial counts as 2."""
+    parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
+    parameter.grad = torch.zeros_like(parameter)
+    taken = inspect.signature(type(optimizer)).parameters
+    given = {name: value for name, value in optimizer.defaults.items() if name in taken and name not in _IN_ONE_PIECE}
+    try:
+        trial = type(optimizer)([parameter], **given)
+        trial.step(lambda: 0.0)
+        slots = [slot for slot in trial.state[parameter].values() if isinstance(slot, Tensor)]
+    except Exception:  # an optimizer of its own kind
+        return 2.0
+    return sum(_bytes(slot) for slot in slots if slot.shape == parameter.shape) / _bytes(parameter)
