@@ -53,7 +53,8 @@ ALLOWED = {
     "config_layers": {"errors", "config", "config_section", "tasks.registry"},
     "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
     "config_text": {"config", "config_file", "config_layers", "config_section", "tasks.registry"},
-    "commands": {"errors", "config_text", "report"},
+    "cluster": {"errors"},
+    "commands": {"errors", "cluster", "config_text", "report"},
     "local_ranks": {"errors", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
