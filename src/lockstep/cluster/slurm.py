@@ -102,8 +102,8 @@ def script(
         f"max_requeues={max_requeues}  # in a row, without a new checkpoint",
     ]
     lines = [*setup, *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())]
-    parts += ["\n".join(lines)] if lines else []
     parts += [_TRAPS.strip()]
+    parts += ["\n".join(lines)] if lines else []
     parts += [_RENDEZVOUS.strip()] if job.nodes > 1 else []
     parts += [_PROGRESS.strip()]
     parts += [_start(job, allocation, directory=directory, python=python, container=container)]
