@@ -301,7 +301,8 @@ def test_the_signal_before_the_time_limit_reaches_the_agents(place):
 
 
 def test_a_signal_during_the_setup_is_not_lost(place):
-    process = place.start(script(setup=["touch setup; sleep 0.3"]), "sleep 0.2; " + WAITS)
+    text = script(setup=["touch setup; sleep 0.1"]).replace("sleep 5", "sleep 0.3")
+    process = place.start(text, WAITS)
     place.wait_for("setup")
     process.send_signal(signal.SIGUSR1)
     assert ended(process) == 0

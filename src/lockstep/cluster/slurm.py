@@ -192,7 +192,7 @@ mkdir -p "$run_dir"
 
 _END = """
 agents=$!
-[ -z "$time_is_up" ] || kill -USR1 "$agents"
+[ -z "$time_is_up" ] || { sleep 5; kill -USR1 "$agents"; }  # USR1 came before there were agents
 while again=; wait "$agents"; code=$?; [ -n "$again" ]; do :; done  # a signal interrupts `wait`
 
 # Exit code 75: the ranks have saved and stopped, and the same job goes on from there. Other codes end the job.
