@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lockstep import local_ranks
+from lockstep import local_ranks, several_nodes
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
 from lockstep.commands import launch as launch_commands
@@ -152,10 +152,46 @@ def train(
         str | None,
         typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
     ] = None,
+    nnodes: Annotated[
+        str,
+        typer.Option(
+            "--nnodes",
+            metavar="N|MIN:MAX",
+            envvar="LOCKSTEP_NNODES",
+            help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave.",
+        ),
+    ] = "1",
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous",
+            metavar="HOST[:PORT]",
+            envvar="LOCKSTEP_RENDEZVOUS",
+            help="Where the nodes meet: the name or address of one of them. Port: 29400.",
+        ),
+    ] = None,
+    rendezvous_id: Annotated[
+        str | None,
+        typer.Option(
+            "--rendezvous-id",
+            metavar="NAME",
+            envvar="LOCKSTEP_RENDEZVOUS_ID",
+            help="Default: the run directory's name.",
+        ),
+    ] = None,
+    wait_for_nodes: Annotated[
+        float,
+        typer.Option(
+            "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, help="Then the run ends."
+        ),
+    ] = 600,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Train a recipe or a task. The same command again resumes the run."""
+    """Train a recipe or a task. The same command again resumes the run.
+
+    On several machines: the same command on each, with --nnodes 2 --rendezvous node0:29400.
+    """
     with _reporting(debug):
         from lockstep.distributed import signals
 
@@ -169,7 +205,8 @@ def train(
             settings = config_file.load(target, overrides or [])
             settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
             shared = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
-            if not _is_launcher(nproc, max_restarts):
+            several = several_nodes.of(nnodes, rendezvous) if "RANK" not in os.environ else None
+            if several is None and not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
                 trainer = Trainer(
@@ -183,7 +220,15 @@ def train(
         options += [part for key in allow_change or [] for part in ("--allow-change", key)]
         restarts = 3 if max_restarts is None else max_restarts
         arguments = ["train", target, *(overrides or []), *options]
-        _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
+        if several is None:
+            _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
+        else:
+            folder = run_dir or Path("runs", settings.name)
+            run_id = rendezvous_id or folder.resolve().name
+            ranks = _prepare(nproc, settings, cold=cold)
+            several_nodes.launch(
+                arguments, ranks, several, settings, run_id=run_id, wait_s=wait_for_nodes, max_restarts=restarts
+            )
 
 
 def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], options: Sequence[str]) -> None:
@@ -488,10 +533,18 @@ def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
 def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool) -> None:
     from lockstep.distributed import launch
 
+    ranks = _prepare(nproc, settings, cold=cold)
+    launch.launch(arguments, ranks, max_restarts)
+
+
+def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:
+    """Start the process from which ranks are forked, and give the number of ranks."""
+    from lockstep.distributed import launch
+
     ranks = local_ranks.ranks_of(nproc)
     offloads = settings.parallel.cpu_offload
     launch.prepare(ranks, cold=cold, modules=local_ranks.modules_of(settings), host_computes=offloads)
-    launch.launch(arguments, ranks, max_restarts)
+    return ranks
 
 
 def _is_first() -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.devices import Cuda
-from lockstep.distributed import agent, device_errors, launch, rank_output, world
+from lockstep.distributed import agent, decision, device_errors, launch, rank_output, world
 from lockstep.distributed.rank_output import Tail
 from lockstep.errors import DeviceError, LockstepError, UsageError
 from tests.distributed import abort_cases
@@ -101,7 +101,7 @@ def test_last_lines_leave_out_what_repeats():
 def test_rank_that_aborts_is_quoted_and_advised_and_not_started_again(tmp_path, capfd):
     said = f"{KERNEL.format(5)}\n{TERMINATED}\n"
     failures = agent.run_ranks(abort_cases.abort_on_rank_1, (said,), nproc=2, folder=tmp_path)
-    cause, retryable, _ = launch._first_cause(failures)
+    cause, retryable, _ = decision.first_cause(launch.rank_failures(failures))
     assert "rank 1 was killed by signal 6 (SIGABRT); the last lines of its stderr:\n    Loss.cu:250" in cause.what
     assert "device-side assert triggered" in cause.what
     assert "number of classes" in cause.remedy
@@ -117,7 +117,7 @@ def ended(code, lines=(), text=""):
 
 
 def killed(number, lines=(), text=""):
-    return launch._first_cause({3: ended(-number, lines, text)})
+    return decision.first_cause(launch.rank_failures({3: ended(-number, lines, text)}))
 
 
 def test_end_by_nccl_is_advised_and_tried_again():
@@ -129,10 +129,10 @@ def test_end_by_nccl_is_advised_and_tried_again():
 
 def test_rank_that_nccl_ended_is_not_the_cause_where_another_rank_failed():
     by_nccl = ended(-signal.SIGABRT, ["[Rank 0] NCCL watchdog thread terminated with exception: remote process exited"])
-    cause, _, _ = launch._first_cause({0: by_nccl, 1: ended(1, text="ValueError: the cat")})
+    cause, _, _ = decision.first_cause(launch.rank_failures({0: by_nccl, 1: ended(1, text="ValueError: the cat")}))
     assert cause.what == "rank 1 failed: ValueError: the cat"
     asserted = ended(-signal.SIGABRT, ["NCCL watchdog thread terminated", *ASSERT.split("\n")])
-    cause, retryable, _ = launch._first_cause({0: by_nccl, 1: asserted})
+    cause, retryable, _ = decision.first_cause(launch.rank_failures({0: by_nccl, 1: asserted}))
     assert cause.what.startswith("rank 1 was killed by signal 6")
     assert not retryable
 

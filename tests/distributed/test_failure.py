@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from torch.distributed import HashStore
 
-from lockstep.distributed import failure, launch
+from lockstep.distributed import decision, failure
 from lockstep.errors import DataError
 
 
@@ -44,5 +44,5 @@ def test_a_rank_that_lost_another_is_not_the_cause_where_that_rank_has_told_its_
     lost = board.explain(RuntimeError("gloo: connection closed by peer"))
     assert lost.lost_another
     assert "gave no reason" in str(lost)
-    report = {"message": {"message": str(lost), "extraInfo": {"lost_another": True}}}
-    assert not launch._failed_by_itself(SimpleNamespace(exitcode=1, error_file_data=report))
+    report = {"text": str(lost), "lost_another": True}
+    assert not decision.failed_by_itself(decision.RankFailure(0, exit_code=1, time=1, report=report))

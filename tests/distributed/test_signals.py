@@ -211,9 +211,9 @@ def test_launcher_tells_a_second_key_press_from_the_same_one(clock, monkeypatch)
     handlers = {number: signal.getsignal(number) for number in ASKING}
     ended = []
     monkeypatch.setattr(launch, "time", clock)
-    monkeypatch.setattr(launch._Forwarding, "_end_at_once", lambda self, number: ended.append((clock.value, number)))
+    monkeypatch.setattr(launch.Forwarding, "_end_at_once", lambda self, number: ended.append((clock.value, number)))
     try:
-        stop = launch._Forwarding()
+        stop = launch.Forwarding()
         with pytest.raises(Preempted):
             stop._handle(signal.SIGINT, None)
         for clock.value in (100.1, 100.15, 100.3):

@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -33,6 +34,7 @@ _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more 
 _LOOK_AGAIN_S = 0.01
 _ENDS_S = 2.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
+_END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL
 _ADDRESS = "127.0.0.1"
 _QUOTED_LINES = 12
@@ -40,21 +42,41 @@ _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, si
 """Signals by which a process ends itself. It may have said why on stderr."""
 
 
-class OneMachine(RendezvousHandler):
-    """The rendezvous of an agent that is alone.
+@dataclass(frozen=True)
+class Start:
+    """One start of ranks on several nodes, which have met already."""
+
+    rank: int
+    """The number of this node, from 0."""
+    sizes: list[int]
+    """The number of ranks of each node."""
+    address: str
+    """Where ranks meet: on the node of rank 0."""
+    port: int
+    run_id: str
+    """The same for all starts of one launch."""
+    look: Callable[[], bool]
+    """Called twice a second. It says whether the ranks of this node must end because of another node."""
+
+
+class Known(RendezvousHandler):
+    """The rendezvous of an agent that is alone, or whose launcher has met the others.
 
     Torch's own rendezvous over the network waits up to 0.3 s at random, so that many agents do not arrive at once.
     """
 
-    def __init__(self) -> None:
-        self.closed = False
+    def __init__(self, start: Start | None = None) -> None:
+        self.start, self.closed = start, False
 
     def get_backend(self) -> str:
-        return "one machine"
+        return "known"
 
     def next_rendezvous(self) -> RendezvousInfo:
         store = HashStore()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr=_ADDRESS))
+        if self.start is None:
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, local_addr=_ADDRESS))
+        place = RendezvousStoreInfo(self.start.address, self.start.port)
+        return RendezvousInfo(store, self.start.rank, len(self.start.sizes), place)
 
     def is_closed(self) -> bool:
         return self.closed
@@ -66,7 +88,7 @@ class OneMachine(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        return f"lockstep-{os.getpid()}"
+        return self.start.run_id if self.start else f"lockstep-{os.getpid()}"
 
     def shutdown(self) -> bool:
         self.set_closed()
@@ -82,11 +104,12 @@ class RankAgent(SimpleElasticAgent):
     Args:
         spec: `entrypoint` is a function that can be pickled. A rank calls it with `spec.args`.
         folder: a directory for the reports of ranks that fail.
+        start: where the ranks of other nodes belong to the run, too.
     """
 
-    def __init__(self, spec: WorkerSpec, folder: Path) -> None:
+    def __init__(self, spec: WorkerSpec, folder: Path, start: Start | None = None) -> None:
         super().__init__(spec)
-        self.folder = folder
+        self.folder, self.start = folder, start
         self.processes: dict[int, BaseProcess] = {}
         """The processes of this machine by global rank."""
         self.output = RankOutput()
@@ -103,6 +126,21 @@ class RankAgent(SimpleElasticAgent):
                 )
         self.output.start()
         return {worker.local_rank: self.processes[worker.global_rank].pid for worker in worker_group.workers}
+
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        if self.start is None:
+            workers: list[Worker] = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+            return workers
+        first, size = sum(self.start.sizes[:group_rank]), sum(self.start.sizes)
+        return [
+            Worker(local_rank=place, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
+            for place, rank in enumerate(range(first, first + spec.local_world_size))
+        ]
+
+    def _exit_barrier(self) -> None:
+        """The launchers of several nodes wait for each other themselves."""
 
     def _variables(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
         """The environment variables of a rank, with torch's names."""
@@ -133,6 +171,8 @@ class RankAgent(SimpleElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._wait(_LOOK_EVERY_S)
+        if self._must_end():
+            self._end_because_of_another_node()
         if not any(process.exitcode for process in self.processes.values()):
             done = all(process.exitcode == 0 for process in self.processes.values())
             values = dict.fromkeys(self.processes) if done else {}
@@ -157,6 +197,28 @@ class RankAgent(SimpleElasticAgent):
             if process.exitcode
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _must_end(self) -> bool:
+        """Whether the ranks of another node have failed."""
+        try:
+            return self.start is not None and self.start.look()
+        except BaseException:
+            self._kill()  # the ranks could neither agree nor save
+            raise
+
+    def _end_because_of_another_node(self) -> None:
+        """Give the ranks a moment, in which they may find and report the cause themselves, and kill them."""
+        self._wait_for_all(_END_S)
+        for rank in self._kill():
+            if not self._report(rank).exists():
+                extra = {"stopped": True, "timestamp": str(int(time.time()))}
+                self._report(rank).write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
+
+    def _kill(self) -> list[int]:
+        """Kill the ranks that run, and return them."""
+        left = [rank for rank, process in self.processes.items() if process.exitcode is None]
+        self._shutdown(signal.SIGKILL)
+        return left
 
     def _keep_last_lines(self, rank: int) -> None:
         """Put the last lines of a rank's stderr where its report would be, if it left no report."""
@@ -213,11 +275,14 @@ class RankAgent(SimpleElasticAgent):
             self._wait_for_all(timeout)
 
 
-def run_ranks(entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path) -> dict[int, ProcessFailure]:
+def run_ranks(
+    entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder: Path, start: Start | None = None
+) -> dict[int, ProcessFailure]:
     """Start `nproc` ranks on this machine that call `entrypoint(*arguments)`, and wait for their end.
 
     Args:
         folder: a directory for the reports of ranks that fail.
+        start: where the ranks of other nodes belong to the run, too.
 
     Returns:
         the failures by rank; empty if all ranks ended without error.
@@ -227,12 +292,12 @@ def run_ranks(entrypoint: Any, arguments: tuple[Any, ...], *, nproc: int, folder
         local_world_size=nproc,
         entrypoint=entrypoint,
         args=arguments,
-        rdzv_handler=OneMachine(),
+        rdzv_handler=Known(start),
         max_restarts=0,  # `lockstep.distributed.launch` decides about restarts
         monitor_interval=0.001,  # `RankAgent` itself waits for the end of a process
         local_addr=_ADDRESS,
     )
-    agent = RankAgent(spec, folder)
+    agent = RankAgent(spec, folder, start)
     try:
         result: RunResult = agent.run()
     finally:

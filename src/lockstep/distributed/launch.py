@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -10,7 +11,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.distributed import heartbeat, warm_process
+from lockstep.distributed.decision import NOT_BEGUN, Action, Decision, Ending, History, RankFailure, decide
 from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, STOPPED_AT_ONCE, is_another, not_ignored, tell
 from lockstep.errors import LockstepError, Preempted, RankError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-_NOT_BEGUN = "stopped before training began; nothing was lost"
-_NO_MEMORY = "often the system ran out of memory: lower batch.micro or the number of ranks"
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # macOS lacks it
 RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
@@ -52,10 +51,7 @@ def launch(
     Each start is one run of torch's agent without restarts of its own. The agent would also restart ranks that stopped
     on request, and ranks that fail at the same step for ever.
 
-    All ranks are started again after a rank was killed or crashed. They are not started again after an error that would
-    come again (wrong usage, a loss that is not finite). Nor are they after two crashes in a row at the same step, or
-    five where a rank was killed, because kills from outside may well hit the same step twice. Crashes do not count as
-    in a row where the next start does something else (smaller micro-batches, after memory did not suffice).
+    All ranks are started again after a rank was killed or crashed, as `decision.decide` says.
 
     Args:
         max_restarts: most restarts in all.
@@ -67,36 +63,50 @@ def launch(
         RankError: a rank failed. Names the rank, with its own message, and has its exit code.
         Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
-    stop = _Forwarding(ends_process)
-    crashed_at, in_a_row = None, 0
-    for restarts in range(max_restarts + 1):
+    stop = Forwarding(ends_process)
+    history = History()
+    for start in itertools.count():
         if stop.asked:
             raise Preempted("stopped between two starts; the checkpoints stay")
-        os.environ[RESTARTS] = str(restarts)
+        os.environ[RESTARTS] = str(start)
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             stop.folder = Path(name)
             failures = _run_once(arguments, nproc, stop.folder, main)
-            if not failures:
-                return
-            step = max((rank.step for rank in heartbeat.all_in(stop.folder)), default=-1)
-        codes = {rank: failure.exitcode for rank, failure in failures.items()}
-        preempted = [rank for rank, code in codes.items() if code == Preempted.exit_code]
-        # The agent stops the other ranks when a rank failed. A rank that has not begun then ends as if preempted.
-        if preempted and (stop.asked or not any(_failed_by_itself(failure) for failure in failures.values())):
-            raise Preempted(_report_of(failures[preempted[0]]).get("text") or _NOT_BEGUN)
-        if stop.asked and set(codes.values()) <= {-signal.SIGUSR1, -signal.SIGTERM}:  # the ranks did not listen yet
-            raise Preempted(_NOT_BEGUN)
-        cause, retryable, retries_differently = _first_cause(failures)
-        if not retryable or stop.asked or restarts == max_restarts:
-            raise cause
-        in_a_row = in_a_row + 1 if step == crashed_at and not retries_differently else 1
-        crashed_at = step
-        when = f"at step {step}" if step >= 0 else "before training began"
-        if in_a_row == (5 if -signal.SIGKILL in codes.values() else 2):
-            reason = f"it failed {in_a_row} times in a row {when}, so it was not started again"
-            cause.remedy = f"{reason}. {cause.remedy or ''}".rstrip()
-            raise cause
-        print(f"{cause.what}\nfailed {when}: restart {restarts + 1} of {max_restarts}", file=sys.stderr, flush=True)
+            step = furthest_step(stop.folder)
+        gone = warm_process.how_it_ended() if failures else None
+        ending = Ending(rank_failures(failures), step, asked=stop.asked, warm_process=gone or "")
+        decision = decide(ending, history, max_restarts)
+        if decision.action is Action.DONE:
+            return
+        history = follow(decision)
+
+
+def follow(decision: Decision) -> History:
+    """Print why all ranks start again, and return the history for the next decision; or raise why the run ends.
+
+    Raises:
+        Preempted: the decision is to stop.
+        LockstepError: the decision is to fail.
+    """
+    if decision.action is Action.STOP:
+        raise Preempted(decision.text)
+    if decision.error is not None:
+        raise decision.error
+    print(decision.text, file=sys.stderr, flush=True)
+    return decision.history
+
+
+def furthest_step(folder: Path) -> int:
+    """The largest step of a rank whose heartbeat is in `folder`; -1 if none has begun to train."""
+    return max((rank.step for rank in heartbeat.all_in(folder)), default=-1)
+
+
+def rank_failures(failures: Mapping[int, ProcessFailure], node: str = "") -> tuple[RankFailure, ...]:
+    """What torch's agent says of ranks that failed, with what they reported."""
+    return tuple(
+        RankFailure(rank, failure.exitcode, int(failure.timestamp), _report_of(failure), node)
+        for rank, failure in failures.items()
+    )
 
 
 def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host_computes: bool = False) -> None:
@@ -133,14 +143,19 @@ def _run_once(
     """
     from lockstep.distributed import agent
 
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the launcher itself says which rank failed
+    quiet_torch()
     os.environ[heartbeat.FOLDER] = str(folder)
     return agent.run_ranks(main, (list(arguments),), nproc=nproc, folder=folder)
 
 
-class _Forwarding:
+def quiet_torch() -> None:
+    """Let torch's agent write no messages: the launcher itself says which rank failed."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+class Forwarding:
     """Passes a request to stop on to the ranks, as SIGUSR1, and waits for them. A second request ends them at once.
 
     Args:
@@ -151,7 +166,10 @@ class _Forwarding:
         self.ends_process = ends_process
         self.asked = False
         self.asked_at = 0.0
+        self.asked_by = ""
+        """Name of the signal."""
         self.folder: Path | None = None
+        self._passed_on: Path | None = None
         is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
         for number in not_ignored(ASKING) if is_main else ():
             signal.signal(number, self._handle)
@@ -161,11 +179,21 @@ class _Forwarding:
             self._end_at_once(number)
         if self.asked:
             return
-        self.asked, self.asked_at = True, time.monotonic()
+        self.asked, self.asked_at, self.asked_by = True, time.monotonic(), signal.Signals(number).name
         if self.folder is None:
-            raise Preempted(_NOT_BEGUN)
+            raise Preempted(NOT_BEGUN)
+        self._tell_ranks(self.asked_by)
+
+    def pass_on(self, name: str) -> None:
+        """Ask the ranks to stop, for a reason with this name. Nothing, where they were asked before."""
+        if self.folder is not None and self._passed_on != self.folder:
+            self._passed_on = self.folder
+            self._tell_ranks(name)
+
+    def _tell_ranks(self, name: str) -> None:
+        assert self.folder is not None
         with contextlib.suppress(FileNotFoundError):  # between two starts, `launch` looks at `asked`
-            (self.folder / STOP_FILE).write_text(signal.Signals(number).name)
+            (self.folder / STOP_FILE).write_text(name)
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:
@@ -210,69 +238,3 @@ def _report_of(failure: ProcessFailure) -> dict[str, Any]:
     """The report that a rank wrote with `report_failure`; empty where it wrote none."""
     message = failure.error_file_data.get("message", {})
     return {"text": message.get("message"), **message.get("extraInfo", {})} if isinstance(message, dict) else {}
-
-
-def _failed_by_itself(failure: ProcessFailure) -> bool:
-    """Whether a rank failed neither because another rank failed nor because the agent or a signal stopped it."""
-    report = _report_of(failure)
-    if failure.exitcode in (-signal.SIGTERM, -signal.SIGUSR1, Preempted.exit_code) or report.get("stopped"):
-        return False
-    if _ended_by_nccl(report):
-        return False
-    if failure.exitcode == 1 and not report:  # `signals` ends a rank so, after the agent's SIGTERM
-        return False
-    return not report.get("origin") and not report.get("lost_another")
-
-
-def _ended_by_nccl(report: Mapping[str, Any]) -> bool:
-    """Whether the last lines of a rank that a signal ended say that NCCL did so because of another rank."""
-    output = "\n".join(report.get("last_lines") or [])
-    if "NCCL" not in output:
-        return False
-    from lockstep.distributed import device_errors
-
-    return device_errors.is_of_another_rank(output)
-
-
-def _first_cause(failures: Mapping[int, ProcessFailure]) -> tuple[LockstepError, bool, bool]:
-    """Of all ranks that failed, the rank because of which the others failed.
-
-    Returns:
-        its error, whether a restart may go well, and whether a restart does something else than before.
-    """
-    gone = warm_process.how_it_ended()
-    if gone:
-        return RankError(gone, remedy=_NO_MEMORY), True, False
-    causes = []
-    for rank, failure in failures.items():
-        knows_the_cause = bool(_report_of(failure).get("origin"))
-        distance = 0 if _failed_by_itself(failure) else 1 if knows_the_cause else 2
-        causes.append((distance, failure.timestamp, rank, failure))
-    _, _, rank, failure = min(causes, key=lambda cause: cause[:3])
-    report = _report_of(failure)
-    if failure.exitcode < 0 and (report.get("stopped") or not report.get("text")):
-        return _killed(rank, failure, report.get("last_lines") or [])
-    text = report.get("text") or "it gave no reason; see its output above"
-    rank, text = report.get("origin") or (rank, text)
-    cause = RankError(f"rank {rank} failed: {text}")
-    cause.exit_code = max(1, failure.exitcode)  # a rank that has reported its error may be killed while it ends
-    return cause, bool(report.get("retryable", True)), bool(report.get("retries_differently", False))
-
-
-def _killed(rank: int, failure: ProcessFailure, last_lines: Sequence[str]) -> tuple[LockstepError, bool, bool]:
-    """The same as `_first_cause`, for a rank that a signal ended before it could report an error.
-
-    Args:
-        last_lines: of its stderr.
-    """
-    output = "\n".join(last_lines)
-    what = f"rank {rank} was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-    if output:
-        what += "; the last lines of its stderr:\n" + textwrap.indent(output, "    ")
-    remedy = _NO_MEMORY if failure.exitcode == -signal.SIGKILL else None
-    if output:
-        from lockstep.distributed import device_errors
-
-        remedy = device_errors.advice(output)
-        return RankError(what, remedy=remedy), not device_errors.is_deterministic(output), False
-    return RankError(what, remedy=remedy), True, False
