@@ -326,3 +326,26 @@ def test_agents_that_are_killed_at_the_time_limit_go_on_too(place):
     os.kill(int((place.folder / "pid").read_text()), signal.SIGKILL)
     assert ended(process) == 0
     assert place.requeued == ["4711"]
+
+
+def test_a_job_that_slurm_ends_is_not_queued_again_by_the_script(place):
+    """After scancel it must not come back. After preemption and `scontrol requeue`, SLURM queues it again by itself."""
+    process = place.start(script(), "trap 'sleep 0.1; exit 75' TERM; echo $$ > pid; " + WAITS)
+    place.wait_for("pid")
+    process.send_signal(signal.SIGTERM)
+    os.kill(int((place.folder / "pid").read_text()), signal.SIGTERM)
+    assert ended(process) == 75
+    assert place.requeued == []
+
+
+@pytest.mark.parametrize(("signal_before", "queued"), [(5, ["4711"]), (600, [])])
+def test_sigterm_after_the_signal_is_the_time_limit_or_scancel(place, signal_before, queued):
+    text = script(slurm.Allocation("04:00:00", cpus_per_task=8, signal_before_s=signal_before))
+    process = place.start(text, "trap '' USR1; trap 'exit 143' TERM; echo $$ > pid; " + WAITS)
+    place.wait_for("pid")
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    os.kill(int((place.folder / "pid").read_text()), signal.SIGTERM)
+    ended(process)
+    assert place.requeued == queued

@@ -99,7 +99,8 @@ def script(
         _head(job, allocation, directory, command),
         "set -u\n"
         f"run_dir={shlex.quote(job.run_dir)}\n"
-        f"max_requeues={max_requeues}  # in a row, without a new checkpoint",
+        f"max_requeues={max_requeues}  # in a row, without a new checkpoint\n"
+        f"signal_before={allocation.signal_before_s}  # seconds, as in --signal",
     ]
     lines = [*setup, *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())]
     parts += [_TRAPS.strip()]
@@ -169,10 +170,10 @@ def _start(job: Job, allocation: Allocation, *, directory: str, python: str, con
 
 _TRAPS = """
 # SLURM sends USR1 to this script before the time limit. The agents get it, save, and end with exit code 75.
-# TERM comes from scancel, from preemption and from `scontrol requeue`: SLURM sends it to the agents too.
-agents= time_is_up= again=
-trap 'again=1 time_is_up=1; [ -z "$agents" ] || kill -USR1 "$agents"' USR1
-trap 'again=1' TERM
+# TERM comes from scancel, preemption, `scontrol requeue` and at the time limit. SLURM sends it to the agents too.
+agents= again= asked= ended=
+trap 'again=1 asked=$SECONDS; [ -z "$agents" ] || kill -USR1 "$agents"' USR1
+trap 'again=1 ended=$SECONDS' TERM
 """
 
 _RENDEZVOUS = """
@@ -192,11 +193,14 @@ mkdir -p "$run_dir"
 
 _END = """
 agents=$!
-[ -z "$time_is_up" ] || { sleep 5; kill -USR1 "$agents"; }  # USR1 came before there were agents
+[ -z "$asked" ] || { sleep 5; kill -USR1 "$agents"; }  # USR1 came before there were agents
 while again=; wait "$agents"; code=$?; [ -n "$again" ]; do :; done  # a signal interrupts `wait`
 
-# Exit code 75: the ranks have saved and stopped, and the same job goes on from there. Other codes end the job.
-if [ "$code" != 75 ] && { [ -z "$time_is_up" ] || [ "$code" -le 128 ]; }; then exit "$code"; fi
+# Exit code 75: the ranks have saved and stopped, and the same job goes on from there. Other codes end the job, unless
+# the ranks were killed at the time limit.
+if [ "$code" != 75 ] && { [ -z "$asked" ] || [ "$code" -le 128 ]; }; then exit "$code"; fi
+# After TERM, SLURM queues the job again by itself, or it was cancelled. Only at the time limit this script must do it.
+if [ -n "$ended" ] && { [ -z "$asked" ] || [ $((ended - asked)) -lt $((signal_before - 5)) ]; }; then exit "$code"; fi
 after=$(newest)
 count=0
 if [ "$after" = "$before" ]; then
