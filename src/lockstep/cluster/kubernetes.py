@@ -213,7 +213,7 @@ def _job_of_nodes(pod: Pod, container: dict[str, Any]) -> dict[str, Any]:
         "backoffLimit": 0,  # any other failure: the JobSet makes all pods anew, maxRestarts times
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 _on_exit_codes("Ignore", [Preempted.exit_code]),
                 _on_exit_codes("FailJob", [1, 2, 3]),
             ]
