@@ -23,6 +23,7 @@ from typing import Any
 ALIVE, STOP, KILL = ".", "stop", "kill"
 """The lines that follow the first."""
 SIGN_EVERY_S = 5.0
+COMMAND = (sys.executable, "-m", "lockstep")
 _SILENCE_S = 60.0
 _SAVE_S = 120.0  # after a request to stop
 _KILL_S = 5.0  # from a second request to SIGKILL
@@ -71,7 +72,7 @@ def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *order["arguments"]],
+        [*COMMAND, *order["arguments"]],
         env=os.environ | order["environment"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -140,17 +141,14 @@ def _lines(descriptor: int) -> Iterator[str | None]:
     """The lines of a file without their ends. None: no whole line has come for a moment. Ends with the file."""
     rest = b""
     while True:
-        *lines, rest = rest.split(b"\n")
-        yield from (line.decode() or ALIVE for line in lines)
-        if not lines:
-            ready, _, _ = select.select([descriptor], [], [], _LOOK_EVERY_S)
-            if not ready:
-                yield None
-                continue
+        if not select.select([descriptor], [], [], _LOOK_EVERY_S)[0]:
+            yield None
+            continue
         data = os.read(descriptor, 65536)
         if not data:
             return
-        rest += data
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode() or ALIVE for line in lines)
 
 
 def _pass_on(reading: int, writing: int, lost: threading.Event) -> None:
