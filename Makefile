@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 OVER := .venv/trackers
 
-.PHONY: demo test test-all test-gpu test-trackers check bench clean
+.PHONY: demo test test-all test-gpu test-cluster test-trackers check bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -17,11 +17,15 @@ test: $(READY)
 
 # Also the combinations that are left out above because others test the same.
 test-all: $(READY)
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "not cluster"
 
 # What the GPUs of this machine show, tests and figures: gpu-report.md. Without a GPU it says so, and ends without an error.
 test-gpu: $(READY)
 	$(BIN)/python -m tests.gpu.report
+
+# Several nodes on this machine, in network namespaces, which need root. Without root it says so, and skips.
+test-cluster: $(READY)
+	$(BIN)/python -m pytest -m cluster tests/cluster
 
 # The trackers against their real libraries (200 MB). They are installed over the environment, not into it: trackio wants
 # an older pillow than the constraints have.

@@ -64,8 +64,9 @@ def launch(
     from lockstep.config import training_keys
     from lockstep.distributed import node_launch
     from lockstep.distributed.launch import run_command
+    from lockstep.distributed.node_session import Nodes
 
-    nodes = node_launch.Nodes(
+    nodes = Nodes(
         several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=training_keys(settings)
     )
     node_launch.launch(arguments, nproc, nodes, max_restarts, main=run_command)

@@ -99,11 +99,11 @@ class Decision:
 def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     """What follows from an `ending`.
 
-    All ranks are started again after a rank was killed or crashed, up to `max_restarts` times, and after a node was lost
-    or wants to join. They are not started again after an error that would come again (wrong usage, a loss that is not
-    finite). Nor are they after two crashes in a row at the same step, or five where a rank was killed or a node was
-    lost, because kills from outside may well hit the same step twice. Crashes do not count as in a row where the next
-    start does something else (smaller micro-batches, after memory did not suffice).
+    All ranks are started again after a rank was killed or crashed, up to `max_restarts` times, and after a node was
+    lost or wants to join. They are not started again after an error that would come again (wrong usage, a loss that is
+    not finite). Nor are they after two crashes in a row at the same step, or five where a rank was killed or a node
+    was lost, because kills from outside may well hit the same step twice. Crashes do not count as in a row where the
+    next start does something else (smaller micro-batches, after memory did not suffice).
     """
     if not ending.failures and not ending.lost:
         return Decision(Action.DONE, history)

@@ -80,8 +80,8 @@ class BoundedStore:
         """The value of `job`, which the thread calls with the connection.
 
         Raises:
-            StoreLostError: there is no answer within `timeout_s` seconds (default: `gone_after_s`), or the connection is
-                closed.
+            StoreLostError: there is no answer within `timeout_s` seconds (default: `gone_after_s`), or the connection
+                is closed.
         """
         future, clock = self.submit(job), Clock()
         limit_s = timeout_s or gone_after_s()
@@ -154,7 +154,8 @@ class Pulse:
         self._asked, self._wake, self._closed = "", threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._watched: dict[int, list[int]] = {}  # by node: its last count of signs, and own beats since then
-        self._over_key, self._count_waiting = "", lambda: 0
+        self._over_key = ""
+        self._count_waiting: Callable[[], int] = lambda: 0
         threading.Thread(target=self._run, name="lockstep-node-pulse", daemon=True).start()
 
     def watch(self, nodes: Sequence[int], over_key: str = "", count_waiting: Callable[[], int] = lambda: 0) -> None:
@@ -222,9 +223,9 @@ class Pulse:
                 self.is_over, self.has_joining = is_over, has_joining
 
 
-def append_and_read(store: Store, key: str, text: str) -> None:
+def append_word(store: Store, key: str, text: str) -> None:
     """Append a word to a list of words in the store."""
-    store.append(key, f"{text} ")
+    store.append(key, f"{text} ")  # type: ignore[attr-defined]
 
 
 def words(store: Store, key: str) -> list[str]:
