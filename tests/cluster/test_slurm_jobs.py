@@ -6,6 +6,7 @@ After a job was queued again, SLURM waits two minutes before it starts. The test
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import ROOT, environment
+from tests.cluster.cases import STEPS, TASK, TRAINING, export, logged_step
+from tests.processes import ROOT, environment, is_running
 
 START = ROOT.parent / "shared" / "slurm" / "start"
 
@@ -29,34 +31,6 @@ def why_not():
 
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.skipif(bool(why_not()), reason=str(why_not()))]
-
-TASK = """
-import time
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from lockstep import Task
-
-class Slow(Task):
-    def model(self):
-        return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 5))
-
-    def train_data(self):
-        generator = torch.Generator().manual_seed(0)
-        return TensorDataset(torch.randn(256, 10, generator=generator), torch.randn(256, 5, generator=generator))
-
-    def loss(self, model, batch):
-        time.sleep(0.1)
-        return (model(batch[0]) - batch[1]).square().sum()
-"""
-STEPS = 250
-TRAINING = (
-    "task.py:Slow",
-    f"train.steps={STEPS}",
-    "batch.global=32",
-    "log.writers=[text_log,json_lines]",
-    "log.every_steps=10",
-)
 
 
 class Slurm:
@@ -80,8 +54,16 @@ class Slurm:
         return done.stdout + done.stderr
 
     def stop(self):
-        for path in self.config.glob("*.pid"):
-            subprocess.run(["kill", path.read_text().strip()], check=False)
+        """End all jobs, and the daemons."""
+        self.call("scancel", "--user", "root", check=False)
+        deadline = time.monotonic() + 60
+        while self.call("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        daemons = [int(path.read_text()) for path in self.config.glob("*.pid")]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for daemon in filter(is_running, daemons):
+                os.kill(daemon, number)
+            time.sleep(2)
 
     def submit(self, name, *options, time="10"):
         run = ("--nodes", "2", "--gpus-per-node", "0", "--nproc", "1", "--time", time, "--job-name", name)
@@ -109,10 +91,7 @@ class Job:
 
     @property
     def step(self):
-        path = self.run / "metrics.jsonl"
-        return max(
-            [int(number) for number in re.findall(r'"step": ?(\d+)', path.read_text())] if path.exists() else [0]
-        )
+        return logged_step(self.run)
 
     def wait_for_step(self, step, timeout=240):
         """Wait until the training has logged a step."""
@@ -132,11 +111,8 @@ class Job:
         return about
 
     def weights(self):
-        """The bytes of the exported weights."""
-        out = self.slurm.folder / "exported" / self.name
-        self.slurm.call(sys.executable, "-m", "lockstep", "export", self.run, out)
-        (path,) = out.glob("*.safetensors")
-        return path.read_bytes()
+        """The bytes of each weight."""
+        return export(self.run, self.slurm.folder / "exported" / self.name)
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +120,6 @@ def slurm(tmp_path_factory):
     slurm = Slurm(tmp_path_factory.mktemp("slurm"))
     subprocess.run([str(START), str(slurm.config)], check=True, timeout=60)
     yield slurm
-    slurm.call("scancel", "--user", "root", check=False)
-    time.sleep(2)
     slurm.stop()
 
 
