@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep.cli import app
+from tests.processes import ROOT
 
 SLURM = ("slurm", "--nodes", "2", "--gpus-per-node", "4", "--time", "10")
 KUBERNETES = ("kubernetes", "--nodes", "2", "--gpus-per-node", "4", "--image", "me/t:1", "--volume", "runs")
@@ -144,3 +145,13 @@ def test_help_has_an_example(call, command):
 def test_the_commands_load_no_torch():
     check = "from lockstep.cli import app; import sys; sys.exit(bool({'torch', 'yaml'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_the_script_in_the_documentation_is_what_the_command_writes(call):
+    options = ("--nodes", "4", "--gpus-per-node", "8", "--time", "04:00:00", "--account", "vision")
+    places = ("--directory", "/scratch/me", "--python", "/scratch/me/.venv/bin/python")
+    done = call("slurm", "imagenet", *options, "--setup", "module load cuda/12.8", *places)
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    shown = page.partition("```bash\n")[2].partition("```")[0].splitlines()
+    written = done.stdout.splitlines()
+    assert shown[:2] + shown[3:] == written[:2] + written[3:]  # the third line is the command, here pytest's
