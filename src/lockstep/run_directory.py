@@ -21,7 +21,7 @@ from lockstep import atomic, config_file, devices, locks
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
-from lockstep.distributed.launch import RESTARTS
+from lockstep.distributed.launch import LOST_NODE, RESTARTS
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, UsageError, did_you_mean
 from lockstep.observe import metric_arrays, model_table
@@ -97,7 +97,9 @@ def _claim(
     folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
 ) -> RunConfig:
     try:
-        held.enter_context(locked(folder))
+        held.enter_context(
+            locked(folder, wait_s=_patience_s(), tell=_tell_of_wait if _patience_s() > _DYING_S else None)
+        )
         logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
         with contextlib.suppress(UsageError):
             logs |= files_of_writers(config_file.read_run(folder).log.writers)
@@ -138,10 +140,13 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None) -> Iterator[None]:
+def locked(
+    folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None, *, wait_s: float = _DYING_S
+) -> Iterator[None]:
     """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
 
     Args:
+        wait_s: how long to wait for the end of another process, in seconds.
         tell: gets the name of the other process, if there is one, before the wait for its end begins.
 
     Raises:
@@ -150,13 +155,23 @@ def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locks.locked(folder / name, wait_s=_DYING_S, poll_s=0.2, tell=tell))
+            held.enter_context(locks.locked(folder / name, wait_s=wait_s, poll_s=0.2, tell=tell))
         except locks.LockedError as error:
             remedy = "wait for it, stop it, or give another --run-dir"
             raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
         except OSError as error:
             raise _unwritable(folder, error) from error
         yield
+
+
+def _patience_s() -> float:
+    """How long to wait for the ranks of an earlier launch, or of a node that was lost, in seconds."""
+    return float(os.environ.get(LOST_NODE, _DYING_S))
+
+
+def _tell_of_wait(holder: str) -> None:
+    text = f"waiting for {holder}, which still has the run directory, for {_patience_s():g} s at most"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _was_restarted(folder: Path) -> bool:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")  # macOS lacks it
 RESTARTS = "LOCKSTEP_RESTARTS"
 """Environment variable: how often the launcher has restarted its ranks."""
+LOST_NODE = "LOCKSTEP_LOST_NODE_S"
+"""Environment variable: after the loss of a node, seconds in which its ranks may still hold the run directory."""
 
 
 def run_command(arguments: Sequence[str]) -> None:

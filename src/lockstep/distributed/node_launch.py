@@ -29,7 +29,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.distributed import agent, heartbeat, warm_process
 from lockstep.distributed.decision import Action, Decision, Ending, History, decide
-from lockstep.distributed.launch import RESTARTS, Forwarding, follow, furthest_step, quiet_torch, rank_failures
+from lockstep.distributed.launch import (
+    LOST_NODE,
+    RESTARTS,
+    Forwarding,
+    follow,
+    furthest_step,
+    quiet_torch,
+    rank_failures,
+)
 from lockstep.distributed.node_meeting import GivenUpError, Round, meet
 from lockstep.distributed.node_session import LOOK_S, NODE, Nodes, Session
 from lockstep.distributed.node_store import Clock, StoreLostError
@@ -38,6 +46,7 @@ from lockstep.errors import Preempted
 _TELL_EVERY_S = 30.0
 _WATCHED = 3  # so many neighbours each node watches while ranks run
 _END_S = 90.0  # after ranks have failed, so long for the launchers that live to tell how theirs ended
+_LOST_S = 300.0  # a file server keeps the lock of a machine that is off for a while (NFS: 90 s)
 _PULSE_S = 2.0  # in which all nodes look for a request to stop
 _LEAVE_S = 10.0  # the node with the store waits so long for the others at the end
 
@@ -136,6 +145,8 @@ class NodeRun:
             neighbours, f"{now.number}/over", now.handler.num_nodes_waiting if has_place else lambda: 0
         )
         os.environ[RESTARTS] = str(now.number)
+        if now.number:  # rank 0 may be on another node than before
+            os.environ[LOST_NODE] = str(min(_LOST_S, self.session.nodes.wait_s))
         os.environ[NODE] = self.session.name
         with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
             folder = self.stop.folder = Path(name)
@@ -204,7 +215,7 @@ class NodeRun:
             self._tell_of_request()
             missing, seconds = self._without_ending(now), clock.look()
             gone = [rank for rank in missing if now.members[rank].node in pulse.gone()]
-            if seconds > _END_S and (own.failures or pulse.is_over):
+            if seconds > _END_S and pulse.is_over:  # and not where ranks are still saving
                 gone = missing
             if gone == missing:
                 self._set_verdict(number, self._merged(now, missing))
@@ -253,13 +264,11 @@ class NodeRun:
 
     def leave(self) -> None:
         """Tell the others of a request to stop. The node with the store waits until they have read the last verdict."""
-        notes, pulse = self.session.notes, self.session.pulse
         with contextlib.suppress(StoreLostError):
-            if pulse.failed:
-                return
+            self.session.check_store()
             if self.stop.asked:
                 text = f"{self.stop.asked_by} on node {self.session.name}"
-                notes.call(lambda store: store.compare_set("stop", "", text), 3)
+                self.session.notes.call(lambda store: store.compare_set("stop", "", text))
             if self.now is not None:
                 self._wait_for_others(self.now)
             elif self.stop.asked and self.session.server is not None:
@@ -268,9 +277,9 @@ class NodeRun:
 
     def _wait_for_others(self, now: Round) -> None:
         notes, clock = self.session.notes, Clock()
-        left = notes.call(lambda store: store.add(f"{now.number}/left", 1), 3)
+        left = notes.call(lambda store: store.add(f"{now.number}/left", 1))
         while self.session.server is not None and clock.look() < _LEAVE_S:
             if left >= len(now.members) - len(self.session.pulse.gone()):
                 return
             time.sleep(LOOK_S / 5)
-            left = notes.call(lambda store: store.add(f"{now.number}/left", 0), 3)
+            left = notes.call(lambda store: store.add(f"{now.number}/left", 0))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
 import time
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import (
@@ -94,17 +96,23 @@ def meet(session: Session, number: int, nproc: int) -> Round | None:
         StoreLostError: the store does not answer.
         Preempted: another node was asked to stop.
     """
-    notes, connection = session.notes, session.connection()
-    handler = connection.call(lambda store: _handler(session, store, number))
+    notes, connection, given_up = session.notes, session.connection(), threading.Event()
+    handler = connection.call(lambda store: _handler(session, store, number, given_up))
     notes.call(lambda store: append_word(store, f"{number}/here", str(session.id)))
     future = connection.submit(lambda store: handler.next_rendezvous())
     waiting = session.waiting()
-    while not _is_done(future):
-        session.check()
-        if notes.call(lambda store: store.check([f"{number}/verdict"])):
-            connection.close()
-            return None
-        waiting.look_at(lambda: session.who_is_missing(number), lambda: missing_nodes(session, number))
+    try:
+        while not _is_done(future):
+            session.check()
+            if notes.call(lambda store: store.check([f"{number}/verdict"])):
+                given_up.set()
+                connection.close()
+                return None
+            waiting.look_at(lambda: session.who_is_missing(number), lambda: missing_nodes(session, number))
+    except BaseException:
+        given_up.set()
+        connection.close()
+        raise
     try:
         info = future.result()
     except RendezvousClosedError:
@@ -126,17 +134,32 @@ def _is_done(future: Future[RendezvousInfo]) -> bool:
     return future.done()
 
 
-def _handler(session: Session, store: Store, number: int) -> DynamicRendezvousHandler:
+class _Endable:
+    """A store that refuses all calls from a moment on. torch's rendezvous ends so, which cannot be interrupted."""
+
+    def __init__(self, store: Store, ended: threading.Event) -> None:
+        self._store, self._ended = store, ended
+
+    def __getattr__(self, name: str) -> Any:
+        if self._ended.is_set():
+            raise RuntimeError("the rendezvous was given up")
+        return getattr(self._store, name)
+
+
+def _handler(session: Session, store: Store, number: int, given_up: threading.Event) -> DynamicRendezvousHandler:
     """torch's rendezvous for one start.
 
     Its heartbeats are switched off, because they compare the clocks of different machines. `Pulse` does it.
+
+    Args:
+        given_up: ends a wait within a second or two.
     """
     run_id = f"{session.launch_id}/{number}"
     wait = datetime.timedelta(seconds=session.nodes.wait_s + _LATER_S)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         run_id,
         store,
-        C10dRendezvousBackend(store, run_id),
+        C10dRendezvousBackend(_Endable(store, given_up), run_id),  # type: ignore[arg-type]
         session.nodes.least,
         session.nodes.most,
         local_addr=session.address,

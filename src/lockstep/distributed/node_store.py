@@ -25,6 +25,7 @@ GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
 """Environment variable: seconds without a sign of life after which a node counts as gone."""
 _LOOK_S = 0.25
 _BEAT_S = 1.0
+_JOIN_S = 5.0
 
 
 def gone_after_s() -> float:
@@ -68,7 +69,8 @@ class BoundedStore:
         self.where = where
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None] = queue.SimpleQueue()
         self._connect = connect
-        threading.Thread(target=self._work, name="lockstep-node-store", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="lockstep-node-store", daemon=True)
+        self._thread.start()
 
     def submit(self, job: Callable[[Store], T]) -> Future[T]:
         """Let the thread call `job` with the connection, after all earlier jobs."""
@@ -99,14 +101,15 @@ class BoundedStore:
     def lost(self, why: str) -> StoreLostError:
         """The error that says that the store is gone."""
         return StoreLostError(
-            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why}",
+            f"the node at {self.where}, which holds what the nodes agree on, is gone: {why.rstrip('.')}",
             remedy="look at the launcher and the machine there, and at the link to it. The checkpoints stay: the same "
             "command on all nodes goes on from the newest",
         )
 
     def close(self) -> None:
-        """Let the thread end when it has done its jobs."""
+        """Let the thread end when it has done its jobs, and wait a little for it."""
         self._jobs.put(None)
+        self._thread.join(_JOIN_S)
 
     def _work(self) -> None:
         store: Store | None = None
@@ -156,7 +159,8 @@ class Pulse:
         self._watched: dict[int, list[int]] = {}  # by node: its last count of signs, and own beats since then
         self._over_key = ""
         self._count_waiting: Callable[[], int] = lambda: 0
-        threading.Thread(target=self._run, name="lockstep-node-pulse", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="lockstep-node-pulse", daemon=True)
+        self._thread.start()
 
     def watch(self, nodes: Sequence[int], over_key: str = "", count_waiting: Callable[[], int] = lambda: 0) -> None:
         """Watch these nodes from now on.
@@ -188,9 +192,13 @@ class Pulse:
         return now - self._silent_since
 
     def close(self) -> None:
-        """Stop the thread, which may be waiting for the store."""
+        """Stop the thread, and wait a little for it: it may wait for the store.
+
+        An interpreter that ends while a thread is inside torch ends with SIGABRT, if the thread comes back then.
+        """
         self._closed.set()
         self._wake.set()
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         try:
