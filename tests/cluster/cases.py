@@ -38,7 +38,8 @@ TRAINING = (
 def logged_step(run):
     """The last step that a run has logged."""
     path = run / "metrics.jsonl"
-    return max([int(number) for number in re.findall(r'"step": ?(\d+)', path.read_text())] if path.exists() else [0])
+    text = path.read_text() if path.exists() else ""
+    return max([0, *map(int, re.findall(r'"step": ?(\d+)', text))])
 
 
 def export(run, out):
