@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from lockstep import local_ranks, several_nodes
+from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
 from lockstep.commands import launch as launch_commands
@@ -24,6 +24,7 @@ from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_fail
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
+    from lockstep.distributed.node_address import Several
     from lockstep.trainer import Trainer
 
 app = typer.Typer(
@@ -197,6 +198,7 @@ def train(
 
         with signals.listening():  # before anything that takes time: the config 0.3 s, torch 3 s
             from lockstep import config_file
+            from lockstep.distributed import node_address
 
             if profile is not None:
                 from lockstep.observe import profile as profiling
@@ -205,7 +207,7 @@ def train(
             settings = config_file.load(target, overrides or [])
             settings, nproc = _on_machine(settings, preset, nproc, overrides or [])
             shared = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
-            several = several_nodes.of(nnodes, rendezvous) if "RANK" not in os.environ else None
+            several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
             if several is None and not _is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
@@ -223,10 +225,9 @@ def train(
         if several is None:
             _launch(arguments, nproc, settings, max_restarts=restarts, cold=cold)
         else:
-            folder = run_dir or Path("runs", settings.name)
-            run_id = rendezvous_id or folder.resolve().name
+            run_id = rendezvous_id or (run_dir or Path("runs", settings.name)).resolve().name
             ranks = _prepare(nproc, settings, cold=cold)
-            several_nodes.launch(
+            _launch_on_nodes(
                 arguments, ranks, several, settings, run_id=run_id, wait_s=wait_for_nodes, max_restarts=restarts
             )
 
@@ -535,6 +536,25 @@ def _launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restar
 
     ranks = _prepare(nproc, settings, cold=cold)
     launch.launch(arguments, ranks, max_restarts)
+
+
+def _launch_on_nodes(
+    arguments: list[str],
+    ranks: int,
+    several: Several,
+    settings: RunConfig,
+    *,
+    run_id: str,
+    wait_s: float,
+    max_restarts: int,
+) -> None:
+    from lockstep import config_file
+    from lockstep.distributed import launch, node_launch
+    from lockstep.distributed.node_session import Nodes
+
+    keys = config_file.training_keys(settings)
+    nodes = Nodes(several.least, several.most, several.endpoint, run_id=run_id, wait_s=wait_s, keys=keys)
+    node_launch.launch(arguments, ranks, nodes, max_restarts, main=launch.run_command)
 
 
 def _prepare(nproc: str, settings: RunConfig, *, cold: bool) -> int:

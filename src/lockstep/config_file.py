@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from lockstep.config import RunConfig
+from lockstep.config import training_keys as training_keys
 from lockstep.config_layers import Layers, Loader, alternatives, read_numbers_as_today, read_target, read_yaml
 from lockstep.errors import UsageError, did_you_mean
 from lockstep.tasks import registry

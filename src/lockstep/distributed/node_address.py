@@ -67,6 +67,34 @@ def parse_nnodes(text: str, where: str = "--nnodes") -> tuple[int, int]:
     return least, most
 
 
+@dataclass(frozen=True)
+class Several:
+    """How many nodes, and where they meet."""
+
+    least: int
+    most: int
+    endpoint: Endpoint
+
+
+def several(nnodes: str, rendezvous: str | None) -> Several | None:
+    """What `--nnodes` and `--rendezvous` say. None: there is one node.
+
+    Raises:
+        UsageError: a text is wrong, or there is no place to meet.
+    """
+    least, most = parse_nnodes(nnodes)
+    if most == 1:
+        return None
+    if rendezvous is None:
+        raise UsageError(
+            f"{nnodes} nodes, and no place where they meet",
+            where="--rendezvous",
+            remedy="give --rendezvous HOST:PORT on all nodes: the name or the address of one of them, "
+            f"such as node0:{DEFAULT_PORT}",
+        )
+    return Several(least, most, parse_endpoint(rendezvous))
+
+
 def resolve(host: str) -> list[str]:
     """The addresses of a host; empty if its name is not known (yet)."""
     try:
