@@ -165,7 +165,9 @@ def test_time_limit(slurm, reference):
 
 
 def test_preempted(slurm, reference, job):
-    other = slurm.call("sbatch", "-p", "high", "--nodes", "2", "--output", "/dev/null", "--wrap", "sleep 3")
+    other = slurm.call(
+        "sbatch", "-p", "high", "--nodes", "2", "--exclusive", "--output", "/dev/null", "--wrap", "sleep 3"
+    )
     assert "Submitted" in other
     goes_on(job, reference)
     assert "DUE TO PREEMPTION" in job.output
