@@ -213,5 +213,6 @@ def test_slurmd_is_killed_and_comes_back(slurm, reference, job):
 def test_node_goes_down(slurm, reference, job):
     slurm.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     time.sleep(3)
-    slurm.call("scontrol", "update", "NodeName=n2", "State=RESUME")
+    # A node whose slurmd registers again may be back by itself.
+    slurm.call("scontrol", "update", "NodeName=n2", "State=RESUME", check=False)
     goes_on(job, reference)

@@ -119,7 +119,7 @@ def test_two_hosts_and_ctrl_c(hosts, reference):
     out, err = process.communicate(timeout=240)
     print(out, err)
     assert process.returncode == 0, out + err
-    assert "[a] resuming" in out
+    assert "] resuming" in out  # rank 0 is on either host
     assert logged_step(run) == STEPS
     assert export(run, hosts.folder / "exported" / "two") == reference
 
