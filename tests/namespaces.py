@@ -121,7 +121,8 @@ class Namespaces:
         ip("link", "set", f"{self.name(node)}v", "up")
 
 
-FIRST_STEP = re.compile(r"step (\d+)/\d+  .* after the beginning")
+BEGINS = re.compile(r"[\w ]+: .*, steps \d+ to \d+, ")
+STEP = re.compile(r"step (\d+)/\d+  ")
 
 
 class Training:
@@ -155,8 +156,14 @@ class Training:
         return "".join(line for _, by, line in self.lines if node in (None, by))
 
     def starts(self):
-        """Time and step of the first step of each start."""
-        return [(when, int(found[1])) for when, _, line in self.lines if (found := FIRST_STEP.match(line))]
+        """Time and step of the first step of each start. The training must log every step."""
+        found, begins = [], False
+        for when, _, line in list(self.lines):
+            step = STEP.match(line)
+            if step and begins:
+                found.append((when, int(step[1])))
+            begins = bool(BEGINS.match(line)) or (begins and not step)
+        return found
 
     def step(self):
         """The last step in the log; 0 if there is none."""
