@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 OVER := .venv/trackers
+MODELS := .venv/models
 
-.PHONY: demo test test-all test-gpu test-cluster test-trackers check docs bench clean
+.PHONY: demo test test-all test-gpu test-cluster test-slurm test-trackers check docs bench clean
 
 demo: $(READY)
 	@rm -rf runs/demo
@@ -24,8 +25,17 @@ test-gpu: $(READY)
 	$(BIN)/python -m tests.gpu.report
 
 # Several nodes on this machine, in network namespaces, which need root. Without root it says so, and skips.
+# The hosts of `launch ssh` need sshd. The models of Kubernetes (50 MB) are installed over the environment, not into it.
 test-cluster: $(READY)
-	$(BIN)/python -m pytest -m cluster tests/cluster
+	test -x $(MODELS)/bin/python || $(BIN)/python -m venv $(MODELS)
+	$(BIN)/python -c 'import site; print(*site.getsitepackages(), "$(CURDIR)/src", sep="\n")' \
+	    > $$(echo $(MODELS)/lib/python*/site-packages)/under.pth
+	$(MODELS)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cluster-test]'
+	$(MODELS)/bin/python -m pytest -m cluster --ignore tests/cluster/test_slurm_jobs.py tests/cluster
+
+# Generated job scripts under a real SLURM on this machine. Needs root, slurm-wlm and munge; without these it says so.
+test-slurm: $(READY)
+	$(BIN)/python -m pytest -m cluster -rP tests/cluster/test_slurm_jobs.py
 
 # The trackers against their real libraries (200 MB). They are installed over the environment, not into it: trackio wants
 # an older pillow than the constraints have.

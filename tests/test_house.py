@@ -53,9 +53,11 @@ ALLOWED = {
     "config": {"config_section"},
     "config_layers": {"errors", "config", "config_section", "tasks.registry"},
     "config_file": {"errors", "config", "config_layers", "config_section", "tasks.registry"},
+    "cluster": {"errors"},
     "config_text": {"config", "config_file", "config_layers", "config_preset", "config_section", "tasks.registry"},
     "commands": {
         "errors",
+        "cluster",
         "config_file",
         "config_text",
         "distributed.launch",

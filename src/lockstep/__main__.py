@@ -38,7 +38,8 @@ def main() -> None:
         cli.main()
     finally:
         for number in heeded:  # the exit code is decided: a signal must not change it
-            signal.signal(number, signal.SIG_DFL)
+            # SIGUSR1 asks to save, and there is nothing left to save. The other signals may end a process that hangs.
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
 if __name__ == "__main__":  # ranks that `verify` starts import this module again

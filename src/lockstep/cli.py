@@ -18,6 +18,7 @@ import typer
 from lockstep import local_ranks
 from lockstep.commands import config as config_commands
 from lockstep.commands import init as init_commands
+from lockstep.commands import launch as launch_commands
 from lockstep.commands import plan as plan_commands
 from lockstep.commands import preflight as preflight_commands
 from lockstep.commands import report as report_commands
@@ -518,6 +519,14 @@ def _on_machine(
     return changed, nproc
 
 
+def _load(target: str, overrides: Sequence[str], preset: str | None) -> RunConfig:
+    """The config of a training on other machines: with a preset, but without looking at this machine."""
+    from lockstep import config_file, config_preset
+
+    settings = config_file.load(target, overrides)
+    return settings if preset is None else config_preset.read(preset).apply(settings, overrides)
+
+
 def _is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
     """Whether this process must start ranks, and is not a rank itself."""
     local_ranks.check_nproc(nproc)
@@ -643,6 +652,7 @@ report_commands.add_to(app, reporting=_reporting)
 init_commands.add_to(app, reporting=_reporting)
 plan_commands.add_to(app, reporting=_reporting)
 preflight_commands.add_to(app, reporting=_reporting, launched=_launched)
+launch_commands.add_to(app, reporting=_reporting, load=_load)
 
 
 def main() -> Any:

@@ -510,3 +510,10 @@ def test_second_signal_ends_the_process_although_the_terminal_is_gone(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != signals.LAUNCHED}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S)
     assert done.returncode == 128 + signal.SIGHUP
+
+
+def test_a_request_to_save_after_the_end_does_not_change_the_exit_code():
+    """A scheduler sends it before a time limit, whatever the process is doing."""
+    code = "import atexit, os, signal, sys; atexit.register(os.kill, os.getpid(), signal.SIGUSR1); "
+    code += "from lockstep.__main__ import main; sys.argv = ['lockstep', 'train', '--help']; main()"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,0 +1,1 @@
+"""Trainings on several machines: the texts that schedulers read, and a start through ssh."""
