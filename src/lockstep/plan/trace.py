@@ -233,7 +233,7 @@ def trace_pass(
     live, counted, stack = LiveBytes(parameters, [*forward.buffers(), *tensors]), Operations(), _Modules(forward)
     flops_of_blocks = _BlockFlops(counted)
     with contextlib.ExitStack() as hooks:
-        hooks.callback(lambda: [setattr(p, "grad", None) for p in parameters])
+        hooks.callback(_forget_gradients, parameters)
         for index, block in enumerate(blocks):
             hooks.enter_context(_watched(block, index, live, flops_of_blocks))
         for parameter in parameters:
@@ -244,7 +244,8 @@ def trace_pass(
                     if p.grad is not None:
                         live.mark_gradient(p.grad, of_root)
 
-                hooks.callback(parameter.register_post_accumulate_grad_hook(mark).remove)
+                handle: Any = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
+                hooks.callback(handle.remove)
         hooks.enter_context(stack.watched())
         try:
             with contextlib.ExitStack() as modes:
@@ -264,6 +265,11 @@ def trace_pass(
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
     return TracedPass(live.segments, batch_bytes, kept_bytes, counted.total, forward_flops, flops_of_blocks.total)
+
+
+def _forget_gradients(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -303,14 +309,14 @@ def _watched(block: nn.Module, index: int, live: LiveBytes, flops: _BlockFlops) 
             flops.enter()
             for tensor in tree_iter((args, kwargs)):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(leave_backward)
+                    tensor.register_hook(leave_backward)  # type: ignore[no-untyped-call]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if live.segments[-1].phase == "forward":
             flops.leave()
             for tensor in tree_iter(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(lambda _: live.begin("backward", index))
+                    tensor.register_hook(lambda _: live.begin("backward", index))  # type: ignore[no-untyped-call]
             live.begin("forward", None)
 
     handles = [
