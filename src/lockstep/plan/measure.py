@@ -1,7 +1,8 @@
 """Real steps of a training on this machine, and how far an estimate is from them. The steps are the engine's own.
 
-Memory is measured in the first two steps: the first makes the optimizer's state. torch's profiler tells each allocation
-and release of its allocators, on the CPU as on a GPU. States are the bytes of their tensors.
+Memory is measured in the second step: the first makes the optimizer's state, and what strategies make when they begin.
+torch's profiler tells each allocation and release of its allocators, on the CPU as on a GPU. States are the bytes of
+their tensors.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Me
 
 
 class _StepMemory:
-    """Measures the memory of steps, and keeps the largest of each figure in `found`."""
+    """Measures the memory of steps, and keeps the figures of the last of them in `found`."""
 
     def __init__(self, state: TrainState) -> None:
         self.state, self.device = state, devices.of(state.world.device)
@@ -147,12 +148,11 @@ class _StepMemory:
         live = _levels(_events(profile.kineto_results.events(), "CUDA" if own else "CPU"))
         # The allocator's level is known where the states were counted, so it is known everywhere.
         at_update = sum(self.held.values()) + batch
-        found = self.held | {
+        self.found = self.held | {
             "batch_bytes": batch,
             "activations_bytes": live.at[_FORWARD] - live.at[_BEGIN],
             "peak_bytes": peak if own else at_update + live.highest - live.at[_UPDATE],
         }
-        self.found = {name: max(value, self.found.get(name, 0)) for name, value in found.items()}
 
     def _count(self) -> None:
         """Count the states, after the update and before the gradients are freed."""
