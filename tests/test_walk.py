@@ -16,6 +16,7 @@ ENGINE = {
     "devices/__init__.py",
     "devices/cpu.py",
     "devices/unqueued.py",
+    "distributed/buffers.py",
     "distributed/ddp.py",
     "distributed/gradients.py",
     "distributed/precision.py",

@@ -553,13 +553,13 @@ _engine(
 _engine(
     "BatchNorm statistics never synchronised",
     "probe",
-    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
+    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="norm",
 )
 _engine(
     "BatchNorm statistics never synchronised under FSDP",
     "probe",
-    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self.forward.buffers()))", "pass"),
+    ("distributed.single:Single.sync_buffers", "self.world.broadcast_tensors(list(self._buffers))", "pass"),
     base="fsdp-norm",
 )
 

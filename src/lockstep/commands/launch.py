@@ -61,7 +61,12 @@ def add_to(app: typer.Typer, *, reporting: Reporting, load: Load) -> None:
         reporting: turns exceptions into messages and exit codes.
         load: the checked config of a target, overrides and a preset.
     """
-    launch = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train on several machines.")
+    launch = typer.Typer(
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="Train on several machines.",
+        epilog="Example: lockstep launch slurm imagenet --nodes 4 --gpus-per-node 8 --time 04:00:00",
+    )
     app.add_typer(launch, name="launch")
     _add_slurm(launch, reporting, load)
     _add_kubernetes(launch, reporting, load)
