@@ -34,7 +34,7 @@ def _best(text: str) -> str:
 
 def _checkpoint(wanted: Any) -> Any:
     text = str(wanted)
-    if text not in ("newest", "best") and not text.isdigit():
+    if text not in ("newest", "best") and not (text.isascii() and text.isdigit()):
         raise ValueError(f"{text!r} is no checkpoint; write newest, best or a step")
     return text
 
