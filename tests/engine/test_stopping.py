@@ -166,9 +166,10 @@ def test_a_run_that_was_killed_in_its_last_evaluation_when_its_time_was_up_is_ev
     def kill(*_, **__):
         raise Killed
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
+    with monkeypatch.context() as patched:
         patched.setattr("lockstep.training_run.evaluation.evaluate", kill)
-        fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
+        with pytest.raises(Killed):
+            fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
     steps = steps_saved(tmp_path)[-1]
     fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
     assert steps_saved(tmp_path)[-1] == steps
