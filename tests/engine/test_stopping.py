@@ -196,6 +196,7 @@ def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, 
     ("train", "text"),
     [
         ({"stop_when": {"metric": "eval/lss", "mode": "min", "patience": 1}}, "did you mean eval/loss"),
+        ({"stop_when": {"metric": "loss", "mode": "min", "patience": 1}}, "write `eval/NAME`, such as `eval/loss`"),
         ({"stop_when": {"metric": "eval/loss", "mode": "min"}}, "give patience, target, or both"),
         ({"max_time": "4 hours"}, "is no time"),
         ({"eval_every_steps": 0}, "nothing is evaluated, so there is no eval/loss"),
