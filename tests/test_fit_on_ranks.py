@@ -156,6 +156,11 @@ def test_number_of_ranks_must_be_a_number(tmp_path):
         Trainer(runs.config(), run_dir=tmp_path).fit(own_tasks.Plain(), nproc="many")
 
 
+def test_history_leaves_out_a_line_that_a_kill_has_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": null}\n\n{"step": 2, "train/lo')
+    assert Trainer(runs.config(), run_dir=tmp_path).history == [{"step": 1, "train/loss": None}]
+
+
 def test_history_is_empty_before_the_training_and_needs_its_file(tmp_path):
     assert Trainer(runs.config(), run_dir=tmp_path).history == []
     with pytest.raises(UsageError, match=r"add json_lines to log\.writers"):

@@ -332,10 +332,11 @@ def test_training_in_memory_is_that_of_the_trainer_bit_for_bit(tmp_path, world, 
 def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
     settings = runs.config(train={"steps": 10, "ema_decay": decay})
     trainer = Trainer(settings, run_dir=tmp_path, quiet=True)
-    trainer.fit(own_tasks.Classes(eval_length=20))
+    loss = trainer.fit(own_tasks.Classes(eval_length=20))["train/loss"]
     fitted = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     assert not trainer.model.training
     assert trainer.results["step"] == 10
+    assert trainer.fit(own_tasks.Classes(eval_length=20))["train/loss"] == loss  # complete: the same results again
     trainer.evaluate(own_tasks.Classes(eval_length=20))
     assert fitted.keys() == trainer.model.state_dict().keys()
     assert all(torch.equal(fitted[name], tensor) for name, tensor in trainer.model.state_dict().items())

@@ -206,6 +206,20 @@ def test_source_of_a_task_is_kept_with_the_run(call, tmp_path, edited):
     assert json.loads((tmp_path / "runs" / "mine" / "environment.json").read_text())["task"] == about["task"]
 
 
+def test_copied_run_is_used_with_the_kept_source_where_the_tasks_file_is_not_there(call, tmp_path, edited):
+    (tmp_path / "runs" / "mine").rename(tmp_path / "copied")
+    for name in ("mine.py", "losses.py"):
+        (tmp_path / name).unlink()
+    for name in ("losses", "lockstep_user_mine"):
+        sys.modules.pop(name, None)
+    for command in (["evaluate", "copied"], ["predict", "copied"], ["export", "copied", "out"]):
+        done = call(*command)
+        assert done.exit_code == 0 or "Task.eval_data: there is no evaluation data" in done.stderr  # for this task
+        assert "mine.py is not there: the task's code is taken from copied/source/mine.py" in done.stderr
+        assert "has changed" not in done.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("steps", [4, 8])
 def test_edited_task_is_refused_with_the_difference_also_where_the_run_is_complete(call, tmp_path, edited, steps):
     edited("square()", "abs()")

@@ -271,6 +271,7 @@ def evaluate(
         from lockstep import config_file
 
         settings = config_file.read_run(run_dir, overrides or (), _OF_EVALUATION)
+        settings = config_file.with_kept_task(settings, run_dir, _tell_first)
         settings, nproc = _on_machine(settings, preset, nproc, overrides or ())
         if _is_launcher(nproc):
             options = [*(["--preset", preset] if preset else []), *(["--debug"] if debug else [])]
@@ -320,7 +321,7 @@ def predict(
         from lockstep import config_file
         from lockstep.observe import predictions
 
-        settings = config_file.read_run(run_dir)
+        settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, _tell_first)
         if top_k is not None:
             settings = config_file.with_task_option(settings, "top_k", top_k, where="--top-k")
         if out is not None:
@@ -418,7 +419,7 @@ def export(
     with _reporting(debug):
         from lockstep import config_file
 
-        settings = config_file.read_run(run_dir)
+        settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, _tell_first)
         from lockstep.trainer import Trainer
 
         print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
@@ -605,6 +606,12 @@ def _launched(
 
 def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def _tell_first(text: str) -> None:
+    """Write a line to stderr, on the first rank."""
+    if _is_first():
+        _tell(text)
 
 
 def _tell(text: str) -> None:

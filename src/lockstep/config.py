@@ -32,9 +32,15 @@ def _best(text: str) -> str:
     return text
 
 
+def _result(name: str) -> str:
+    if not re.fullmatch(r"eval/\S+", name):
+        raise ValueError(f"{name!r} is no result of an evaluation; write `eval/NAME`, such as `eval/loss`")
+    return name
+
+
 def _checkpoint(wanted: Any) -> Any:
     text = str(wanted)
-    if text not in ("newest", "best") and not text.isdigit():
+    if text not in ("newest", "best") and not (text.isascii() and text.isdigit()):
         raise ValueError(f"{text!r} is no checkpoint; write newest, best or a step")
     return text
 
@@ -227,7 +233,7 @@ class TrainConfig(Section):
 class StopConfig(Section):
     """A training ends before its last step when the results of its evaluations say so."""
 
-    metric: Annotated[str, Field(pattern=r"^eval/\S+$")]
+    metric: Annotated[str, AfterValidator(_result)]
     """Name of the result in the log, such as `eval/loss`."""
     mode: Literal["min", "max"]
     """Whether lower or higher results are better."""

@@ -105,6 +105,27 @@ def with_task_option(config: RunConfig, key: str, value: Any, where: str) -> Run
     return config.model_copy(update={"task": task})
 
 
+def with_kept_task(config: RunConfig, run_dir: Path, tell: Callable[[str], None]) -> RunConfig:
+    """`config` with the task's code that the run keeps in `source/`, if the task's own file is not there.
+
+    So a run directory that was copied to another machine can be evaluated, and its weights exported.
+
+    Args:
+        tell: shows a line that says which code is used.
+    """
+    kind = str(config.task.get("kind", ""))
+    path, _, name = kind.rpartition(":")
+    if not path.endswith(".py") or Path(path).is_file():
+        return config
+    parts = Path(path).parts
+    for place in range(1, len(parts)):  # the longest end of the path: a file of a package lies in the package's folder
+        kept = run_dir.joinpath("source", *parts[place:])
+        if kept.is_file():
+            tell(f"{path} is not there: the task's code is taken from {kept}")
+            return config.model_copy(update={"task": config.task | {"kind": f"{kept.resolve()}:{name}"}})
+    return config
+
+
 def _of_today(values: dict[str, Any]) -> dict[str, Any]:
     """What an earlier version of Lockstep recorded, with today's keys: `log.tensorboard` became `log.writers`."""
     log = values.get("log")

@@ -51,7 +51,7 @@ def check_nproc(nproc: str, where: str = "--nproc") -> None:
     Raises:
         UsageError: it is neither a number from 1 nor `auto`.
     """
-    if nproc != "auto" and (not nproc.isdigit() or int(nproc) < 1):
+    if nproc != "auto" and (not (nproc.isascii() and nproc.isdigit()) or int(nproc) < 1):
         raise UsageError(f"{nproc!r} is not a number of ranks", where=where, remedy="use a number from 1, or auto")
 
 

@@ -59,7 +59,7 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
     state.precision.load(manifest["loss_scale"])
     state.step, state.skipped = checkpoint.step, manifest["skipped"]
     stopping = prepared.stopping
-    stopping.results = [(step, value) for step, value in manifest.get("evaluations", ())]
+    messages += stopping.restore(manifest.get("evaluations", ()), manifest.get("evaluations_of"))
     stopping.earlier_s = manifest.get("trained_s", 0.0)
     if checkpoint.metrics:
         stopping.add(state.step, checkpoint.metrics)
@@ -169,6 +169,7 @@ def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, flo
         "schedule_steps": state.schedule.length,
         "warnings": prepared.warnings,
         "evaluations": prepared.stopping.results,
+        "evaluations_of": prepared.stopping.rule.metric if prepared.stopping.rule else None,
     }
 
 

@@ -154,6 +154,8 @@ class Trainer:
             )
             try:
                 self.results = run.train(batches)
+                if "train/loss" not in self.results:  # the run was complete already
+                    self.results = world.on_rank0(self._latest) | self.results
             finally:
                 for writer in writers:
                     writer.close()
@@ -248,7 +250,7 @@ class Trainer:
         """The log of the run: a dict for each entry, in their order, as `metrics.jsonl` has them.
 
         The keys are `step`, `epoch`, `time_s` and names such as `train/loss`. An entry of an evaluation has `eval/...`
-        keys. `pandas.DataFrame(trainer.history)` is a table with a row for each entry.
+        keys. `pandas.DataFrame(trainer.history)` is a table with a row for each entry. Damaged lines are left out.
 
         Raises:
             UsageError: the config's `log.writers` lacks `json_lines`, so that there is no such file.
@@ -259,7 +261,11 @@ class Trainer:
         path = self.run_dir / "metrics.jsonl"
         if not path.is_file():
             return []
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        entries = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):  # the end of a line is missing after a kill, and while it is written
+                entries.append(json.loads(line))
+        return [entry for entry in entries if isinstance(entry, dict)]
 
     def _latest(self) -> dict[str, float]:
         """The last logged value of each name."""

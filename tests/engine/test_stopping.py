@@ -143,6 +143,39 @@ def test_a_training_that_goes_on_after_a_break_ends_at_the_same_evaluation(tmp_p
     assert steps_saved(tmp_path)[-1] == 8
 
 
+def test_another_metric_counts_from_where_it_is_asked_for(tmp_path):
+    """The results in a checkpoint are those of the metric that decided then: no number of another metric counts."""
+    first = {"metric": "eval/samples", "mode": "max", "patience": 2}
+    fit(tmp_path, {"train": SETTINGS["train"] | {"stop_when": first}})
+    assert steps_saved(tmp_path)[-1] == 3
+    fit(tmp_path)  # by the loss, which is 2 after step 3, and best after step 5
+    log = (tmp_path / "train.log").read_text()
+    assert steps_saved(tmp_path)[-1] == 8
+    assert "eval/loss has not improved on 0 for 3 evaluations" in log
+    assert "train.stop_when counts from here on: the earlier evaluations were of eval/samples" in log
+
+
+def test_a_run_that_was_killed_in_its_last_evaluation_when_its_time_was_up_is_evaluated(tmp_path, monkeypatch):
+    clock = iter(range(0, 100_000, 10))
+    monkeypatch.setattr("lockstep.distributed.signals.StopConsensus.elapsed_s", property(lambda _: float(next(clock))))
+    train = {"steps": 1000, "eval_every_steps": 500, "max_time": "2m"}
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lockstep.training_run.evaluation.evaluate", kill)
+        with pytest.raises(Killed):
+            fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
+    steps = steps_saved(tmp_path)[-1]
+    fit(tmp_path, {"train": train, "checkpoint": {"keep_best": "min eval/loss"}})
+    assert steps_saved(tmp_path)[-1] == steps
+    assert "eval/loss" in (tmp_path / "metrics.jsonl").read_text()
+
+
 def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, monkeypatch):
     clock = iter(range(0, 100_000, 10))
     monkeypatch.setattr("lockstep.distributed.signals.StopConsensus.elapsed_s", property(lambda _: float(next(clock))))
@@ -163,6 +196,7 @@ def test_a_training_ends_when_its_time_is_up_with_what_its_end_brings(tmp_path, 
     ("train", "text"),
     [
         ({"stop_when": {"metric": "eval/lss", "mode": "min", "patience": 1}}, "did you mean eval/loss"),
+        ({"stop_when": {"metric": "loss", "mode": "min", "patience": 1}}, "write `eval/NAME`, such as `eval/loss`"),
         ({"stop_when": {"metric": "eval/loss", "mode": "min"}}, "give patience, target, or both"),
         ({"max_time": "4 hours"}, "is no time"),
         ({"eval_every_steps": 0}, "nothing is evaluated, so there is no eval/loss"),

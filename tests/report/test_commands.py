@@ -38,3 +38,13 @@ def test_a_place_that_cannot_be_written(tmp_path):
     result = call("report", write_run(tmp_path / "run"), "--out", tmp_path / "none" / "x.html")
     assert result.exit_code == 2
     assert "--out" in result.output
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_folder_as_the_place_of_the_page(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    folders = [write_run(tmp_path / name) for name in ("one", "two")]
+    for place in (".", "one"):
+        result = call(command, *(folders if command == "compare" else folders[:1]), "--out", place)
+        assert result.exit_code == 2
+        assert f"error: {place}: is a folder" in result.output

@@ -36,7 +36,7 @@ def choose(
         CheckpointError: there is no checkpoint, or the wanted checkpoint is damaged.
     """
     text = str(wanted) if wanted is not None else (BEST if retention.best else NEWEST)
-    if text not in (NEWEST, BEST) and not text.isdigit():
+    if text not in (NEWEST, BEST) and not (text.isascii() and text.isdigit()):
         raise UsageError(f"{text!r} is no checkpoint", where=where, remedy="use newest, best or a step")
     if text == NEWEST:
         return _newest(folder, world)

@@ -36,7 +36,7 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
 
         Example: lockstep report runs/digits
         """
-        with reporting(debug), _writing(out or run_dir):
+        with reporting(debug), _writing(_file(out) or run_dir):
             from lockstep.report import run_page
 
             print(f"written: {run_page.write(run_dir, out)}")
@@ -51,12 +51,23 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
 
         Example: lockstep compare runs/a runs/b --out compare.html
         """
-        with reporting(debug), _writing(out or Path()):
+        with reporting(debug), _writing(_file(out) or Path()):
             from lockstep.report import comparison
 
             print(comparison.compare(run_dirs, out))
             if out is not None:
                 print(f"written: {out}")
+
+
+def _file(out: Path | None) -> Path | None:
+    """`out`, if a file can be written there; checked before a long run is read."""
+    if out is None:
+        return None
+    if out.is_dir():
+        raise UsageError("is a folder", where=str(out), remedy=f"name the file: --out {out / 'report.html'}")
+    if not out.parent.is_dir():
+        raise UsageError("no such folder", where=str(out.parent), remedy="choose another place with --out, or make it")
+    return out
 
 
 @contextlib.contextmanager

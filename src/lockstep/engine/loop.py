@@ -125,7 +125,8 @@ def fit(
     heartbeat.step = state.step
     state.forward.train()
     try:
-        if state.step and not results and intervals.due(intervals.evaluate, state.step, stop):
+        end = state.step if stopping.time_is_up(0.0) else stop  # where its time is up, a run is evaluated too
+        if state.step and not results and intervals.due(intervals.evaluate, state.step, end):
             with window.excluded():
                 results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before it
             hooks.add_metrics(results)

@@ -70,6 +70,23 @@ class Stopping:
         self.results = [one for one in self.results if one[0] < step]
         self.results.append((step, float(results.get(self.rule.metric, math.nan))))
 
+    def restore(self, results: Sequence[tuple[int, float]], metric: str | None) -> list[str]:
+        """Take the results that a checkpoint holds, if they are of the metric that decides now.
+
+        Args:
+            results: step and result of each evaluation.
+            metric: of which the results are. None: the checkpoint does not say, as those of earlier versions.
+
+        Returns:
+            messages for the log.
+        """
+        if self.rule is None or not results:
+            return []
+        if metric is not None and metric != self.rule.metric:
+            return [f"train.stop_when counts from here on: the earlier evaluations were of {metric}"]
+        self.results = [(step, value) for step, value in results]
+        return []
+
     def reason(self) -> str:
         """Why the training ends at its last evaluation, as a sentence; empty if it goes on."""
         return self.rule.reason([result for _, result in self.results]) if self.rule is not None else ""
