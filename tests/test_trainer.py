@@ -343,3 +343,11 @@ def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
     with pytest.raises(LockstepError):
         trainer.fit(own_tasks.Plain())
     assert trainer.model is None
+
+
+@pytest.mark.parametrize(("samples", "told"), [(1, True), (2, False)])
+def test_ranks_without_samples_are_told(tmp_path, samples, told):
+    settings = [f"batch.global={samples}", "train.steps=1", "train.epochs=null", "--run-dir", tmp_path]
+    printed = run_ranks(2, rank_cases.command, "train", "toy", *settings)[0]
+    text = "warning: batch.global=1 is less than the 2 ranks: 1 of them have no sample in any step"
+    assert (text in printed) == told

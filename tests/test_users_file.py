@@ -109,6 +109,15 @@ def test_exit_while_a_users_file_is_imported_is_a_failure(call, tmp_path):
     assert f"script.py:{len(OWN.splitlines()) + 3}, in <module>: the task called sys.exit(2)" in done.stderr
 
 
+def test_syntax_error_in_a_users_file_names_the_line_alone(call, tmp_path):
+    (tmp_path / "mine.py").write_text("import helper\n")
+    (tmp_path / "helper.py").write_text("first = 1\nclass Mine(Task)\n")
+    done = call("train", "mine.py:Mine")
+    assert done.exit_code == 2
+    assert f"error: {tmp_path / 'helper.py'}:2: is not valid Python: expected ':': class Mine(Task)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_parameters_that_cannot_be_trained_are_refused_by_name(call):
     lazy, sparse = (call("train", f"mine.py:{name}", "train.steps=3") for name in ("Lazy", "Sparse"))
     assert (lazy.exit_code, sparse.exit_code) == (1, 1)

@@ -11,6 +11,7 @@ import io
 import os
 import tempfile
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ def load(path):
     """The newest state that can be read, or None."""
     try:
         return torch.load(path)
-    except (OSError, RuntimeError):  # absent, or not a whole file
+    except (OSError, RuntimeError, EOFError, UnpicklingError):  # absent, or not a whole file: torch has three errors
         return None
 
 

@@ -41,7 +41,7 @@ from lockstep.engine.stopping import Stopping, StopRule
 from lockstep.engine.unfreeze import Stage, Unfreezing
 from lockstep.errors import DataError, TrainingError, UsageError
 from lockstep.observe import factory
-from lockstep.observe.model_summary import model_summary, warm_up_warning
+from lockstep.observe.model_summary import idle_ranks_warning, model_summary, warm_up_warning
 from lockstep.observe.writer import RunInfo, Writer
 from lockstep.tasks.task import Task
 
@@ -611,6 +611,7 @@ def open_writers(
     sharded_over = world.size if state.strategy.is_sharded else None
     summary = model_summary(built.model, state.optimizer, sharded_over=sharded_over, blocks=built.blocks)
     warning = warm_up_warning(state.schedule, stop, config.schedule.warmup_share)
+    warning += idle_ranks_warning(config.batch.global_ or 1, world.data_size)
     for text in (*log_header, *summary, *built.messages, *warning):
         for writer in writers:
             writer.message(text)

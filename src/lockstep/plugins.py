@@ -40,7 +40,8 @@ def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -
             not, because they may hold classes of which there are objects.
 
     Raises:
-        UsageError: the file imports relatively, and is not in a package that Python finds.
+        UsageError: the file, or a file that it imports, has a syntax error. Or the file imports relatively, and is
+            not in a package that Python finds.
     """
     folder = str(path.parent)
     if not is_main or sys.path[:1] != [folder]:
@@ -52,6 +53,10 @@ def import_file(path: Path, *, prefix: str, where: str, is_main: bool = False) -
             return execute(path, f"{prefix}{path.stem}")
         name = ".".join([*packages, path.stem])
         return importlib.reload(sys.modules[name]) if is_main and name in sys.modules else importlib.import_module(name)
+    except SyntaxError as error:
+        place = f"{error.filename or where}:{error.lineno}" if error.lineno else error.filename or where
+        line = f": {error.text.strip()}" if error.text else ""
+        raise UsageError(f"is not valid Python: {error.msg}{line}", where=place, remedy="correct this line") from error
     except ImportError as error:
         if "relative import" not in str(error):
             raise

@@ -86,6 +86,8 @@ def test_details_of_the_last_evaluation_stand_at_the_end():
 
 def test_line_is_short_and_leaves_out_what_is_zero_or_per_rank():
     assert entry_line(ENTRY, 100) == "step 50/100  epoch 2.50  loss 0.1235  lr 1e-05  peak MB 300"
+    times = {"health/compute_ms": 4.0, "health/compute_ms/rank0": 4.0, "health/slowest_rank": 0}
+    assert entry_line(ENTRY | times, 100) == entry_line(ENTRY, 100)  # a warning names a slow rank
 
 
 def test_reader_that_goes_away_ends_no_training():

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
 _MANY = 6  # results by class or question, up to which the line has them
-_HIDDEN = ("memory/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are shown all the same
+_HIDDEN = ("memory/", "health/", "step", "epoch", "time_s", "time/")  # prefixes; names in _SHORT are shown all the same
 
 
 def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     """`step 100/690  epoch 4.35  loss 0.1234 ...`.
 
-    Counters that are zero are left out. So are memory (except its peak), learning rates by depth, and results such as
-    `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
+    Counters that are zero are left out. So are memory (except its peak), the times of each rank, learning rates by
+    depth, and results such as `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
     names = [name for name in _FIRST if name in entry]

@@ -40,6 +40,16 @@ def model_summary(
     return lines
 
 
+def idle_ranks_warning(global_batch: int, ranks: int) -> list[str]:
+    """A warning if a step has fewer samples than ranks. No error: the training is right, only some ranks are idle."""
+    if global_batch >= ranks:
+        return []
+    return [
+        f"warning: batch.global={global_batch} is less than the {ranks} ranks: {ranks - global_batch} of them have no "
+        f"sample in any step; start at most {global_batch} ranks, or raise batch.global"
+    ]
+
+
 def _count(parameters: Iterable[Any]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
