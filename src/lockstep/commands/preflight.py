@@ -39,8 +39,8 @@ def add_to(
         preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
         run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
         nnodes: Annotated[
-            str, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
-        ] = "1",
+            str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
+        ] = None,
         rendezvous: Annotated[
             str | None,
             typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
