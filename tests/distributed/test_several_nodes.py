@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -14,10 +15,11 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.distributed import node_session, node_store
+from lockstep.distributed.launch import Forwarding
 from lockstep.distributed.node_address import GLOO_INTERFACE, Endpoint
 from lockstep.distributed.node_session import MissingNodesError, Nodes, Session
 from lockstep.distributed.node_store import BoundedStore, Clock, Pulse, StoreLostError
-from lockstep.errors import UsageError
+from lockstep.errors import Preempted, UsageError
 from tests import processes, rank_cases
 from tests.processes import launched
 from tests.ranks import run_ranks
@@ -173,3 +175,35 @@ def test_signs_of_life_and_news_are_found(monkeypatch):
     processes.wait_for(lambda: pulse.stopped_by == "SIGTERM on node b", timeout=5)
     assert pulse.silence_s() < 1
     pulse.close()
+
+
+def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone():
+    # Launchers that wait for the ranks of other nodes tell it many times a second.
+    beats = []
+
+    class Counting(HashStore):
+        def add(self, key, value):
+            beats.append(key)
+            return super().add(key, value)
+
+    store = Counting()
+    pulse = Pulse(lambda: store, 1)
+    pulse.watch([2])
+    for _ in range(2 * pulse.limit):
+        pulse.ask_to_stop("SIGUSR1 on node a")
+        time.sleep(0.01)
+    pulse.close()
+    assert beats.count("alive/2") < pulse.limit / 2
+    assert not pulse.gone()
+    assert store.get("stop") == b"SIGUSR1 on node a"
+
+
+def test_a_request_to_stop_waits_for_the_ranks_once_the_nodes_have_met(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = Forwarding()
+    stop.defers = True
+    stop._handle(signal.SIGUSR1, None)
+    assert stop.asked
+    stop = Forwarding()
+    with pytest.raises(Preempted):
+        stop._handle(signal.SIGUSR1, None)

@@ -180,9 +180,10 @@ class Pulse:
             return [node for node, (_, missed) in self._watched.items() if missed >= self.limit]
 
     def ask_to_stop(self, text: str) -> None:
-        """Tell all nodes that this node was asked to stop."""
-        self._asked = text
-        self._wake.set()
+        """Tell all nodes that this node was asked to stop. Nothing, where they were told before."""
+        if not self._asked:  # each waking is a beat, and other nodes are taken for gone after some beats of this node
+            self._asked = text
+            self._wake.set()
 
     def silence_s(self) -> float:
         """For how long the store has not answered. Call it at least every second."""
