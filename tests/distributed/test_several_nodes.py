@@ -207,3 +207,12 @@ def test_a_request_to_stop_waits_for_the_ranks_once_the_nodes_have_met(monkeypat
     stop = Forwarding()
     with pytest.raises(Preempted):
         stop._handle(signal.SIGUSR1, None)
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", "0"])
+def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeypatch):
+    monkeypatch.setenv(node_store.GONE_AFTER, text)
+    with pytest.raises(UsageError, match="no number of seconds"):
+        Session(nodes(port))
+    monkeypatch.setenv(node_store.GONE_AFTER, "1")
+    assert node_store.gone_after_s() == 3
