@@ -185,7 +185,12 @@ def train(
     wait_for_nodes: Annotated[
         float,
         typer.Option(
-            "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, help="Then the run ends."
+            "--wait-for-nodes",
+            metavar="SECONDS",
+            envvar="LOCKSTEP_WAIT_FOR_NODES",
+            min=1,
+            max=31_536_000,
+            help="Then the run ends.",
         ),
     ] = 600,
     cold: Cold = False,

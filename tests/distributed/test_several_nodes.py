@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.distributed import node_session, node_store
+from lockstep.distributed.decision import Action, Decision, History
 from lockstep.distributed.launch import Forwarding
 from lockstep.distributed.node_address import GLOO_INTERFACE, Endpoint
+from lockstep.distributed.node_launch import NodeRun
 from lockstep.distributed.node_session import MissingNodesError, Nodes, Session
 from lockstep.distributed.node_store import BoundedStore, Clock, Pulse, StoreLostError
 from lockstep.errors import Preempted, UsageError
@@ -73,6 +76,8 @@ def test_two_nodes_train_as_one_and_name_the_node_of_a_killed_rank(launch, tmp_p
         (["--nnodes", "4:1"], "'4:1' is not a number of nodes"),
         (["--nnodes", "2"], "give --rendezvous HOST:PORT on all nodes"),
         (["--nnodes", "2", "--rendezvous", "node0:port"], "'node0:port' is not the address of a node"),
+        (["--rendezvous", "node0"], "it is not said how many there are"),
+        (["--nnodes", "2", "--rendezvous", "node0", "--wait-for-nodes", "inf"], "Invalid value for '--wait-for-nodes'"),
     ],
 )
 def test_wrong_options_are_refused(options, words, monkeypatch, tmp_path):
@@ -216,3 +221,17 @@ def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeyp
         Session(nodes(port))
     monkeypatch.setenv(node_store.GONE_AFTER, "1")
     assert node_store.gone_after_s() == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_the_run_stopped_is_told_on_every_node(rank, capfd, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    text = "stopped by SIGTERM on node a at step 63 of 100, saved"
+    notes = SimpleNamespace(call=lambda job: 0)
+    run = NodeRun(SimpleNamespace(notes=notes, check=lambda: None), 1, 3, Forwarding())
+    monkeypatch.setattr(run, "_meet", lambda number: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(run, "_start", lambda *_: None)
+    monkeypatch.setattr(run, "_decision_of", lambda number: Decision(Action.STOP, History(), text))
+    with pytest.raises(Preempted):
+        run.train([], lambda arguments: None)
+    assert capfd.readouterr().err == (f"{text}\n" if rank else "")  # the log of rank 0 says so on the first node

@@ -50,7 +50,10 @@ def add_to(
             typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
         ] = None,
         wait_for_nodes: Annotated[
-            float, typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1)
+            float,
+            typer.Option(
+                "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000
+            ),
         ] = 60,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
     ) -> None:

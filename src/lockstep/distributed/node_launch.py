@@ -122,6 +122,8 @@ class NodeRun:
                 if now is None:
                     print("the training had ended when this node came", file=sys.stderr, flush=True)
                 return
+            if decision.action is Action.STOP and now and now.rank and "saved" in decision.text:
+                print(decision.text, file=sys.stderr, flush=True)  # on the first node, the log of rank 0 says so
             follow(decision)
             number += 1
             text = str(number)
