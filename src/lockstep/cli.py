@@ -156,14 +156,14 @@ def train(
         typer.Option("--profile", metavar="STEPS", help="Profile steps, such as 5-10, or 6 steps after the first."),
     ] = None,
     nnodes: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--nnodes",
             metavar="N|MIN:MAX",
             envvar="LOCKSTEP_NNODES",
-            help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave.",
+            help="Nodes of the run, each with the same command. MIN:MAX: nodes may join and leave. Default: 1.",
         ),
-    ] = "1",
+    ] = None,
     rendezvous: Annotated[
         str | None,
         typer.Option(
@@ -185,7 +185,12 @@ def train(
     wait_for_nodes: Annotated[
         float,
         typer.Option(
-            "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, help="Then the run ends."
+            "--wait-for-nodes",
+            metavar="SECONDS",
+            envvar="LOCKSTEP_WAIT_FOR_NODES",
+            min=1,
+            max=31_536_000,
+            help="Then the run ends.",
         ),
     ] = 600,
     cold: Cold = False,
@@ -578,7 +583,7 @@ def _launched(
     nproc: str | None,
     preset: str | None,
     run_dir: Path | None,
-    nodes: tuple[str, str | None, str | None, float],
+    nodes: tuple[str | None, str | None, str | None, float],
 ) -> RunConfig | None:
     """The config, where this process is a rank. Otherwise start the ranks, wait for their end, and return None.
 

@@ -82,6 +82,26 @@ def test_thread_that_computes_in_python_is_alive(reported):
     assert not reported.is_set()
 
 
+def test_file_of_last_resort_is_gone_before_other_ranks_hear_of_the_stack(monkeypatch, tmp_path):
+    """They may end then, and the agent kills this rank when it sees their end."""
+    there = []
+
+    class Told(HashStore):
+        def set(self, key, value):
+            there.append((key, made.dump.exists()))
+            super().set(key, value)
+
+    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=tmp_path / "none")
+    made.close()
+    made.dump = tmp_path / "hang-rank-0.txt"
+    made.dump.touch()
+    made.store = Told()
+    monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, *_: None)
+    made._report()
+    assert [key for key, _ in there] == ["stack/0", "collectives/0", "hang-report"]
+    assert not any(left for _, left in there)
+
+
 # ---- collectives in the report
 
 

@@ -66,3 +66,23 @@ def test_an_unknown_name_has_no_address():
 def test_interface_of_an_address():
     assert node_address.interface_of("127.0.0.1") == "lo"
     assert node_address.interface_of("203.0.113.5") is None
+
+
+def test_a_place_to_meet_without_a_number_of_nodes_is_refused():
+    # Each node would train alone, and none would say so.
+    with pytest.raises(UsageError, match="it is not said how many there are"):
+        node_address.several(None, "node0:29400")
+    assert node_address.several(None, None) is None
+    assert node_address.several("1", "node0:29400") is None
+
+
+@pytest.mark.parametrize("text", ["10.0.0.256", "no-such-host.invalid", "10.0.0.1:29400"])
+def test_an_address_of_this_node_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv(node_address.ADDRESS, text)
+    with pytest.raises(UsageError, match="neither an address nor a name"):
+        node_address.own_address("localhost", ["127.0.0.1"])
+
+
+def test_the_address_of_this_node_may_be_a_name(monkeypatch):
+    monkeypatch.setenv(node_address.ADDRESS, "localhost")
+    assert node_address.is_loopback(node_address.own_address("node9", ["192.0.2.1"]))

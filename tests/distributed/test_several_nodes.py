@@ -3,10 +3,12 @@
 import contextlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -14,10 +16,13 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from lockstep.distributed import node_session, node_store
+from lockstep.distributed.decision import Action, Decision, History
+from lockstep.distributed.launch import Forwarding
 from lockstep.distributed.node_address import GLOO_INTERFACE, Endpoint
+from lockstep.distributed.node_launch import NodeRun
 from lockstep.distributed.node_session import MissingNodesError, Nodes, Session
 from lockstep.distributed.node_store import BoundedStore, Clock, Pulse, StoreLostError
-from lockstep.errors import UsageError
+from lockstep.errors import Preempted, UsageError
 from tests import processes, rank_cases
 from tests.processes import launched
 from tests.ranks import run_ranks
@@ -71,6 +76,8 @@ def test_two_nodes_train_as_one_and_name_the_node_of_a_killed_rank(launch, tmp_p
         (["--nnodes", "4:1"], "'4:1' is not a number of nodes"),
         (["--nnodes", "2"], "give --rendezvous HOST:PORT on all nodes"),
         (["--nnodes", "2", "--rendezvous", "node0:port"], "'node0:port' is not the address of a node"),
+        (["--rendezvous", "node0"], "it is not said how many there are"),
+        (["--nnodes", "2", "--rendezvous", "node0", "--wait-for-nodes", "inf"], "Invalid value for '--wait-for-nodes'"),
     ],
 )
 def test_wrong_options_are_refused(options, words, monkeypatch, tmp_path):
@@ -173,3 +180,58 @@ def test_signs_of_life_and_news_are_found(monkeypatch):
     processes.wait_for(lambda: pulse.stopped_by == "SIGTERM on node b", timeout=5)
     assert pulse.silence_s() < 1
     pulse.close()
+
+
+def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone():
+    # Launchers that wait for the ranks of other nodes tell it many times a second.
+    beats = []
+
+    class Counting(HashStore):
+        def add(self, key, value):
+            beats.append(key)
+            return super().add(key, value)
+
+    store = Counting()
+    pulse = Pulse(lambda: store, 1)
+    pulse.watch([2])
+    for _ in range(2 * pulse.limit):
+        pulse.ask_to_stop("SIGUSR1 on node a")
+        time.sleep(0.01)
+    pulse.close()
+    assert beats.count("alive/2") < pulse.limit / 2
+    assert not pulse.gone()
+    assert store.get("stop") == b"SIGUSR1 on node a"
+
+
+def test_a_request_to_stop_waits_for_the_ranks_once_the_nodes_have_met(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    stop = Forwarding()
+    stop.defers = True
+    stop._handle(signal.SIGUSR1, None)
+    assert stop.asked
+    stop = Forwarding()
+    with pytest.raises(Preempted):
+        stop._handle(signal.SIGUSR1, None)
+
+
+@pytest.mark.parametrize("text", ["soon", "nan", "inf", "-1", "0"])
+def test_a_wrong_time_until_a_node_counts_as_gone_is_refused(text, port, monkeypatch):
+    monkeypatch.setenv(node_store.GONE_AFTER, text)
+    with pytest.raises(UsageError, match="no number of seconds"):
+        Session(nodes(port))
+    monkeypatch.setenv(node_store.GONE_AFTER, "1")
+    assert node_store.gone_after_s() == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_the_run_stopped_is_told_on_every_node(rank, capfd, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    text = "stopped by SIGTERM on node a at step 63 of 100, saved"
+    notes = SimpleNamespace(call=lambda job: 0)
+    run = NodeRun(SimpleNamespace(notes=notes, check=lambda: None), 1, 3, Forwarding())
+    monkeypatch.setattr(run, "_meet", lambda number: SimpleNamespace(rank=rank))
+    monkeypatch.setattr(run, "_start", lambda *_: None)
+    monkeypatch.setattr(run, "_decision_of", lambda number: Decision(Action.STOP, History(), text))
+    with pytest.raises(Preempted):
+        run.train([], lambda arguments: None)
+    assert capfd.readouterr().err == (f"{text}\n" if rank else "")  # the log of rank 0 says so on the first node

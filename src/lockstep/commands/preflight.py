@@ -39,8 +39,8 @@ def add_to(
         preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
         run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
         nnodes: Annotated[
-            str, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
-        ] = "1",
+            str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
+        ] = None,
         rendezvous: Annotated[
             str | None,
             typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
@@ -50,7 +50,10 @@ def add_to(
             typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
         ] = None,
         wait_for_nodes: Annotated[
-            float, typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1)
+            float,
+            typer.Option(
+                "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000
+            ),
         ] = 60,
         debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
     ) -> None:

@@ -171,6 +171,8 @@ class Forwarding:
         self.asked_by = ""
         """Name of the signal."""
         self.folder: Path | None = None
+        self.defers = False
+        """Whether a request waits for the ranks, which start soon. Otherwise it raises Preempted where no rank runs."""
         self._passed_on: Path | None = None
         is_main = threading.current_thread() is threading.main_thread()  # no other thread can handle signals
         for number in not_ignored(ASKING) if is_main else ():
@@ -182,9 +184,10 @@ class Forwarding:
         if self.asked:
             return
         self.asked, self.asked_at, self.asked_by = True, time.monotonic(), signal.Signals(number).name
-        if self.folder is None:
+        if self.folder is not None:
+            self._tell_ranks(self.asked_by)
+        elif not self.defers:
             raise Preempted(NOT_BEGUN)
-        self._tell_ranks(self.asked_by)
 
     def pass_on(self, name: str) -> None:
         """Ask the ranks to stop, for a reason with this name. Nothing, where they were asked before."""

@@ -76,13 +76,20 @@ class Several:
     endpoint: Endpoint
 
 
-def several(nnodes: str, rendezvous: str | None) -> Several | None:
+def several(nnodes: str | None, rendezvous: str | None) -> Several | None:
     """What `--nnodes` and `--rendezvous` say. None: there is one node.
 
     Raises:
-        UsageError: a text is wrong, or there is no place to meet.
+        UsageError: a text is wrong, or there is no place to meet, or no number of nodes.
     """
-    least, most = parse_nnodes(nnodes)
+    if nnodes is None and rendezvous is not None:  # else each node would train alone
+        raise UsageError(
+            f"the nodes meet at {rendezvous}, but it is not said how many there are",
+            where="--nnodes",
+            remedy="give --nnodes with the number of nodes, such as --nnodes 2; or leave out --rendezvous (and the "
+            "environment variable LOCKSTEP_RENDEZVOUS) to train on this machine alone",
+        )
+    least, most = parse_nnodes("1" if nnodes is None else nnodes)
     if most == 1:
         return None
     if rendezvous is None:
@@ -130,9 +137,19 @@ def own_address(host: str, addresses: list[str]) -> str:
 
     Args:
         addresses: those of `host`.
+
+    Raises:
+        UsageError: the environment variable `ADDRESS` has something that is no address.
     """
-    if ADDRESS in os.environ:
-        return os.environ[ADDRESS]
+    if given := os.environ.get(ADDRESS):
+        found = resolve(given)
+        if not found:
+            raise UsageError(
+                f"{given!r} is neither an address nor a name that is known here",
+                where=ADDRESS,
+                remedy="give the address by which other nodes reach this node; `ip -brief address` lists its addresses",
+            )
+        return found[0]
     meant_loopback = host == "localhost" or is_loopback(host)
     for address in addresses:
         # Debian gives the name of a machine the address 127.0.1.1, which other nodes do not reach.

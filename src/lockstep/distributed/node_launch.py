@@ -112,7 +112,7 @@ class NodeRun:
             self.session.check()
             if self.stop.asked:
                 raise Preempted("stopped between two starts; the checkpoints stay")
-            self.stop.folder = None  # as long as no rank runs, a signal raises Preempted
+            self.stop.folder, self.stop.defers = None, False  # until the nodes have met, a signal raises Preempted
             now = self._meet(number)
             if now is not None:
                 self.now = now
@@ -122,6 +122,8 @@ class NodeRun:
                 if now is None:
                     print("the training had ended when this node came", file=sys.stderr, flush=True)
                 return
+            if decision.action is Action.STOP and now and now.rank and "saved" in decision.text:
+                print(decision.text, file=sys.stderr, flush=True)  # on the first node, the log of rank 0 says so
             follow(decision)
             number += 1
             text = str(number)
@@ -129,11 +131,15 @@ class NodeRun:
 
     def _meet(self, number: int) -> Round | None:
         try:
-            return meet(self.session, number, self.nproc)
+            return meet(self.session, number, self.nproc, met=self._have_met)
         except GivenUpError as error:
             ending = Ending((), lost=(str(error),))
             self._set_verdict(number, ending)
             return None
+
+    def _have_met(self) -> None:
+        """From now on the others count on this node: a request to stop waits until `_look` can tell its ranks."""
+        self.stop.defers = True
 
     def _start(self, now: Round, arguments: Sequence[str], main: Callable[[Sequence[str]], None]) -> None:
         """Start the ranks of this node, wait for their end, and agree on a verdict."""

@@ -7,6 +7,7 @@ import datetime
 import json
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -84,11 +85,12 @@ class GivenUpError(Exception):
     """A node came and went before the ranks of a start began. The text says which."""
 
 
-def meet(session: Session, number: int, nproc: int) -> Round | None:
+def meet(session: Session, number: int, nproc: int, met: Callable[[], None] = lambda: None) -> Round | None:
     """Wait for the other nodes of start `number`. None: this start is over.
 
     Args:
         nproc: ranks of this node.
+        met: is called as soon as all nodes of the start are there.
 
     Raises:
         GivenUpError: the nodes must try again, with the next number.
@@ -115,6 +117,7 @@ def meet(session: Session, number: int, nproc: int) -> Round | None:
         raise
     try:
         info = future.result()
+        met()
     except RendezvousClosedError:
         return None
     except RendezvousTimeoutError:

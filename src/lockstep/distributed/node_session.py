@@ -61,6 +61,7 @@ class Session:
     """
 
     def __init__(self, nodes: Nodes) -> None:
+        gone_after_s()  # a wrong value is an error before anything is waited for
         self.nodes, self.endpoint = nodes, nodes.endpoint
         self.name = os.environ.get(NODE) or socket.gethostname()
         addresses = self._find_host()

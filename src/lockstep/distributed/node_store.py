@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from lockstep.errors import RankError
+from lockstep.errors import RankError, UsageError
 
 T = TypeVar("T")
 GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
@@ -26,14 +26,20 @@ GONE_AFTER = "LOCKSTEP_NODE_TIMEOUT_S"
 _LOOK_S = 0.25
 _BEAT_S = 1.0
 _JOIN_S = 5.0
+_DAY_S = 86400.0
 
 
 def gone_after_s() -> float:
-    """Seconds without a sign of life after which a node, or the store, counts as gone."""
-    try:
-        return max(3.0, float(os.environ.get(GONE_AFTER, "")))
-    except ValueError:
-        return 10.0
+    """Seconds without a sign of life after which a node, or the store, counts as gone: at least 3.
+
+    Raises:
+        UsageError: the environment variable is no number of seconds, or longer than a day.
+    """
+    text = os.environ.get(GONE_AFTER) or "10"
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= _DAY_S:
+            return max(3.0, float(text))
+    raise UsageError(f"{text!r} is no number of seconds", where=GONE_AFTER, remedy="give a number from 3, such as 10")
 
 
 class StoreLostError(RankError):
@@ -180,9 +186,10 @@ class Pulse:
             return [node for node, (_, missed) in self._watched.items() if missed >= self.limit]
 
     def ask_to_stop(self, text: str) -> None:
-        """Tell all nodes that this node was asked to stop."""
-        self._asked = text
-        self._wake.set()
+        """Tell all nodes that this node was asked to stop. Nothing, where they were told before."""
+        if not self._asked:  # each waking is a beat, and other nodes are taken for gone after some beats of this node
+            self._asked = text
+            self._wake.set()
 
     def silence_s(self) -> float:
         """For how long the store has not answered. Call it at least every second."""

@@ -118,6 +118,8 @@ class Watchdog:
     def _report(self) -> None:
         """Collect the stacks of all ranks, write and show them, and end this process."""
         text = self._stack()
+        # Before the others hear of this rank: once they have ended, the agent may kill this process at any moment.
+        self.dump.unlink(missing_ok=True)
         if self.store is not None:
             self.store.set_timeout(datetime.timedelta(seconds=3 * _ANSWER_S))
             author = int(self.store.compare_set(_HANG, "", str(self.rank)))
@@ -178,7 +180,6 @@ class Watchdog:
         report_failure(error, text)
         if author == self.rank and LAUNCHED not in os.environ:
             print(f"[rank {self.rank}] error: {text}", file=sys.stderr, flush=True)
-        self.dump.unlink(missing_ok=True)  # first: the agent may end this process when it sees another rank end
         if self.store is not None:
             self._linger()
         os._exit(1)
