@@ -244,3 +244,15 @@ def test_values_read_in_the_models_own_forward_are_not_blamed_on_the_loss():
             return Outer(16, 4)
 
     assert any("the model's own forward" in note for note in plain(Own()).notes)
+
+
+def test_torchs_own_transformer_layer_is_traced_as_on_a_gpu():
+    class Attention(Reads):
+        def model(self):
+            return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def loss(self, model, batch):
+            return model(batch[0].unsqueeze(1)).square().sum()
+
+    facts = facts_of(Attention(), config(), precisions=("fp32",), recompute=(False,))
+    assert facts.is_traced and not facts.notes

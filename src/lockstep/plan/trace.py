@@ -193,9 +193,10 @@ def _as_on_gpu() -> Generator[None, None, None]:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
+        is_causal: bool = False,  # torch's MultiheadAttention gives it by its place
         **options: Any,
     ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, **options)
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **options)
 
     setattr(functions, "dropout", masked)  # noqa: B010 - mypy knows no assignment to functions
     setattr(functions, "scaled_dot_product_attention", without_mask)  # noqa: B010
