@@ -255,4 +255,5 @@ def test_torchs_own_transformer_layer_is_traced_as_on_a_gpu():
             return model(batch[0].unsqueeze(1)).square().sum()
 
     facts = facts_of(Attention(), config(), precisions=("fp32",), recompute=(False,))
-    assert facts.is_traced and not facts.notes
+    assert facts.is_traced
+    assert not facts.notes
