@@ -10,7 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.plan.setting import World
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
-_LEAST_MEMORY = 10**6  # bytes; less is a number without its unit
+_LEAST_MEMORY = 10**5  # bytes; less is a number without its unit
 
 
 def size(text: str, where: str) -> int:
