@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_iter
 
 from lockstep import build, devices
@@ -159,9 +158,8 @@ class _StepMemory:
 
     def _buckets(self) -> int:
         """Bytes of DDP's buckets, where they are not the gradients themselves."""
-        forward = self.state.forward
-        is_copy = isinstance(forward, DistributedDataParallel) and not forward.gradient_as_bucket_view
-        return self.held["gradients_bytes"] if is_copy else 0
+        is_view = getattr(self.state.forward, "gradient_as_bucket_view", True)  # only DDP's wrapper has it
+        return 0 if is_view else self.held["gradients_bytes"]
 
     def _count(self) -> None:
         """Count the states, after the update and before the gradients are freed."""
