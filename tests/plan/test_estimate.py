@@ -47,6 +47,11 @@ def test_without_views_of_buckets_gradients_exist_twice():
     assert without.communication_bytes == ALL
 
 
+def test_accumulation_under_ddp_keeps_gradients_beside_the_buckets():
+    found = memory("ddp", accumulate=2)
+    assert (found.at_peak["gradients"], found.at_peak["communication"]) == (ALL, ALL)
+
+
 def test_fsdp_gathers_the_root_and_a_block_and_keeps_the_buffer_of_the_gathering():
     found = memory("fsdp")
     assert found.parameters_bytes == ALL / 8

@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import Task
+from lockstep.errors import UsageError
 from lockstep.plan import update
 from lockstep.plan.facts import facts_of
 from tests.plan.cases import Blocks, Mlp, Reads, config
@@ -222,3 +223,37 @@ def test_operations_are_those_of_torchs_counter(kind):
         task.loss(model, task.train_data().tensors).backward()
     assert facts.flops_per_sample * 8 == counter.get_total_flops()
     assert not [note for note in facts.notes if "cannot" in note and "made in full" not in note]
+
+
+def test_a_lazy_model_is_an_error_that_names_the_layer():
+    class Lazy(Reads):
+        def model(self):
+            return nn.Sequential(nn.LazyLinear(4))
+
+    with pytest.raises(UsageError, match=r"made lazily: 0\.weight"):
+        plain(Lazy())
+
+
+def test_values_read_in_the_models_own_forward_are_not_blamed_on_the_loss():
+    class Outer(nn.Linear):
+        def forward(self, values):
+            return super().forward(values) * values.sum().item()
+
+    class Own(Reads):
+        def model(self):
+            return Outer(16, 4)
+
+    assert any("the model's own forward" in note for note in plain(Own()).notes)
+
+
+def test_torchs_own_transformer_layer_is_traced_as_on_a_gpu():
+    class Attention(Reads):
+        def model(self):
+            return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+        def loss(self, model, batch):
+            return model(batch[0].unsqueeze(1)).square().sum()
+
+    facts = facts_of(Attention(), config(), precisions=("fp32",), recompute=(False,))
+    assert facts.is_traced
+    assert not facts.notes

@@ -14,6 +14,9 @@ from lockstep.cli import app
 from lockstep.plan import calibrate, measured
 from lockstep.plan.measure import measure
 from lockstep.plan.measured import Measured
+from lockstep.plan.model_facts import Affine
+from lockstep.plan.setting import Setting
+from tests.plan.cases import world, written_facts
 from tests.ranks import run_ranks
 
 WIDE = 256
@@ -93,6 +96,34 @@ def test_the_estimate_is_that_of_the_setting_that_was_measured():
     assert rows["kept by a forward pass"].off == pytest.approx(0, abs=0.1)
     assert rows["peak"].off == pytest.approx(0, abs=0.15)
     assert rows["time of a step"].estimated is None  # the throughput of a CPU is not known
+
+
+def test_weights_that_autocast_frees_after_the_forward_pass_are_not_kept():
+    compute, parallel = {"activation_checkpointing": True}, {"shard_modules": ["0"]}
+    settings = config(precision="bf16", compute=compute, parallel=parallel)
+    rows = {row.part: row for row in calibrate.calibrate(settings, measure(settings), 0.4)}
+    kept = rows["kept by a forward pass"]
+    random_state = 5056  # of the CPU's generator, which a block keeps to compute again
+    assert kept.measured == pytest.approx(kept.estimated + random_state, abs=100)
+
+
+def test_parameters_that_stay_gathered_are_kept_and_gathered_bf16_needs_no_copies():
+    facts = written_facts(blocks=2, activations=1000)
+    bf16 = dataclasses.replace(facts.passes["bf16", False], kept_casts=Affine(300.0))
+    facts = dataclasses.replace(facts, passes={**facts.passes, ("bf16", False): bf16})
+    block, root = 4 * 800, 4 * 80
+    setting = Setting(world(4), "fsdp", "fp32", 1)
+    assert calibrate._kept(facts, setting) == 1000 + root
+    assert calibrate._kept(facts, dataclasses.replace(setting, reshard_after_forward=False)) == 1000 + root + 2 * block
+    narrow = dataclasses.replace(setting, precision="bf16", param_dtype="bf16")
+    assert calibrate._kept(facts, narrow) == 500 - 300 + root / 2
+
+
+def test_buckets_that_copy_the_gradients_are_part_of_the_peak():
+    parallel = {"strategy": "ddp"}
+    views, _ = run_ranks(2, measure_kind, 2, {"parallel": parallel})
+    copies, _ = run_ranks(2, measure_kind, 2, {"parallel": {**parallel, "gradient_as_bucket_view": False}})
+    assert copies.peak_bytes == pytest.approx(views.peak_bytes + PARAMETERS, rel=0.02)
 
 
 FOUND = Measured(

@@ -41,6 +41,12 @@ def test_advice(call, tmp_path):
         (["digits", "--gpu", "H100", "--watts", "0"], "is not above 0"),
         (["digits", "--measure", "--nproc", "none"], "--nproc"),
         (["digits", "--measure", "--gpu", "H100"], "measures on this machine"),
+        (["digits", "--measure", "--precision", "bf16"], "--measure with --precision"),
+        (["digits", "--measure", "--gpus", "2"], "--measure with --gpus"),
+        (["digits", "--gpu", "H100", "--chart", "none/plan.svg"], "there is no such folder"),
+        (["digits", "--gpu", "H100", "--json", "none/plan.json"], "there is no such folder"),
+        (["digits", "--gpu-memory", "80"], "80 bytes"),
+        (["digits", "--gpu", "H100", "--failures-per-gpu-year", "nan", "--save-seconds", "3"], "must be finite"),
         (["digits", "--gpu", "H100", "--nproc", "2"], "has no meaning without --measure"),
     ],
 )

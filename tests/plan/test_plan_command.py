@@ -110,3 +110,18 @@ def test_a_plan_without_times_has_no_columns_for_them():
     text = show.text(command.plan_of(config, World(1, 1, memory_bytes=10**9), precisions=("fp32",)))
     assert "step, s" not in text
     assert "nothing is simpler" in text
+
+
+def test_keys_switch_off_what_the_recommended_option_does_without():
+    config = config_file.load("digits", ["compute.activation_checkpointing=true", "parallel.cpu_offload=true"])
+    plan = command.plan_of(config, World(2, 2, memory_bytes=10**9), precisions=("fp32",))
+    assert plan.recommended.name == "ddp, fp32"
+    assert plan.keys[-2:] == ["parallel.cpu_offload=false", "compute.activation_checkpointing=false"]
+
+
+def test_no_figure_of_the_table_is_cut():
+    config = config_file.load("digits", [])
+    times = {"peak_flops": {"fp32": 7e13, "bf16": 1e15}, "link_bytes_per_second": 4.5e11}
+    text = show.text(command.plan_of(config, World(8, 8, memory_bytes=80 * 10**9, **times)), width=80)
+    assert "step, s" in text
+    assert "…" not in text

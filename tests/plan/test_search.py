@@ -106,6 +106,8 @@ def test_intervals_of_saving():
     assert save_interval(3 * month, 12, 1) == pytest.approx(month)  # saving takes longer than a failure is away
     with pytest.raises(UsageError, match="above 0"):
         save_interval(0, 1, 8)
+    with pytest.raises(UsageError, match="finite"):
+        save_interval(3, float("nan"), 8)
 
 
 def test_the_interval_of_saving_is_the_best_one():

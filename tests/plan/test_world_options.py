@@ -14,6 +14,8 @@ def test_sizes_and_bandwidths():
     for text in ("80 apples", "", "0GB", "-3GB", "iB"):
         with pytest.raises(UsageError, match="is no size"):
             world_options.size(text, "--gpu-memory")
+    with pytest.raises(UsageError, match="80 bytes"):
+        world_options.size("80", "--gpu-memory")
     for text in ("fast", "50", "0GB/s"):
         with pytest.raises(UsageError, match="is no bandwidth"):
             world_options.bandwidth(text, "--link-bandwidth")

@@ -119,10 +119,19 @@ def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[
                     )
                 _advise(advise, json_file)
                 return
-            elsewhere = {"--gpu": gpu, "--gpu-memory": gpu_memory, "--chart": chart, "--watts": watts}
+            elsewhere: dict[str, object] = {
+                "--gpu": gpu,
+                "--gpu-memory": gpu_memory,
+                "--chart": chart,
+                "--watts": watts,
+            }
             elsewhere["--price-per-gpu-hour"] = price
+            elsewhere |= {"--gpus": gpus if gpus > 1 else None, "--precision": precision or None}
+            elsewhere |= {"--gpus-per-node": gpus_per_node, "--failures-per-gpu-year": failures_per_gpu_year}
             given = [option for option, value in elsewhere.items() if value is not None]
             target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=given)
+            for path in (chart, Path(json_file) if json_file not in (None, "-") else None):
+                _check_folder(path)
             from lockstep import config_file
             from lockstep.plan import money, world_options
             from lockstep.plan.setting import PrecisionName
@@ -222,6 +231,17 @@ def _advise(folder: Path, json_file: str | None) -> None:
     if json_file is not None:
         _write(Path(json_file), written)
         print(f"written: {json_file}")
+
+
+def _check_folder(path: Path | None) -> None:
+    """Before anything is computed, check that the folder of a file exists.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if path is not None and not path.parent.is_dir():
+        remedy = f"make {path.parent}, or give another place"
+        raise UsageError("cannot be written: there is no such folder", where=str(path), remedy=remedy)
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,7 +54,7 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
         return setting
     return replace(
         setting,
-        offload=parallel.cpu_offload,
+        offload=parallel.cpu_offload and measured.on_gpu,  # the memory of a CPU is that of the host
         shard_ranks=parallel.shard_ranks,
         param_dtype=parallel.param_dtype,
         reduce_dtype=parallel.reduce_dtype,
@@ -82,7 +82,10 @@ def _kept(facts: ModelFacts, setting: Setting) -> int | None:
     roots = 0
     if setting.is_sharded:  # the parameters outside of the blocks stay gathered
         narrow = {"fp32": 4, "bf16": 2, "fp16": 2}.get(setting.param_dtype or "")
-        outside = [parameter for parameter in facts.parameters if parameter.block is None]
+        stay = [p for p in facts.parameters if p.block is None or not setting.reshard_after_forward]
         shards = setting.shards
-        roots = sum(p.elements_per_rank(shards) * shards * (narrow or p.element_bytes) for p in outside)
-    return passes.kept.at(setting.micro_batch) + roots
+        roots = sum(p.elements_per_rank(shards) * shards * (narrow or p.element_bytes) for p in stay)
+    kept = passes.kept.at(setting.micro_batch)
+    if setting.is_sharded and setting.param_dtype == setting.precision:  # what is gathered needs no copies
+        kept -= passes.kept_casts.at(setting.micro_batch)
+    return kept + roots

@@ -59,7 +59,21 @@ def plan_of(
         for name in ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
     }
     found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
-    return replace(found, save_every_seconds=interval)
+    keys = [*found.keys, *_switched_off(config, found.keys)]
+    return replace(found, keys=keys, save_every_seconds=interval)
+
+
+def _switched_off(config: RunConfig, keys: Sequence[str]) -> list[str]:
+    """What the config has, and what the recommended option does without."""
+    if not keys:
+        return []
+    named = {key.partition("=")[0] for key in keys}
+    on = {
+        "parallel.cpu_offload=false": config.parallel.cpu_offload,
+        "parallel.shard_ranks=null": config.parallel.shard_ranks is not None,
+        "compute.activation_checkpointing=false": config.compute.activation_checkpointing,
+    }
+    return [key for key, has in on.items() if has and key.partition("=")[0] not in named]
 
 
 def _precisions(world: World) -> tuple[PrecisionName, ...]:

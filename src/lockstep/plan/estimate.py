@@ -237,7 +237,8 @@ def _whole_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradien
         kept = gradients
     elif setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view):
         moment, kept = segment.beside, gradients  # buckets are the gradients, and exist all the time
-    if is_ddp and not setting.gradient_as_bucket_view:
+    # Passes without reduction add up gradients in tensors of their own, which the last pass copies into the buckets.
+    if is_ddp and (setting.accumulate > 1 or not setting.gradient_as_bucket_view):
         buckets = gradients
     return {
         "gradients": kept + moment.gradients.at(samples),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 
 from lockstep import build
 from lockstep.data.order import MicroBatchPlan, StepPlan
@@ -90,7 +91,7 @@ def facts_of(
         try:
             traced = _trace_all(built, wanted, _fakes(batches, fake, _SIZES), inside=fake, gpu=device == "cuda")
         except Untraceable as error:
-            where = f"module {error.module}" if error.module else "Task.loss"
+            where = {"": "Task.loss", "model": "the model's own forward"}.get(error.module, f"module {error.module}")
             notes.append(f"the passes cannot be traced without values: {where}: {error}")
             elements = sum(parameter.numel() for parameter in built.model.parameters())
             if elements <= _REAL_ELEMENTS:
@@ -186,9 +187,18 @@ def _build(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) ->
             cause = error
     gc.collect()
     model = task_checks.model(task)
+    _check_not_lazy(model)
     kind = type(cause).__name__
     notes.append(f"the model cannot be made without values ({kind}), and was made in full on this machine")
     return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
+
+
+def _check_not_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            what = f"the model is made lazily: {name} has no shape before the first forward pass"
+            remedy = "give the layer its sizes, such as nn.Linear(10, 16) for nn.LazyLinear(16)"
+            raise UsageError(what, where="Task.model", remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -303,6 +313,7 @@ def _pass_facts(first: TracedPass, second: TracedPass, sizes: tuple[int, int]) -
         tuple(segments),
         batch=_affine(first.batch_bytes, second.batch_bytes, sizes),
         kept=_affine(first.kept_bytes, second.kept_bytes, sizes),
+        kept_casts=_affine(first.kept_casts_bytes, second.kept_casts_bytes, sizes),
     )
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from lockstep import build, devices
 from lockstep.data.loader import MicroBatch
@@ -130,7 +131,8 @@ class _StepMemory:
         """Run a step, and measure it."""
         state, own = self.state, self.device.has_own_memory
         hooks = [
-            state.forward.register_forward_hook(lambda *_: _mark(_FORWARD)),
+            # In front of the hooks of FSDP, which gather parameters for the backward pass.
+            state.forward.register_forward_hook(lambda *args: _mark_backward(args[-1]), prepend=True),
             state.optimizer.register_step_post_hook(lambda *_: self._count()),
         ]
         self.held = {}
@@ -147,12 +149,17 @@ class _StepMemory:
         batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
         live = _levels(_events(profile.kineto_results.events(), "CUDA" if own else "CPU"))
         # The allocator's level is known where the states were counted, so it is known everywhere.
-        at_update = sum(self.held.values()) + batch
+        at_update = sum(self.held.values()) + batch + self._buckets()
         self.found = self.held | {
             "batch_bytes": batch,
             "activations_bytes": live.at[_FORWARD] - live.at[_BEGIN],
             "peak_bytes": peak if own else at_update + live.highest - live.at[_UPDATE],
         }
+
+    def _buckets(self) -> int:
+        """Bytes of DDP's buckets, where they are not the gradients themselves."""
+        is_view = getattr(self.state.forward, "gradient_as_bucket_view", True)  # only DDP's wrapper has it
+        return 0 if is_view else self.held["gradients_bytes"]
 
     def _count(self) -> None:
         """Count the states, after the update and before the gradients are freed."""
@@ -222,6 +229,16 @@ def _mark(name: str) -> None:
     """A mark among the events of the profiler."""
     with torch.autograd.profiler.record_function(name):
         pass
+
+
+def _mark_backward(losses: Any) -> None:
+    """Mark the begin of the backward pass. By then autocast has freed the weights that nothing needs any more."""
+    for loss in _tensors_with_graph(losses):
+        loss.register_hook(lambda _: _mark(_FORWARD))  # type: ignore[no-untyped-call]
+
+
+def _tensors_with_graph(value: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tree_iter(value) if isinstance(tensor, Tensor) and tensor.requires_grad)
 
 
 def _events(events: Iterable[Any], kind: str) -> Iterator[tuple[str, int]]:

@@ -89,6 +89,8 @@ class PassFacts:
     """The batch itself, on the device."""
     kept: Affine = Affine()
     """Activations and casts that live at the end of the forward pass: what the backward pass needs."""
+    kept_casts: Affine = Affine()
+    """Of `kept`, the copies of parameters in another number format."""
 
 
 @dataclass(frozen=True)

@@ -103,11 +103,11 @@ def save_interval(save_seconds: float, failures_per_gpu_year: float, gpus: int) 
         failures_per_gpu_year: failures of a GPU, or of what it needs, in a year.
 
     Raises:
-        UsageError: an argument is not positive.
+        UsageError: an argument is not positive, or not finite.
     """
-    if save_seconds <= 0 or failures_per_gpu_year <= 0:
+    if not (0 < save_seconds < math.inf and 0 < failures_per_gpu_year < math.inf):
         where = "--save-seconds, --failures-per-gpu-year"
-        raise UsageError("must be above 0", where=where, remedy="give a number such as 30, and 0.5")
+        raise UsageError("must be finite and above 0", where=where, remedy="give a number such as 30, and 0.5")
     between = YEAR_SECONDS / (failures_per_gpu_year * gpus)
     if save_seconds >= 2 * between:
         return between

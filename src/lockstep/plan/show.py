@@ -19,7 +19,10 @@ def text(plan: Plan, width: int = 125) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False, color_system=None, emoji=False, markup=False)
     for line in _header(plan):
         console.print(line)
-    console.print(_table(plan))
+    table = _table(plan)
+    console.width = max(width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(table)  # whole: a figure that is cut is lost
+    console.width = width
     for option in plan.options:
         if option.estimate is None or (option.fits is False and option.reason):
             console.print(f"{option.name}: {option.reason}")

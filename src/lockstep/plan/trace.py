@@ -59,6 +59,7 @@ class TracedPass:
     batch_bytes: int
     kept_bytes: int
     """Activations and casts at the end of the forward pass."""
+    kept_casts_bytes: int
     flops: int
     """Forward and backward pass, without recomputation."""
     forward_flops: int
@@ -70,7 +71,7 @@ class Untraceable(Exception):
     """A pass could not be traced.
 
     Args:
-        module: name of the module at which it ended; empty outside of the model.
+        module: name of the module at which it ended; `model` for the whole model, empty outside of it.
     """
 
     def __init__(self, module: str, cause: Exception) -> None:
@@ -192,9 +193,10 @@ def _as_on_gpu() -> Generator[None, None, None]:
         value: Tensor,
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
+        is_causal: bool = False,  # torch's MultiheadAttention gives it by its place
         **options: Any,
     ) -> Tensor:
-        return attention(query, key, value, attn_mask, 0.0, **options)
+        return attention(query, key, value, attn_mask, 0.0, is_causal, **options)
 
     setattr(functions, "dropout", masked)  # noqa: B010 - mypy knows no assignment to functions
     setattr(functions, "scaled_dot_product_attention", without_mask)  # noqa: B010
@@ -257,14 +259,23 @@ def trace_pass(
                 with autocast():
                     losses = forward(batch)
                 forward_flops = counted.total
-                kept_bytes = live.bytes["activation"] + live.bytes["cast"]
+                kept_casts_bytes = live.bytes["cast"]
+                kept_bytes = live.bytes["activation"] + kept_casts_bytes
                 live.begin("backward", None)
                 roots = [loss for loss in losses.values() if loss.requires_grad]
                 torch.autograd.backward(roots, [torch.ones_like(loss) for loss in roots])
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(live.segments, batch_bytes, kept_bytes, counted.total, forward_flops, flops_of_blocks.total)
+    return TracedPass(
+        live.segments,
+        batch_bytes,
+        kept_bytes,
+        kept_casts_bytes,
+        counted.total,
+        forward_flops,
+        flops_of_blocks.total,
+    )
 
 
 def _forget_gradients(parameters: Sequence[Tensor]) -> None:
@@ -334,12 +345,12 @@ class _Modules:
     """Which module of a model runs."""
 
     def __init__(self, forward: nn.Module) -> None:
-        self.names = {id(module): name.removeprefix("model").lstrip(".") for name, module in forward.named_modules()}
+        self.names = {id(module): name.removeprefix("model.") for name, module in forward.named_modules()}
         self.running: list[str] = []
 
     @property
     def innermost(self) -> str:
-        """Name of the module that began last and has not ended; empty where there is none."""
+        """Name of the module that began last and has not ended: `model` for the whole model, empty outside of it."""
         return next((name for name in reversed(self.running) if name), "")
 
     @contextlib.contextmanager

@@ -10,6 +10,7 @@ from lockstep.errors import UsageError
 from lockstep.plan.setting import World
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
+_LEAST_MEMORY = 10**5  # bytes; less is a number without its unit
 
 
 def size(text: str, where: str) -> int:
@@ -21,7 +22,11 @@ def size(text: str, where: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", text.upper())
     if match is None or match[2] == "I" or not float(match[1]):
         raise UsageError(f"{text!r} is no size", where=where, remedy="write a number with GB or GiB, such as 80GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    found = int(float(match[1]) * _UNITS[match[2]])
+    if found < _LEAST_MEMORY:
+        remedy = "write a number with GB or GiB, such as 80GB"
+        raise UsageError(f"{text!r} means {found} bytes, and a GPU has more", where=where, remedy=remedy)
+    return found
 
 
 def bandwidth(text: str, where: str) -> float:
