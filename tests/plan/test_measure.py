@@ -119,6 +119,7 @@ def test_parameters_that_stay_gathered_are_kept_and_gathered_bf16_needs_no_copie
     assert calibrate._kept(facts, narrow) == 500 - 300 + root / 2
 
 
+@pytest.mark.exhaustive
 def test_buckets_that_copy_the_gradients_are_part_of_the_peak():
     parallel = {"strategy": "ddp"}
     views, _ = run_ranks(2, measure_kind, 2, {"parallel": parallel})

@@ -38,6 +38,7 @@ _STEPS = 2
 """Steps whose memory is measured."""
 _TIMED = 3
 """Steps after them whose time is measured: a profiler slows steps down."""
+_SETTLED_S = 0.05
 _BEGIN, _FORWARD, _UPDATE, _END = (f"lockstep: {name}" for name in ("begin", "forward", "update", "end"))
 
 
@@ -137,10 +138,12 @@ class _StepMemory:
         ]
         self.held = {}
         self.device.reset_peak()
+        self._settle()
         with _profiled() as profile:
             _mark(_BEGIN)
             train_step(state, micro_batches, samples)
             _mark(_END)
+            self._settle()
         peak = self.device.peak()
         for hook in hooks:
             hook.remove()
@@ -155,6 +158,13 @@ class _StepMemory:
             "activations_bytes": live.at[_FORWARD] - live.at[_BEGIN],
             "peak_bytes": peak if own else at_update + live.highest - live.at[_UPDATE],
         }
+
+    def _settle(self) -> None:
+        """Wait until no thread of the ranks' communication frees memory: a profiler that began or ended meanwhile has
+        crashed a rank once."""
+        if self.state.world.size > 1:
+            self.state.world.all_sum([0.0])
+            time.sleep(_SETTLED_S)
 
     def _buckets(self) -> int:
         """Bytes of DDP's buckets, where they are not the gradients themselves."""
