@@ -72,6 +72,10 @@ class Slurm:
         return Job(self, re.search(r"Submitted batch job (\d+)", said)[1], name)
 
 
+_UNENDED = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED")
+_ENDED_LOOKS = 8
+
+
 class Job:
     """A job that was submitted."""
 
@@ -102,8 +106,9 @@ class Job:
 
     def wait(self, timeout=400):
         """Wait for the end of the job, and start it at once where it is queued again. Its last state."""
-        deadline = time.monotonic() + timeout
-        while (about := self.about()).state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+        deadline, ended = time.monotonic() + timeout, 0
+        # A job whose script asked for a new start shows the end of the script for a moment.
+        while (ended := 0 if (about := self.about()).state in _UNENDED else ended + 1) < _ENDED_LOOKS:
             if about.state == "PENDING" and about.reason == "BeginTime":
                 self.slurm.call("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
             assert time.monotonic() < deadline, f"{about} {self.output}"
