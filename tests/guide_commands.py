@@ -40,11 +40,6 @@ def quoted(page):
     return pairs
 
 
-def is_quick(command):
-    """Whether a command takes less than a second on warm ranks, and does not wait for a rank in vain."""
-    return not command.startswith("lockstep ") and "hanging.py --wrong" not in command
-
-
 @functools.cache
 def output_of(command):
     """What a command of the guide prints, on warm ranks: standard output of rank 0, then of the others."""

@@ -4,13 +4,11 @@ import re
 
 import pytest
 
-from tests.guide_commands import NUMBER, ROOT, differences, is_quick, output_of, quoted
+from tests.guide_commands import NUMBER, ROOT, differences, output_of, quoted
 
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 QUOTES = [
-    pytest.param(
-        page, command, quote, id=f"{page.stem}: {command}", marks=[] if is_quick(command) else pytest.mark.exhaustive
-    )
+    pytest.param(page, command, quote, id=f"{page.stem}: {command}")
     for page in PAGES
     for command, quote in quoted(page.read_text())
 ]
