@@ -176,7 +176,8 @@ def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
         except (OSError, ValueError) as error:  # ValueError: it has another length
             raise CheckpointError(f"{INDEX} cannot be read: {error}", where=str(checkpoint.path)) from error
 
-    vars(checkpoint)["contents"] = json.loads(bytes(node.pass_on(size, read)))
+    content = json.loads(bytes(node.pass_on(size, read)))
+    vars(checkpoint)["contents"] = content  # what the cached property would otherwise read from the disk
 
 
 def prune(
