@@ -78,9 +78,7 @@ def _claim(
     folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
 ) -> RunConfig:
     try:
-        held.enter_context(
-            locked(folder, wait_s=_patience_s(), tell=_tell_of_wait if _patience_s() > _DYING_S else None)
-        )
+        held.enter_context(locked(folder, tell=_tell_of_wait if _patience_s() > _DYING_S else None))
         logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
         with contextlib.suppress(UsageError):
             logs |= files_of_writers(config_file.read_run(folder).log.writers)
@@ -121,13 +119,10 @@ def _unwritable(folder: Path, error: OSError) -> UsageError:
 
 
 @contextlib.contextmanager
-def locked(
-    folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None, *, wait_s: float = _DYING_S
-) -> Iterator[None]:
+def locked(folder: Path, name: str = ".lock", tell: Callable[[str], None] | None = None) -> Iterator[None]:
     """Keep other processes that ask for the same `name` out of `folder`, which is made if it is not there.
 
     Args:
-        wait_s: how long to wait for the end of another process, in seconds.
         tell: gets the name of the other process, if there is one, before the wait for its end begins.
 
     Raises:
@@ -136,7 +131,7 @@ def locked(
     with contextlib.ExitStack() as held:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(locks.locked(folder / name, wait_s=wait_s, poll_s=0.2, tell=tell))
+            held.enter_context(locks.locked(folder / name, wait_s=_patience_s(), poll_s=0.2, tell=tell))
         except locks.LockedError as error:
             remedy = "wait for it, stop it, or give another --run-dir"
             raise UsageError(f"in use by {error}", where=str(folder), remedy=remedy) from None
