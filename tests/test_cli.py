@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 from lockstep import Trainer, config_file, local_ranks
 from lockstep.cli import app
 from lockstep.commands import train
+from lockstep.commands.options import as_arguments
 from lockstep.commands.reporting import reporting
 from lockstep.errors import Preempted
 from tests.users_file import OWN
@@ -122,6 +124,18 @@ def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, 
     said = capsys.readouterr().err
     assert said.endswith(f"the same command {rest}\n")
     assert ("before training" in said) == (command == "train")
+
+
+def test_ranks_get_the_options_that_were_given():
+    options = {
+        "--fresh": True,
+        "--debug": False,
+        "--profile": None,
+        "--top-k": 0,
+        "--out": Path("a b"),
+        "--key": ["x", "y"],
+    }
+    assert as_arguments(options) == ["--fresh", "--top-k", "0", "--out", "a b", "--key", "x", "--key", "y"]
 
 
 def test_all_errors_are_told_at_once(call):

@@ -122,7 +122,7 @@ def plan(
 
         config = config_file.load(target, overrides or [])
         if measure:
-            options = {"--utilisation": utilisation, "--json": json_file, "--debug": debug, "--measure": True}
+            options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
             _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
             return
