@@ -2,13 +2,17 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from lockstep import Trainer, cli, config_file, local_ranks
+from lockstep import Trainer, config_file, local_ranks
 from lockstep.cli import app
+from lockstep.commands import train
+from lockstep.commands.options import as_arguments
+from lockstep.commands.reporting import reporting
 from lockstep.errors import Preempted
 from tests.users_file import OWN
 
@@ -62,12 +66,12 @@ def test_the_invitation_is_a_command_for_this_machine(tmp_path, monkeypatch, cap
     trainer = Trainer("digits", run_dir=tmp_path)
     trainer.config = config_file.load("digits", ["device=mps"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    cli._invite_to_verify(trainer, "digits", ["device=mps"], ["--preset", "m 1"])
+    train._invite_to_verify(trainer, "digits", ["device=mps"], ["--preset", "m 1"])
     line = "Check this training: lockstep verify digits device=mps device=cpu --nproc 4 --preset 'm 1'\n"
     assert capsys.readouterr().out == line
     assert config_file.load("digits", ["device=mps", "device=cpu"]).device == "cpu"
     monkeypatch.setenv("RANK", "1")
-    cli._invite_to_verify(trainer, "digits", [], [])
+    train._invite_to_verify(trainer, "digits", [], [])
     assert capsys.readouterr().out == ""
 
 
@@ -115,11 +119,23 @@ def test_more_ranks_than_cores_are_warned_of_in_one_line(monkeypatch, capsys, np
 @pytest.mark.parametrize(("command", "rest"), [("train", "goes on from there"), ("predict", "begins anew")])
 def test_only_a_training_that_is_stopped_promises_to_go_on(monkeypatch, capsys, command, rest):
     monkeypatch.setattr("sys.argv", ["lockstep", command, "run"])
-    with pytest.raises(typer.Exit), cli._reporting(debug=False):
+    with pytest.raises(typer.Exit), reporting(debug=False):
         raise Preempted("stopped before training began; nothing was lost")
     said = capsys.readouterr().err
     assert said.endswith(f"the same command {rest}\n")
     assert ("before training" in said) == (command == "train")
+
+
+def test_ranks_get_the_options_that_were_given():
+    options = {
+        "--fresh": True,
+        "--debug": False,
+        "--profile": None,
+        "--top-k": 0,
+        "--out": Path("a b"),
+        "--key": ["x", "y"],
+    }
+    assert as_arguments(options) == ["--fresh", "--top-k", "0", "--out", "a b", "--key", "x", "--key", "y"]
 
 
 def test_all_errors_are_told_at_once(call):

@@ -9,6 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lockstep import cli, config_file, config_preset
+from lockstep.commands import ranks as command_ranks
 from lockstep.config import RunConfig, all_keys, training_keys
 from lockstep.distributed.precision import check_supported
 from lockstep.errors import UsageError
@@ -166,11 +167,11 @@ def test_a_machine_with_too_few_gpus_is_told_which_preset_fits(monkeypatch, name
     monkeypatch.delenv("RANK", raising=False)
     settings = config_file.load("digits", overrides)
     if expected is None:
-        _, ranks = cli._on_machine(settings, name, nproc, overrides)
+        _, ranks = command_ranks.on_machine(settings, name, nproc, overrides)
         assert ranks == nproc or (nproc is None and ranks == config_preset.read(name).nproc)
         return
     with pytest.raises(UsageError) as caught:
-        cli._on_machine(settings, name, nproc, overrides)
+        command_ranks.on_machine(settings, name, nproc, overrides)
     assert expected in str(caught.value)
     assert caught.value.where == f"--preset {name}"
 

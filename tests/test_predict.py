@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli
+from lockstep.commands import predict
 from tests import rank_cases
 from tests.ranks import run_ranks
 
@@ -282,5 +283,5 @@ def test_the_bar_is_on_a_terminal_where_no_predictions_go(run, tmp_path, monkeyp
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(err))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: bool(out))
     path = tmp_path / "rows.jsonl" if to_file else None
-    cli._predict(Trainer({"task": {"kind": "toy"}}, run_dir=run / "run"), [], 1, path, None)
+    predict._predict(Trainer({"task": {"kind": "toy"}}, run_dir=run / "run"), [], 1, path, None)
     assert seen == [bool(shown)]

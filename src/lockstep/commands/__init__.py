@@ -1,1 +1,1 @@
-"""Commands that need little of the command line: each module adds its own to the application."""
+"""The commands. They share their options, the start of ranks, and the way that errors become messages."""

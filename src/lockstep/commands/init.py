@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lockstep.commands.options import Debug
+from lockstep.commands.reporting import reporting
 from lockstep.errors import UsageError
 
 _PAGES = "lockstep.migration"
@@ -36,43 +36,35 @@ def page(library: Library) -> str:
     return resources.files(_PAGES).joinpath(f"{library.value}.md").read_text(encoding="utf-8")
 
 
-def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
-    """Add the command to the application.
-
-    Args:
-        reporting: turns exceptions into messages and exit codes.
-    """
-
-    @app.command(epilog="Example: lockstep init my_task.py, or: lockstep init --from lightning | less")
-    def init(
-        file: Annotated[
-            Path | None, typer.Argument(metavar="[FILE.py]", help="A new file, for a first task with made-up data.")
-        ] = None,
-        library: Annotated[
-            Library | None,
-            typer.Option("--from", help="Show the page for users of another library: their names and ours."),
-        ] = None,
-        out: Annotated[Path | None, typer.Option(help="Write the page into this new file.")] = None,
-        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
-    ) -> None:
-        """Write a first task that trains at once, or show how to come from another library."""
-        with reporting(debug):
-            if file is None and library is None:
-                raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")
-            if file is not None and file.suffix != ".py":
-                raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
-            if out is not None and library is None:
-                raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
-            if file is not None:
-                _write(file, skeleton(file))
-                print(f"{file}: a first task. Next:")
-                print(f"  lockstep train {file}:MyTask --nproc 2 train.epochs=5 train.eval_every_epochs=1")
-                print(f"  lockstep verify {file}:MyTask --quick")
-            if library is not None and out is not None:
-                _write(out, page(library))
-                print(out)
-            elif library is not None:
-                print(page(library), end="")
+def init(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE.py]", help="A new file, for a first task with made-up data.")
+    ] = None,
+    library: Annotated[
+        Library | None,
+        typer.Option("--from", help="Show the page for users of another library: their names and ours."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page into this new file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a first task that trains at once, or show how to come from another library."""
+    with reporting(debug):
+        if file is None and library is None:
+            raise UsageError("nothing to write", where="lockstep init", remedy="give FILE.py, or --from lightning")
+        if file is not None and file.suffix != ".py":
+            raise UsageError("is no Python file", where=str(file), remedy=f"call it {file.with_suffix('.py')}")
+        if out is not None and library is None:
+            raise UsageError("has no meaning without --from", where="--out", remedy="leave it out")
+        if file is not None:
+            _write(file, skeleton(file))
+            print(f"{file}: a first task. Next:")
+            print(f"  lockstep train {file}:MyTask --nproc 2 train.epochs=5 train.eval_every_epochs=1")
+            print(f"  lockstep verify {file}:MyTask --quick")
+        if library is not None and out is not None:
+            _write(out, page(library))
+            print(out)
+        elif library is not None:
+            print(page(library), end="")
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,200 +3,162 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from lockstep.commands import measurement
+from lockstep.commands import ranks
+from lockstep.commands.options import Debug, Overrides, as_arguments
+from lockstep.commands.reporting import reporting
 from lockstep.errors import UsageError, did_you_mean
 
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.plan.money import Rates
+    from lockstep.plan.search import Plan
 
-def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
-    """Add the command to the application.
 
-    Args:
-        reporting: turns exceptions into messages and exit codes.
+def plan(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
+    ] = None,
+    overrides: Overrides = None,
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
+    ] = None,
+    link_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--link-bandwidth",
+            metavar="RATE",
+            help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
+        ),
+    ] = None,
+    network_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--network-bandwidth",
+            metavar="RATE",
+            help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
+        ),
+    ] = None,
+    utilisation: Annotated[
+        float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
+    ] = 0.4,
+    reserve: Annotated[
+        float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
+    ] = 0.1,
+    precision: Annotated[
+        list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
+    ] = None,
+    failures_per_gpu_year: Annotated[
+        float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
+    ] = None,
+    save_seconds: Annotated[
+        float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
+    ] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
+    ] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
+    ] = None,
+    watts: Annotated[
+        float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
+    ] = False,
+    nproc: Annotated[
+        str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
+    ] = None,
+    advise: Annotated[
+        Path | None,
+        typer.Option(
+            "--advise",
+            metavar="RUN_DIR",
+            help="Say from the log of a run what limits it, and which keys to change.",
+        ),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+
+    The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
+
+    Example: lockstep plan --advise runs/digits
+
+    Example: lockstep plan digits --measure --nproc 2
     """
+    with reporting(debug):
+        if advise is not None:
+            _advise(advise, target, json_file)
+            return
+        of_plan = {
+            "--gpu": gpu, "--gpu-memory": gpu_memory, "--chart": chart, "--watts": watts, "--price-per-gpu-hour": price,
+            "--gpus": gpus if gpus > 1 else None, "--precision": precision or None,
+            "--gpus-per-node": gpus_per_node, "--failures-per-gpu-year": failures_per_gpu_year,
+        }  # fmt: skip
+        target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
+        for path in (chart, Path(json_file) if json_file not in (None, "-") else None):
+            _check_folder(path)
+        from lockstep import config_file
+        from lockstep.plan import money, world_options
 
-    @app.command(epilog="Example: lockstep plan imagenet --gpus 8 --gpu 'A100 80GB'")
-    def plan(
-        target: Annotated[
-            str | None,
-            typer.Argument(metavar="[RECIPE|FILE.yaml|FILE.py:Task]", help="What would be trained. Not with --advise."),
-        ] = None,
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
-        ] = None,
-        gpus: Annotated[int, typer.Option("--gpus", help="GPUs of the training.", min=1)] = 1,
-        gpus_per_node: Annotated[
-            int | None, typer.Option("--gpus-per-node", help="GPUs of a machine. Default: 8, or --gpus.", min=1)
-        ] = None,
-        gpu_memory: Annotated[
-            str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of a GPU, such as 80GB.")
-        ] = None,
-        gpu: Annotated[
-            str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the table, such as H100 or 'A100 80GB'.")
-        ] = None,
-        link_bandwidth: Annotated[
-            str | None,
-            typer.Option(
-                "--link-bandwidth",
-                metavar="RATE",
-                help="Between GPUs of a machine, one GPU in one direction: 50GB/s or 400Gbit/s. Default: the table's.",
-            ),
-        ] = None,
-        network_bandwidth: Annotated[
-            str | None,
-            typer.Option(
-                "--network-bandwidth",
-                metavar="RATE",
-                help="Between machines, one GPU in one direction. Default: --link-bandwidth, where it is given.",
-            ),
-        ] = None,
-        utilisation: Annotated[
-            float, typer.Option("--utilisation", help="Share of the GPU's peak that the training reaches.")
-        ] = 0.4,
-        reserve: Annotated[
-            float, typer.Option("--reserve", help="Share of the memory that stays free.", min=0, max=0.9)
-        ] = 0.1,
-        precision: Annotated[
-            list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
-        ] = None,
-        failures_per_gpu_year: Annotated[
-            float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
-        ] = None,
-        save_seconds: Annotated[
-            float | None, typer.Option("--save-seconds", help="For which saving stops the training.")
-        ] = None,
-        json_file: Annotated[
-            str | None, typer.Option("--json", metavar="FILE|-", help="Write the plan as JSON; -: to the terminal.")
-        ] = None,
-        chart: Annotated[
-            Path | None,
-            typer.Option("--chart", metavar="FILE.svg", help="Draw the memory of each option against the limit."),
-        ] = None,
-        watts: Annotated[
-            float | None, typer.Option("--watts", help="Of a GPU with its share of the machine: says the energy.")
-        ] = None,
-        price: Annotated[
-            float | None, typer.Option("--price-per-gpu-hour", help="In any currency: says what the training costs.")
-        ] = None,
-        measure: Annotated[
-            bool,
-            typer.Option("--measure", help="Train a few real steps here, and say how far the estimate is off."),
-        ] = False,
-        nproc: Annotated[
-            str | None, typer.Option("--nproc", help="With --measure: ranks on this machine, or auto. Default: 1.")
-        ] = None,
-        advise: Annotated[
-            Path | None,
-            typer.Option(
-                "--advise",
-                metavar="RUN_DIR",
-                help="Say from the log of a run what limits it, and which keys to change.",
-            ),
-        ] = None,
-        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
-    ) -> None:
-        """Say what a training needs of GPUs, before one is paid for: what fits, how fast it may be, what to set.
+        config = config_file.load(target, overrides or [])
+        if measure:
+            options = {"--utilisation": utilisation, "--json": json_file or None, "--debug": debug, "--measure": True}
+            arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
+            _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
+            return
+        rates = money.Rates(watts, price)
+        world = world_options.world(
+            gpus,
+            gpus_per_node=gpus_per_node,
+            gpu_memory=gpu_memory,
+            gpu_name=gpu,
+            link_bandwidth=link_bandwidth,
+            network_bandwidth=network_bandwidth,
+            utilisation=utilisation,
+            fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
+        )
+        _check_precisions(precision or ())
+        from lockstep.plan import command
 
-        The task's model is made without memory, and its step runs on tensors without values. It needs no GPU.
-
-        Example: lockstep plan --advise runs/digits
-
-        Example: lockstep plan digits --measure --nproc 2
-        """
-        with reporting(debug):
-            if advise is not None:
-                if target is not None:
-                    raise UsageError(
-                        "reads a run, and takes no target",
-                        where="--advise",
-                        remedy=f"leave {target} out: lockstep plan --advise {advise}",
-                    )
-                _advise(advise, json_file)
-                return
-            elsewhere: dict[str, object] = {
-                "--gpu": gpu,
-                "--gpu-memory": gpu_memory,
-                "--chart": chart,
-                "--watts": watts,
-            }
-            elsewhere["--price-per-gpu-hour"] = price
-            elsewhere |= {"--gpus": gpus if gpus > 1 else None, "--precision": precision or None}
-            elsewhere |= {"--gpus-per-node": gpus_per_node, "--failures-per-gpu-year": failures_per_gpu_year}
-            given = [option for option, value in elsewhere.items() if value is not None]
-            target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=given)
-            for path in (chart, Path(json_file) if json_file not in (None, "-") else None):
-                _check_folder(path)
-            from lockstep import config_file
-            from lockstep.plan import money, world_options
-            from lockstep.plan.setting import PrecisionName
-
-            config = config_file.load(target, overrides or [])
-            if measure:
-                passed_on = [target, *(overrides or []), "--utilisation", str(utilisation)]
-                passed_on += [*(["--json", json_file] if json_file else []), *(["--debug"] if debug else [])]
-                measurement.run(config, nproc or "1", passed_on, utilisation=utilisation, json_file=json_file)
-                return
-            rates = money.Rates(watts, price)
-            world = world_options.world(
-                gpus,
-                gpus_per_node=gpus_per_node,
-                gpu_memory=gpu_memory,
-                gpu_name=gpu,
-                link_bandwidth=link_bandwidth,
-                network_bandwidth=network_bandwidth,
-                utilisation=utilisation,
-                fp32_as_tf32=config.compute.matmul_precision in ("high", "medium"),
-            )
-            known = get_args(PrecisionName)
-            for name in precision or ():
-                if name not in known:
-                    remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
-                    raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
-            from lockstep.plan import command, show
-
-            found = command.plan_of(
-                config,
-                world,
-                precisions=precision,  # type: ignore[arg-type]  # checked above
-                reserve=reserve,
-                failures_per_gpu_year=failures_per_gpu_year,
-                save_seconds=save_seconds,
-                may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
-            )
-            values = show.as_json(found)
-            if rates.given:
-                money.add_to_json(values, found, rates)
-            if chart is not None:
-                from lockstep.plan import chart as charts
-
-                _write(chart, charts.of_plan(found))
-            written = json.dumps(values, indent=1)
-            if json_file == "-":
-                print(written)
-                return
-            print(show.text(found), end="")
-            if rates.given:
-                print(money.text(found, rates))
-            if chart is not None:
-                print(f"written: {chart}")
-            if json_file is not None:
-                _write(Path(json_file), written)
-                print(f"written: {json_file}")
+        found = command.plan_of(
+            config,
+            world,
+            precisions=precision,  # type: ignore[arg-type]  # checked above
+            reserve=reserve,
+            failures_per_gpu_year=failures_per_gpu_year,
+            save_seconds=save_seconds,
+            may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
+        )
+        _show_plan(found, rates, chart, json_file)
 
 
 def _checked(
-    target: str | None, *, measure: bool, nproc: str | None, chart: Path | None, of_plan: Sequence[str]
+    target: str | None, *, measure: bool, nproc: str | None, chart: Path | None, of_plan: Mapping[str, object]
 ) -> str:
     """The target, if the options go together.
 
     Args:
-        of_plan: options that were given, and that belong to a plan.
+        of_plan: options that belong to a plan; None: the option is not given.
 
     Raises:
         UsageError: they do not go together, or there is no target.
@@ -207,9 +169,10 @@ def _checked(
             where="lockstep plan",
             remedy="give a recipe or FILE.py:Task, or --advise RUN_DIR",
         )
-    if measure and of_plan:
+    given = [option for option, value in of_plan.items() if value is not None]
+    if measure and given:
         what, remedy = "measures on this machine", "leave this option out, or leave --measure out"
-        raise UsageError(what, where=f"--measure with {of_plan[0]}", remedy=remedy)
+        raise UsageError(what, where=f"--measure with {given[0]}", remedy=remedy)
     if nproc is not None and not measure:
         remedy = "give --gpus for a plan, or add --measure"
         raise UsageError("has no meaning without --measure", where="--nproc", remedy=remedy)
@@ -218,16 +181,68 @@ def _checked(
     return target
 
 
-def _advise(folder: Path, json_file: str | None) -> None:
-    """Print what limits a run, and write it as JSON, if that is wished."""
+def _check_precisions(names: Sequence[str]) -> None:
+    from lockstep.plan.setting import PrecisionName
+
+    known = get_args(PrecisionName)
+    for name in names:
+        if name not in known:
+            remedy = f"{did_you_mean(name, known)}There are: {', '.join(known)}"
+            raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
+
+
+def _advise(folder: Path, target: str | None, json_file: str | None) -> None:
+    """Show what limits a run."""
+    if target is not None:
+        raise UsageError(
+            "reads a run, and takes no target",
+            where="--advise",
+            remedy=f"leave {target} out: lockstep plan --advise {folder}",
+        )
     from lockstep.plan import advise
 
     advised = advise.advise(folder)
-    written = json.dumps(advise.as_json(advised), indent=1)
+    _show(advise.text(advised), advise.as_json(advised), json_file)
+
+
+def _measure(config: RunConfig, nproc: str, arguments: list[str], *, utilisation: float, json_file: str | None) -> None:
+    """Start the ranks that run `lockstep ARGUMENTS`, or be one of them. Rank 0 shows what was measured."""
+    if ranks.is_launcher(nproc):
+        ranks.launch(arguments, nproc, config)
+        return
+    from lockstep.plan import calibrate, measure, measured
+
+    found = measure.measure(config)
+    if found is None:  # another rank than 0
+        return
+    rows = calibrate.calibrate(config, found, utilisation)
+    text = measured.text(rows, found, calibrate.peak_flops(config, found))
+    _show(text, measured.as_json(rows, found), json_file)
+
+
+def _show_plan(found: Plan, rates: Rates, chart: Path | None, json_file: str | None) -> None:
+    """Show a plan, with what it costs where that is asked for. Draw its chart, if there is a place for it."""
+    from lockstep.plan import money, show
+
+    text, values = show.text(found).removesuffix("\n"), show.as_json(found)
+    if rates.given:
+        text += f"\n{money.text(found, rates)}"
+        money.add_to_json(values, found, rates)
+    if chart is not None:
+        from lockstep.plan import chart as charts
+
+        _write(chart, charts.of_plan(found))
+        text += f"\nwritten: {chart}"
+    _show(text, values, json_file)
+
+
+def _show(text: str, values: Any, json_file: str | None) -> None:
+    """Print the text, and write the values into a file, if there is one; or print them alone, as JSON."""
+    written = json.dumps(values, indent=1)
     if json_file == "-":
         print(written)
         return
-    print(advise.text(advised))
+    print(text)
     if json_file is not None:
         _write(Path(json_file), written)
         print(f"written: {json_file}")

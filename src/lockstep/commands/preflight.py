@@ -3,84 +3,68 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lockstep.commands import ranks
+from lockstep.commands.options import Debug, Overrides, as_arguments
+from lockstep.commands.reporting import is_first, reporting
 from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
-    from lockstep.config import RunConfig
     from lockstep.preflight.judgement import Finding
 
 
-def add_to(
-    app: typer.Typer,
-    reporting: Callable[[bool], AbstractContextManager[None]],
-    launched: Callable[..., RunConfig | None],
+def preflight(
+    target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What will be trained.")],
+    overrides: Overrides = None,
+    nproc: Annotated[str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
+    nnodes: Annotated[
+        str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
+    ] = None,
+    rendezvous_id: Annotated[
+        str | None,
+        typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
+    ] = None,
+    wait_for_nodes: Annotated[
+        float,
+        typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000),
+    ] = 60,
+    debug: Debug = False,
 ) -> None:
-    """Add the command to the application.
+    """Check the machines before a training, and train nothing. Exit code 3: a fault."""
+    with reporting(debug):
+        from lockstep import config_file
+        from lockstep.distributed import node_address
 
-    Args:
-        reporting: turns exceptions into messages and exit codes.
-        launched: reads the config. Where this process is no rank, it starts the ranks, and returns None at their end.
-    """
+        settings = config_file.load(target, overrides or [])
+        settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
+        several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+        options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--debug": debug})
+        arguments = ["preflight", target, *(overrides or []), *options]
+        if several is not None:
+            run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
+            ranks.launch_on_nodes(arguments, nproc, settings, several, run_id=run_id, wait_s=wait_for_nodes)
+            return
+        if ranks.is_launcher(nproc):
+            ranks.launch(arguments, nproc, settings)
+            return
+        from lockstep.trainer import Trainer
 
-    @app.command(epilog="Example: lockstep preflight digits --nproc 2")
-    def preflight(
-        target: Annotated[str, typer.Argument(metavar="RECIPE|FILE.yaml|FILE.py:Task", help="What will be trained.")],
-        overrides: Annotated[
-            list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the config, by dotted path.")
-        ] = None,
-        nproc: Annotated[str | None, typer.Option("--nproc", help="Ranks on this machine; auto: one per GPU.")] = None,
-        preset: Annotated[str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="As for train.")] = None,
-        run_dir: Annotated[Path | None, typer.Option(help="As for train.")] = None,
-        nnodes: Annotated[
-            str | None, typer.Option("--nnodes", metavar="N|MIN:MAX", envvar="LOCKSTEP_NNODES", help="As for train.")
-        ] = None,
-        rendezvous: Annotated[
-            str | None,
-            typer.Option("--rendezvous", metavar="HOST[:PORT]", envvar="LOCKSTEP_RENDEZVOUS", help="As for train."),
-        ] = None,
-        rendezvous_id: Annotated[
-            str | None,
-            typer.Option("--rendezvous-id", metavar="NAME", envvar="LOCKSTEP_RENDEZVOUS_ID", help="As for train."),
-        ] = None,
-        wait_for_nodes: Annotated[
-            float,
-            typer.Option(
-                "--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000
-            ),
-        ] = 60,
-        debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")] = False,
-    ) -> None:
-        """Check the machines before a training, and train nothing. Exit code 3: a fault."""
-        with reporting(debug):
-            options = [*(["--run-dir", str(run_dir)] if run_dir else []), *(["--preset", preset] if preset else [])]
-            options += ["--debug"] if debug else []
-            arguments = ["preflight", target, *(overrides or []), *options]
-            settings = launched(
-                arguments,
-                target,
-                overrides or [],
-                nproc=nproc,
-                preset=preset,
-                run_dir=run_dir,
-                nodes=(nnodes, rendezvous, rendezvous_id, wait_for_nodes),
-            )
-            if settings is None:
-                return
-            from lockstep.trainer import Trainer
-
-            findings = Trainer(settings, run_dir=run_dir).preflight()
-            if os.environ.get("RANK", "0") == "0":
-                print(table(findings), flush=True)
-            faults = sum(finding.level == "fault" for finding in findings)
-            if faults:
-                raise _fault(faults)
+        findings = Trainer(settings, run_dir=run_dir).preflight()
+        if is_first():
+            print(table(findings), flush=True)
+        faults = sum(finding.level == "fault" for finding in findings)
+        if faults:
+            raise _fault(faults)
 
 
 def _fault(count: int) -> UsageError:

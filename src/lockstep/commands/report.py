@@ -5,58 +5,50 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from lockstep.commands.options import Debug
+from lockstep.commands.reporting import reporting
 from lockstep.errors import UsageError
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
 Folders = Annotated[list[Path], typer.Argument(metavar="RUN_DIR", help="Directories of two runs or more.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks of all errors.")]
 
 
-def add_to(app: typer.Typer, reporting: Callable[[bool], AbstractContextManager[None]]) -> None:
-    """Add the commands to the application.
+def report(
+    run_dir: Folder,
+    out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
 
-    Args:
-        reporting: turns exceptions into messages and exit codes.
+    Example: lockstep report runs/digits
     """
+    with reporting(debug), _writing(_file(out) or run_dir):
+        from lockstep.report import run_page
 
-    @app.command(epilog="Example: lockstep report runs/digits")
-    def report(
-        run_dir: Folder,
-        out: Annotated[Path | None, typer.Option(help="Default: RUN_DIR/report.html.")] = None,
-        debug: Debug = False,
-    ) -> None:
-        """Write one HTML file that shows a run: results, curves, pictures, checkpoints, restarts.
+        print(f"written: {run_page.write(run_dir, out)}")
 
-        Example: lockstep report runs/digits
-        """
-        with reporting(debug), _writing(_file(out) or run_dir):
-            from lockstep.report import run_page
 
-            print(f"written: {run_page.write(run_dir, out)}")
+def compare(
+    run_dirs: Folders,
+    out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Compare runs with the first of them: what differs in their configs, and their last results.
 
-    @app.command(epilog="Example: lockstep compare runs/digits runs/digits-2")
-    def compare(
-        run_dirs: Folders,
-        out: Annotated[Path | None, typer.Option(help="Write an HTML file with the curves, too.")] = None,
-        debug: Debug = False,
-    ) -> None:
-        """Compare runs with the first of them: what differs in their configs, and their last results.
+    Example: lockstep compare runs/a runs/b --out compare.html
+    """
+    with reporting(debug), _writing(_file(out) or Path()):
+        from lockstep.report import comparison
 
-        Example: lockstep compare runs/a runs/b --out compare.html
-        """
-        with reporting(debug), _writing(_file(out) or Path()):
-            from lockstep.report import comparison
-
-            print(comparison.compare(run_dirs, out))
-            if out is not None:
-                print(f"written: {out}")
+        print(comparison.compare(run_dirs, out))
+        if out is not None:
+            print(f"written: {out}")
 
 
 def _file(out: Path | None) -> Path | None:
