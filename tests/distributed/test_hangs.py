@@ -102,6 +102,15 @@ def test_file_of_last_resort_is_gone_before_other_ranks_hear_of_the_stack(monkey
     assert not any(left for _, left in there)
 
 
+def test_a_report_begins_below_the_command(tmp_path):
+    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=tmp_path)
+    made.close()
+    scope = {"stack": made._stack}
+    exec(compile("text = stack()", "/any/lockstep/commands/train.py", "exec"), scope)
+    assert "in _stack" in scope["text"]
+    assert "test_a_report_begins" not in scope["text"]
+
+
 # ---- collectives in the report
 
 

@@ -107,9 +107,17 @@ def for_slurm(
         settings = _load(target, overrides or (), preset)
         name = job_name or settings.name
         job = _job(
-            target, overrides, settings, nodes=nodes, nproc=nproc, gpus=gpus, run_dir=run_dir,
-            env=[text for text in env or () if "=" in text], preset=preset, max_restarts=max_restarts,
-        )  # fmt: skip
+            target,
+            overrides,
+            settings,
+            nodes=nodes,
+            nproc=nproc,
+            gpus=gpus,
+            run_dir=run_dir,
+            env=[text for text in env or () if "=" in text],
+            preset=preset,
+            max_restarts=max_restarts,
+        )
         jobs.read_environment(env or ())  # a variable without a value: sbatch passes it on as it is here
         cpus = cpus_per_task or int(job.nproc) * (1 + settings.data.workers)
         allocation = slurm.Allocation(
@@ -122,9 +130,15 @@ def for_slurm(
 
         def text_of(shown: jobs.Job) -> str:
             return slurm.script(
-                shown, allocation, directory=place, python=interpreter, container=container, setup=setup or (),
-                max_requeues=max_requeues, command=jobs.shown_command(sys.argv[1:]),
-            )  # fmt: skip
+                shown,
+                allocation,
+                directory=place,
+                python=interpreter,
+                container=container,
+                setup=setup or (),
+                max_requeues=max_requeues,
+                command=jobs.shown_command(sys.argv[1:]),
+            )
 
         _warn(job, settings, place)
         path = output or Path(f"{name}.sbatch")
@@ -178,9 +192,17 @@ def for_kubernetes(
         kubernetes.check_name(name)
         place = run_dir or Path(mount, settings.name)
         job = _job(
-            target, overrides, settings, nodes=nodes, nproc=nproc, gpus=gpus, run_dir=place,
-            env=env or (), preset=preset, max_restarts=max_restarts,
-        )  # fmt: skip
+            target,
+            overrides,
+            settings,
+            nodes=nodes,
+            nproc=nproc,
+            gpus=gpus,
+            run_dir=place,
+            env=env or (),
+            preset=preset,
+            max_restarts=max_restarts,
+        )
         if place.is_absolute() and not place.is_relative_to(mount):
             remedy = f"give a folder in {mount}"
             raise UsageError(f"{place} is not on the volume", where="--run-dir", remedy=remedy)
@@ -235,9 +257,17 @@ def through_ssh(
             remedy = "use a number from 1, or auto"
             raise UsageError(f"{nproc!r} is not a number of ranks", where="--nproc", remedy=remedy)
         job = _job(
-            target, overrides, settings, nodes=len(names), nproc=nproc, gpus=0, run_dir=run_dir,
-            env=env or (), preset=preset, max_restarts=max_restarts,
-        )  # fmt: skip
+            target,
+            overrides,
+            settings,
+            nodes=len(names),
+            nproc=nproc,
+            gpus=0,
+            run_dir=run_dir,
+            env=env or (),
+            preset=preset,
+            max_restarts=max_restarts,
+        )
         words = _split(command, "--ssh")
         jobs.check_tool(words[0], "install an ssh client, or name it with --ssh")
         there = ssh.Hosts(names, directory or os.getcwd(), python or sys.executable, tuple(words))
@@ -283,9 +313,15 @@ def _job(
         raise UsageError(f"{nproc} ranks share {gpus} GPUs of a node", where="--nproc", remedy=remedy)
     options = as_arguments({"--preset": preset, "--max-restarts": max_restarts})
     return jobs.Job(
-        target, settings.name, nodes, str(nproc or gpus), str(run_dir or Path("runs", settings.name)),
-        tuple(overrides or ()), tuple(options), jobs.read_environment(env),
-    )  # fmt: skip
+        target,
+        settings.name,
+        nodes,
+        str(nproc or gpus),
+        str(run_dir or Path("runs", settings.name)),
+        tuple(overrides or ()),
+        tuple(options),
+        jobs.read_environment(env),
+    )
 
 
 def _split(text: str, option: str) -> list[str]:

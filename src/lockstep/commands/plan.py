@@ -110,10 +110,16 @@ def plan(
             _advise(advise, target, json_file)
             return
         of_plan = {
-            "--gpu": gpu, "--gpu-memory": gpu_memory, "--chart": chart, "--watts": watts, "--price-per-gpu-hour": price,
-            "--gpus": gpus if gpus > 1 else None, "--precision": precision or None,
-            "--gpus-per-node": gpus_per_node, "--failures-per-gpu-year": failures_per_gpu_year,
-        }  # fmt: skip
+            "--gpu": gpu,
+            "--gpu-memory": gpu_memory,
+            "--chart": chart,
+            "--watts": watts,
+            "--price-per-gpu-hour": price,
+            "--gpus": gpus if gpus > 1 else None,
+            "--precision": precision or None,
+            "--gpus-per-node": gpus_per_node,
+            "--failures-per-gpu-year": failures_per_gpu_year,
+        }
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
         for path in (chart, Path(json_file) if json_file not in (None, "-") else None):
             _check_folder(path)

@@ -59,9 +59,9 @@ def is_launcher(nproc: str, max_restarts: int | None = None) -> bool:
 
 def launch(arguments: list[str], nproc: str, settings: RunConfig, *, max_restarts: int = 0, cold: bool = False) -> None:
     """Run `lockstep ARGUMENTS` as ranks on this machine alone, and wait for their end."""
-    from lockstep.distributed import launch
+    from lockstep.distributed import launch as launcher
 
-    launch.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts)
+    launcher.launch(arguments, _prepare(nproc, settings, cold=cold), max_restarts)
 
 
 def launch_on_nodes(

@@ -127,9 +127,15 @@ def train(
         else:
             run_id = rendezvous_id or (run_dir or Path("runs", settings.name)).resolve().name
             ranks.launch_on_nodes(
-                arguments, nproc, settings, several,
-                run_id=run_id, wait_s=wait_for_nodes, max_restarts=restarts, cold=cold,
-            )  # fmt: skip
+                arguments,
+                nproc,
+                settings,
+                several,
+                run_id=run_id,
+                wait_s=wait_for_nodes,
+                max_restarts=restarts,
+                cold=cold,
+            )
 
 
 def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], options: Sequence[str]) -> None:

@@ -159,9 +159,8 @@ class Watchdog:
     def _stack(self) -> str:
         """The phase and step of this rank, and the stack of its main thread."""
         frames = list(traceback.extract_stack(sys._current_frames()[self.main]))
-        command = max(
-            (number for number, frame in enumerate(frames) if frame.filename.endswith("lockstep/cli.py")), default=-1
-        )
+        places = [number for number, frame in enumerate(frames) if "lockstep/commands/" in frame.filename]
+        command = max(places, default=-1)
         frames = frames[command + 1 :][-15:]
         libraries = ("site-packages", os.path.dirname(threading.__file__))
         inner = next(
