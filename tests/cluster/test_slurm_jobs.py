@@ -73,6 +73,7 @@ class Slurm:
         return Job(self, re.search(r"Submitted batch job (\d+)", said)[1], name)
 
 
+_ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 _REVOKED_S = 2
 """slurmd refuses to start a job again within the second in which it has ended the job: "Job credential revoked", state
 FAILED, exit code 1. This is one reason why SLURM waits two minutes."""
@@ -109,7 +110,7 @@ class Job:
     def wait(self, timeout=400):
         """Wait for the end of the job, and start it soon where it is queued again. Its last state."""
         deadline = time.monotonic() + timeout
-        while (about := self.about()).state in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"):
+        while (about := self.about()).state not in _ENDED:
             if about.state == "PENDING" and about.reason == "BeginTime":
                 time.sleep(_REVOKED_S)
                 self.slurm.call("scontrol", "update", f"JobId={self.number}", "StartTime=now", check=False)
