@@ -114,10 +114,10 @@ def script(
 
 def _head(job: Job, allocation: Allocation, directory: str, command: str) -> str:
     def option(text: str) -> str:
-        # sbatch splits these lines at spaces as a shell does; quotes keep a value with spaces together.
         return f"#SBATCH {text}"
 
     def given(name: str, value: object) -> list[str]:
+        # sbatch splits these lines at spaces as a shell does; quotes keep a value with spaces together.
         text = str(value)
         quoted = text if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
         return [] if value is None else [option(f"{name}={quoted}")]
