@@ -212,6 +212,6 @@ if [ "$count" -gt "$max_requeues" ]; then
     exit "$code"
 fi
 echo "$SLURM_JOB_ID $count" > "$run_dir/slurm-requeues"
+scontrol requeue "$SLURM_JOB_ID" || exit "$code"  # it has said why
 echo "stopped at ${after:-no checkpoint}; job $SLURM_JOB_ID is queued again" >&2
-scontrol requeue "$SLURM_JOB_ID"
 """
