@@ -89,6 +89,29 @@ def test_a_set_that_cannot_be_opened_is_an_error_before_any_is_evaluated(tmp_pat
     assert not began
 
 
+def test_a_run_that_was_moved_away_from_its_data_says_how_to_name_them(tmp_path, config, monkeypatch):
+    """The paths in its config are relative."""
+    opened = """        if not Path(self.path).exists():
+            raise DataError("no such file", where=self.path, remedy="copy it")
+"""
+    source = TASK.replace("self.shift = float(eval)", "self.path, self.shift = eval, 0")
+    source = source.replace("def eval_data(self):\n", f"def eval_data(self):\n{opened}")
+    imports = "from pathlib import Path\nfrom lockstep.errors import DataError\n"
+    (tmp_path / "lines.py").write_text(imports + source)
+    settings = config | {"data": {"eval": {"near": "here.csv", "far": "here.csv"}}, "checkpoint": {}}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.csv").touch()
+    fit(settings, tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for evaluated, key in ((settings["data"]["eval"], "data.eval.near"), ("here.csv", "data.eval")):
+        trainer = Trainer(settings | {"data": {"eval": evaluated}}, run_dir=tmp_path / "run", quiet=True)
+        with pytest.raises(LockstepError, match="no such file") as caught:
+            trainer.evaluate()
+        remedy = f"copy it; or give the place of the data with {key}=PATH: 'here.csv' is neither a file nor a folder"
+        assert caught.value.remedy.startswith(remedy)
+
+
 @pytest.mark.parametrize(
     ("evaluated", "text"),
     [({}, "names no evaluation data"), ({"a/b": "0"}, "'a/b' cannot name evaluation data"), ({"a": 3}, "data.eval")],

@@ -30,7 +30,7 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
-from lockstep.errors import Preempted, UsageError, exits_are_failures
+from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
@@ -325,12 +325,24 @@ class Trainer:
             results: dict[str, float] = {}
             tasks = self._evaluated_tasks(task, world)
             # All sets are opened first: a wrong path in the last is found before the first is evaluated.
-            sets = {name: build.evaluation_data(self.config, its_task, world) for name, its_task in tasks.items()}
+            sets = {name: self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()}
             with strategy.inference() as forward:
                 for name, evaluated in sets.items():
                     found = self._evaluate(tasks[name], evaluated, forward, world=world, precision=precision, name=name)
                     results |= named_results(name, found)
             return results
+
+    def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
+        """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
+        try:
+            return build.evaluation_data(self.config, task, world)
+        except LockstepError as error:
+            source = self.config.data.eval_sources[name] or self.config.data.train
+            if source and not os.path.exists(os.path.expanduser(source)):
+                key = f"data.eval.{name}" if name else "data.eval"
+                remedy = f"give the place of the data with {key}=PATH: {source!r} is neither a file nor a folder here"
+                error.remedy = f"{error.remedy}; or {remedy}" if error.remedy else remedy
+            raise
 
     def _evaluate(
         self,

@@ -28,7 +28,7 @@ SCONTROL = """#!/bin/bash
 case "$1 $2" in
 "show hostnames") printf '%s\\n' "${NODES:-localhost}" other ;;
 "show node") echo "NodeName=$3 Arch=x86_64"; echo "   NodeAddr=10.1.2.3 NodeHostName=$3 Version=22" ;;
-requeue*) echo "$2" >> "$HERE/requeued" ;;
+requeue*) [ -z "${REFUSES:-}" ] || { echo "refused" >&2; exit 1; }; echo "$2" >> "$HERE/requeued" ;;
 esac
 """
 
@@ -257,6 +257,12 @@ def test_code_75_queues_the_job_again(place):
     code, said = place.run(script(), does)
     assert (code, place.requeued) == (0, ["4711"])
     assert said == "stopped at step-00000008; job 4711 is queued again\n"
+
+
+def test_a_job_that_slurm_does_not_queue_again_ends_with_code_75(place):
+    """The same command goes on from there."""
+    assert place.run(script(), "exit 75", REFUSES="1") == (75, "refused\n")
+    assert place.requeued == []
 
 
 def test_a_job_that_makes_no_progress_is_not_queued_for_ever(place):

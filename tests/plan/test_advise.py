@@ -14,10 +14,13 @@ GPU = {"device": "NVIDIA H100 80GB HBM3", "device_memory": 80 * 2**30, "cpus": 3
 START = "{at}  lockstep 0.1.0, torch 2.13.0, {world} ranks on {device}, from step {step}"
 
 
-def made_up(folder, *, world=1, device="cpu", steps=100, log=(), environment=None, evaluations=None, **options):
+def made_up(
+    folder, *, world=1, device="cpu", steps=100, log=(), environment=None, evaluations=None, starts=(), **options
+):
     """The figures of a complete run that logs every 10 steps of 64 samples, at 0.1 s a step. Nothing is at fault.
 
     Args:
+        starts: the steps from which later starts went on, each with a clock of its own. `log` has their lines.
         evaluations: seconds of each evaluation. There is one every 50 steps.
         options: `figures` of every entry; `memory` of the first; sections of the config.
     """
@@ -26,7 +29,7 @@ def made_up(folder, *, world=1, device="cpu", steps=100, log=(), environment=Non
     usual |= {"time/saving_s": 0.0}
     clock, rows = 0.0, []
     for step in range(10, steps + 1, 10):
-        clock += 1.0
+        clock = 1.0 if step - 10 in starts else clock + 1.0
         row = usual | figures | ({f"memory/{name}": value for name, value in memory.items()} if step == 10 else {})
         clock += row["time/saving_s"]
         rows.append({"step": step, "epoch": step / 10, "time_s": clock, **row})
@@ -141,7 +144,7 @@ def test_crashes_whose_steps_are_done_again(tmp_path):
         f"{TIME.format(22)}  stopped by SIGTERM at step 60 of 100, saved",
         START.format(at=TIME.format(30), world=1, device="cpu", step=60),
     ]
-    figures = made_up(tmp_path, log=log, figures={"time/saving_s": 0.001})
+    figures = made_up(tmp_path, log=log, starts=(20, 60), figures={"time/saving_s": 0.001})
     assert figures.lost.restarts == 1  # the other start was asked to stop
     assert figures.lost.steps == 40
     found = {one.name: one for one in advise.of_figures(figures).advice}["restarts"]

@@ -82,6 +82,17 @@ def test_time_that_goes_back_is_a_restart(tmp_path):
     assert metrics.trained_s() == 2.5 + 1.5 + 0.25
 
 
+def test_a_start_whose_clock_does_not_go_back_counts_too(tmp_path):
+    """Killed after step 5, and went on from step 3: later entries were dropped. The second start began slowly."""
+    rows = [{"step": step, "time_s": time} for step, time in [(2, 1.0), (3, 1.5), (4, 4.0), (5, 4.5)]]
+    metrics = read(tmp_path, lines(*rows))
+    assert metrics.restarts() == []
+    assert metrics.trained_s() == 4.5
+    assert metrics.trained_s([3]) == 1.5 + 4.5
+    assert metrics.trained_s([0, 0, 3, 3, 5]) == 1.5 + 4.5  # nothing is left of a start, or it has no entry yet
+    assert metrics.trained_s([1, 2, 4]) == 1.0 + 4.0 + 4.5
+
+
 @pytest.mark.parametrize("text", ["", "\n", '{"step": 1}\n', "half"])
 def test_a_file_without_numbers_has_no_series(tmp_path, text):
     metrics = read(tmp_path, text)

@@ -35,6 +35,7 @@ def test_a_real_run(tmp_path):
 
 def test_what_was_trained_and_how_it_went(tmp_path):
     read = page(write_run(tmp_path))
+    assert run.read(tmp_path).trained_s == 5.0 + 10.0  # `time_s` of a start at the entries of steps 10 and 20
     for said in (
         "toy",
         "ConvNet: 98,026 parameters",

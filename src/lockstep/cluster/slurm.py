@@ -114,10 +114,10 @@ def script(
 
 def _head(job: Job, allocation: Allocation, directory: str, command: str) -> str:
     def option(text: str) -> str:
-        # sbatch splits these lines at spaces as a shell does; quotes keep a value with spaces together.
         return f"#SBATCH {text}"
 
     def given(name: str, value: object) -> list[str]:
+        # sbatch splits these lines at spaces as a shell does; quotes keep a value with spaces together.
         text = str(value)
         quoted = text if re.fullmatch(r"[\w@%+=:,./\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
         return [] if value is None else [option(f"{name}={quoted}")]
@@ -212,6 +212,6 @@ if [ "$count" -gt "$max_requeues" ]; then
     exit "$code"
 fi
 echo "$SLURM_JOB_ID $count" > "$run_dir/slurm-requeues"
+scontrol requeue "$SLURM_JOB_ID" || exit "$code"  # it has said why
 echo "stopped at ${after:-no checkpoint}; job $SLURM_JOB_ID is queued again" >&2
-scontrol requeue "$SLURM_JOB_ID"
 """

@@ -15,8 +15,11 @@ _Places = list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where eac
 class ModuleBuffers:
     """The buffers of a module and of its submodules, for use in every step.
 
-    `Module.buffers` walks over all submodules at each call, which takes longer than a millisecond for large models. The
-    walk is done once here. Buffers that are replaced or added later are seen; submodules that are added later are not.
+    `Module.buffers` walks over all submodules at each call. The walk is done once here. Buffers that are replaced or
+    added later are seen; submodules that are added later are not.
+
+    The walk takes 0.24 ms for ResNet-50 and 0.13 ms for BERT-base on a CPU core, and an iteration here 0.02 ms or less:
+    `python -m timeit -s "import transformers as t; m = t.ResNetModel(t.ResNetConfig())" "list(m.buffers())"`.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -56,6 +56,8 @@ class FSDP(Single):
         if any(getattr(module, "_compiled_call_impl", None) is not None for module in forward.modules()):
             self._waits = None  # a hook would cut the compiled code into pieces
             return
+        if self.world.size == 1:
+            return
         device, waits = devices.of(self.world.device), self._waits
         begun: list[Any] = []
 
@@ -67,9 +69,7 @@ class FSDP(Single):
             if module.training and waits is not None:
                 waits.append((begun[0], device.mark()))
 
-        for module in (
-            _fsdp_modules(forward) if self.world.size > 1 else ()
-        ):  # whose own hook gathers, between these two
+        for module in _fsdp_modules(forward):  # whose own hook gathers, between these two
             module.register_forward_pre_hook(begin, prepend=True)
             module.register_forward_pre_hook(end)
 

@@ -39,8 +39,9 @@ from lockstep.distributed.launch import (
     rank_failures,
 )
 from lockstep.distributed.node_meeting import GivenUpError, Round, meet
-from lockstep.distributed.node_session import LOOK_S, NODE, Nodes, Session
+from lockstep.distributed.node_session import LOOK_S, Nodes, Session
 from lockstep.distributed.node_store import Clock, StoreLostError
+from lockstep.distributed.nodes import NODE
 from lockstep.errors import Preempted
 
 _TELL_EVERY_S = 30.0
@@ -159,7 +160,7 @@ class NodeRun:
             os.environ[heartbeat.FOLDER] = name
             start = agent.Start(
                 rank=now.rank,
-                sizes=[member.nproc for member in now.members],
+                sizes=now.sizes,
                 address=now.info.master_addr,
                 port=now.info.master_port,
                 run_id=self.session.launch_id,

@@ -21,10 +21,9 @@ import lockstep
 from lockstep.distributed import node_address
 from lockstep.distributed.node_address import Endpoint
 from lockstep.distributed.node_store import BoundedStore, Clock, Pulse, StoreLostError, client, gone_after_s, words
+from lockstep.distributed.nodes import own_name
 from lockstep.errors import Preempted, RankError, UsageError
 
-NODE = "LOCKSTEP_NODE"
-"""Environment variable: the name of this node in messages. Default: the host name."""
 SERVES = "LOCKSTEP_RENDEZVOUS_SERVER"
 """Environment variable: 1 if this node serves the store, 0 if it does not, where HOST does not tell it."""
 LOOK_S = 0.25
@@ -63,7 +62,7 @@ class Session:
     def __init__(self, nodes: Nodes) -> None:
         gone_after_s()  # a wrong value is an error before anything is waited for
         self.nodes, self.endpoint = nodes, nodes.endpoint
-        self.name = os.environ.get(NODE) or socket.gethostname()
+        self.name = own_name()
         addresses = self._find_host()
         serves = os.environ.get(SERVES)
         own = serves == "1" or (serves != "0" and any(node_address.is_own(address) for address in addresses))

@@ -168,7 +168,7 @@ class Figures:
     @property
     def trained_s(self) -> float:
         """Seconds of all starts together, up to their last entries."""
-        return self.metrics.trained_s()
+        return self.run.trained_s
 
     @property
     def step_s(self) -> float | None:

@@ -116,7 +116,7 @@ def _about(one: Run) -> list[str]:
     versions = f"{environment.get('lockstep', '-')}, {environment.get('torch', '-')}"
     where = f"{environment.get('world', '-')} x {environment.get('device', '-')}"
     state, _ = one.state()
-    return [state, number_text(one.last_step), duration(one.metrics.trained_s()), where, versions, commit, digest]
+    return [state, number_text(one.last_step), duration(one.trained_s), where, versions, commit, digest]
 
 
 _ABOUT = ("state", "last step", "trained for", "ranks x device", "lockstep, torch", "git commit", "data fingerprint")

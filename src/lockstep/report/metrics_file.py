@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,21 @@ class Metrics:
         back = np.flatnonzero(np.diff(clock.values) < 0)
         return [(int(clock.steps[place]), int(clock.steps[place + 1])) for place in back]
 
-    def trained_s(self) -> float:
-        """Seconds of all starts together, up to their last entries."""
+    def trained_s(self, later_starts: Sequence[int] = ()) -> float:
+        """Seconds of all starts together, up to their last entries. Steps that were done again count once.
+
+        Args:
+            later_starts: the steps from which the second start and later starts went on. After such a step `time_s`
+                begins again, but it need not go back: the first entry of a start may come later than the last entry
+                that is left of the start before.
+        """
         clock = self.series.get("time_s")
         if clock is None or not len(clock.values):
             return 0.0
-        before = clock.values[:-1][np.diff(clock.values) < 0]
-        return float(np.nansum(before) + np.nan_to_num(clock.values[-1]))
+        ends = np.append(np.diff(clock.values) < 0, True)
+        last = np.searchsorted(clock.steps, np.asarray(later_starts, dtype=np.float64), side="right") - 1
+        ends[last[last >= 0]] = True
+        return float(np.nansum(clock.values[ends]))
 
 
 class _Rows:

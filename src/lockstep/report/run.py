@@ -74,6 +74,11 @@ class Run:
         return max((step for step in steps if step is not None), default=None)
 
     @property
+    def trained_s(self) -> float:
+        """Seconds of all starts together, up to their last entries in the log. Repeated steps count once."""
+        return self.metrics.trained_s([start.from_step for start in self.log.starts[1:]])
+
+    @property
     def evaluation_sets(self) -> list[str]:
         """The names of the evaluation data, where there are several."""
         evaluated = self.section("data").get("eval")

@@ -133,7 +133,7 @@ def _trained(shown: Run) -> Markup:
             ("optimizer", " ".join(str(shown.section("optim").get(key, "")) for key in ("name", "lr")).strip()),
             ("precision", str(shown.config.get("precision", ""))),
             ("seed", str(shown.config.get("seed", ""))),
-            ("trained for", duration(shown.metrics.trained_s())),
+            ("trained for", duration(shown.trained_s)),
             ("ranks x device", devices),
             ("host", str(environment.get("host", ""))),
             ("versions", ", ".join(versions)),
