@@ -158,6 +158,32 @@ def test_the_lines_are_counted():
     assert numbers(itself)[0] < by_hand
 
 
+END = """
+import sys
+import weakref
+
+sys.path.insert(0, {folder!r})
+import toy
+
+toy.start()
+model = toy.torch.nn.parallel.DistributedDataParallel(toy.make_model())
+
+
+def end(leave=toy.leave, model=weakref.ref(model), dist=toy.dist):
+    leave()
+    print(model() is None, dist.is_initialized())
+
+
+end()
+"""
+
+
+def test_a_trick_drops_its_model_and_then_leaves_the_group(tmp_path):
+    script = tmp_path / "end.py"
+    script.write_text(END.format(folder=str(ROOT / "examples" / "tricks")))
+    assert run_ranks(2, run_script, str(tmp_path), str(script)) == ["True False\n"] * 2
+
+
 @pytest.mark.exhaustive  # each starts torch anew
 @pytest.mark.parametrize("name", ["01_ddp_by_hand", "05_loss_scaling", "13_sharding", "98_all_by_hand", "99_lockstep"])
 def test_files_run_under_torchrun(name):
