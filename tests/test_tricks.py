@@ -122,12 +122,13 @@ def test_ranks_that_are_apart_mix_gradients_until_they_wait_in_vain():
 
 
 def test_sharding_divides_the_memory_and_keeps_the_training():
-    held, largest, deviation, *arithmetic = on_two("13_sharding")
-    assert held == [66560, 66560, 133120, 33280, 33280, 66560]
+    with_ddp, with_fsdp, largest, deviation, *arithmetic = on_two("13_sharding")
+    assert with_ddp == [66560, 66560, 133120]
+    assert with_fsdp == [33280, 33280, 66560]
     assert largest == [16640]
     assert deviation[0] < 1e-6
     assert [line[-1] for line in arithmetic] == [112, 14, 1.75]
-    assert on_two("13_sharding", "one_block")[1] == [66560]
+    assert on_two("13_sharding", "one_block")[2] == [66560]
 
 
 def test_what_a_step_sends_does_not_depend_on_the_batch():
