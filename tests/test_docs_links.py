@@ -4,6 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+
+from lockstep.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -49,3 +52,8 @@ def test_the_site_has_every_page_of_the_documentation():
     listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
     assert {str(page.relative_to(ROOT)) for page in PAGES if page.parts[-2] in ("docs", "guide")} <= set(listed)
     assert all((ROOT / page).exists() for page in listed)
+
+
+def test_the_page_on_commands_has_every_command():
+    listed = re.findall(r"^\| `lockstep ([\w-]+)", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    assert set(typer.main.get_command(app).commands) == set(listed)

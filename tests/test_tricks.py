@@ -122,12 +122,13 @@ def test_ranks_that_are_apart_mix_gradients_until_they_wait_in_vain():
 
 
 def test_sharding_divides_the_memory_and_keeps_the_training():
-    held, largest, deviation, *arithmetic = on_two("13_sharding")
-    assert held == [66560, 66560, 133120, 33280, 33280, 66560]
+    with_ddp, with_fsdp, largest, deviation, *arithmetic = on_two("13_sharding")
+    assert with_ddp == [66560, 66560, 133120]
+    assert with_fsdp == [33280, 33280, 66560]
     assert largest == [16640]
     assert deviation[0] < 1e-6
     assert [line[-1] for line in arithmetic] == [112, 14, 1.75]
-    assert on_two("13_sharding", "one_block")[1] == [66560]
+    assert on_two("13_sharding", "one_block")[2] == [66560]
 
 
 def test_what_a_step_sends_does_not_depend_on_the_batch():
@@ -156,6 +157,32 @@ def test_the_lines_are_counted():
     by_hand, in_lockstep = numbers(everything)
     assert in_lockstep < by_hand / 2
     assert numbers(itself)[0] < by_hand
+
+
+END = """
+import sys
+import weakref
+
+sys.path.insert(0, {folder!r})
+import toy
+
+toy.start()
+model = toy.torch.nn.parallel.DistributedDataParallel(toy.make_model())
+
+
+def end(leave=toy.leave, model=weakref.ref(model), dist=toy.dist):
+    leave()
+    print(model() is None, dist.is_initialized())
+
+
+end()
+"""
+
+
+def test_a_trick_drops_its_model_and_then_leaves_the_group(tmp_path):
+    script = tmp_path / "end.py"
+    script.write_text(END.format(folder=str(ROOT / "examples" / "tricks")))
+    assert run_ranks(2, run_script, str(tmp_path), str(script)) == ["True False\n"] * 2
 
 
 @pytest.mark.exhaustive  # each starts torch anew

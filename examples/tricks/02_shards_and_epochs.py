@@ -1,4 +1,4 @@
-"""Trick 1: each sample goes to one rank, and each epoch has another order.
+"""Each sample goes to one rank, and each epoch has another order.
 
 torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py
 torchrun --nproc-per-node 2 examples/tricks/02_shards_and_epochs.py --wrong set_epoch   # each epoch has the same order

@@ -1,4 +1,4 @@
-"""Trick 2: several micro-batches for one update, with the right weights, and gradients that travel once.
+"""Several micro-batches for one update, with the right weights, and gradients that travel once.
 
     torchrun --nproc-per-node 2 examples/tricks/03_accumulation.py
     ... --wrong mean      # averages the averages

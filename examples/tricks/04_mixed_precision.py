@@ -1,4 +1,4 @@
-"""Trick 3: compute in 16 bits (bf16), keep the weights in 32 bits.
+"""Compute in 16 bits (bf16), keep the weights in 32 bits.
 
 torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py
 torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # keeps the weights in 16 bits too

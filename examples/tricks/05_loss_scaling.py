@@ -1,4 +1,4 @@
-"""Trick 4: a loss scale for fp16, whose smallest number is 6e-8.
+"""A loss scale for fp16, whose smallest number is 6e-8.
 
     torchrun --nproc-per-node 2 examples/tricks/05_loss_scaling.py
     torchrun --nproc-per-node 2 examples/tricks/05_loss_scaling.py --wrong   # no scale: small gradients become zero

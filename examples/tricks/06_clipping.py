@@ -1,4 +1,4 @@
-"""Trick 5: clip the gradient after it is unscaled, once for each update, by the norm over all parameters.
+"""Clip the gradient after it is unscaled, once for each update, by the norm over all parameters.
 
 torchrun --nproc-per-node 2 examples/tricks/06_clipping.py
 torchrun --nproc-per-node 2 examples/tricks/06_clipping.py --wrong   # clips the scaled gradient

@@ -1,4 +1,4 @@
-"""Trick 6: k times the batch, k times the learning rate, and a warm-up.
+"""A batch k times as large: a learning rate k times as high, and a warm-up.
 
 torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py
 torchrun --nproc-per-node 2 examples/tricks/07_learning_rate.py --wrong unscaled    # keeps the rate of the small batch

@@ -1,4 +1,4 @@
-"""Trick 7: sums travel, and one division comes last. This holds for the loss in the log and for every metric.
+"""Sums travel, and one division comes last. This holds for the loss in the log and for every metric.
 
 torchrun --nproc-per-node 2 examples/tricks/08_metrics.py
 torchrun --nproc-per-node 2 examples/tricks/08_metrics.py --wrong   # averages of averages, and rank 0 alone

@@ -1,4 +1,4 @@
-"""Trick 8: each evaluation sample counts once, though ranks may have different numbers of samples.
+"""Each evaluation sample counts once, though ranks may have different numbers of samples.
 
 torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py
 torchrun --nproc-per-node 2 examples/tricks/09_evaluation.py --wrong   # repeats samples until all batches are full

@@ -1,4 +1,4 @@
-"""Trick 9: a checkpoint is complete or absent, and holds all that the next step needs.
+"""A checkpoint is complete or absent, and holds all that the next step needs.
 
     torchrun --nproc-per-node 2 examples/tricks/10_checkpoint.py
     ... --wrong in_place    # writes over the old file

@@ -1,4 +1,4 @@
-"""Trick 10: the order and the random numbers of samples are functions of (seed, epoch, sample), and not of the rank.
+"""The order and the random numbers of samples are functions of (seed, epoch, sample), and not of the rank.
 
     torchrun --nproc-per-node 2 examples/tricks/11_order_and_seeds.py
     ... --wrong seeds   # each rank draws its own noise

@@ -64,7 +64,8 @@ if not wrong:
         fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
 sharded, bytes_fsdp = train(model)
-say(f"bytes on rank 0 of parameters, gradients, Adam's state: {bytes_ddp} with DDP, {bytes_fsdp} with FSDP")
+say(f"bytes of weights, gradients and Adam's state on rank 0 with DDP: {bytes_ddp}")
+say(f"bytes of weights, gradients and Adam's state on rank 0 with FSDP: {bytes_fsdp}")
 say(f"largest block that is gathered: {gathered(model)} bytes")
 say(f"deviation of the weights from DDP: {deviation(sharded, replicated):.3g}")
 for ranks in (1, 8, 64):

@@ -5,6 +5,7 @@
 It saves into runs/by_hand.pt. Stop it and start it again: it goes on.
 """
 
+import gc
 import os
 from contextlib import nullcontext
 from datetime import timedelta
@@ -133,5 +134,7 @@ def main():
 
 
 dist.init_process_group("gloo", timeout=PATIENCE)  # 01
-main()  # its end frees the model, which still has the group
+main()
+# DDP's model holds the group, and refers to itself. So it is collected before the group is destroyed.
+gc.collect()  # 01
 dist.destroy_process_group()  # 01

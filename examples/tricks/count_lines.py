@@ -23,7 +23,7 @@ TRICKS = {
     "09": ("exact evaluation", "nothing"),
     "10": ("checkpoint and resuming", "checkpoint.every_steps"),
     "11": ("random numbers of samples", "nothing"),
-    "12": ("ranks that are apart", "nothing"),
+    "12": ("comparing the steps", "nothing"),
 }
 
 

@@ -1,6 +1,9 @@
 """What the tricks share: the digits, a small model, the ranks, and the option for mistakes."""
 
 import argparse
+import atexit
+import gc
+import sys
 
 import torch
 import torch.distributed as dist
@@ -18,16 +21,26 @@ def mistake(*names):
 
 
 def start():
-    """Join the ranks that torchrun has started. Returns this process's rank, and the number of ranks.
-
-    The group ends with the process, after the model: to destroy the group while DDP still has it can hang (torch 2.13).
-    """
+    """Join the ranks that torchrun has started. Returns this process's rank, and the number of ranks."""
     torch.set_num_threads(1)
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     else:  # started by python: a world of one rank
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size()
+
+
+@atexit.register
+def leave():
+    """Leave the group when the script has ended, after the script's models are gone.
+
+    DDP's model holds the group. To destroy the group before the model can hang. To leave both to the end of Python can
+    abort the process, because gloo's threads may still need the interpreter (both seen with torch 2.13).
+    """
+    if dist.is_initialized():
+        vars(sys.modules["__main__"]).clear()
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def digits(training=True):
