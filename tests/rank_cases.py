@@ -38,20 +38,20 @@ def count_reductions(settings):
 
 def digest_of_everything(kind, options, settings):
     """All parameters, buffers and optimizer tensors after training, as bytes."""
-    import lockstep.build
+    import lockstep.run_model
 
     kept = {}
-    build = lockstep.build.build_optimizer
+    build = lockstep.run_model.build_optimizer
 
     def keeping(*arguments, **optionals):
         kept["optimizer"] = build(*arguments, **optionals)
         return kept["optimizer"]
 
-    lockstep.build.build_optimizer = keeping
+    lockstep.run_model.build_optimizer = keeping
     try:
         weights, _ = runs.fit_kind(kind, options, settings)
     finally:
-        lockstep.build.build_optimizer = build
+        lockstep.run_model.build_optimizer = build
     slots = [
         value
         for state in kept["optimizer"].state.values()
