@@ -1188,7 +1188,7 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:_attempt", "if micro_batch.filler:\n            return", "micro_batch.filler = False"),
+    ("engine.evaluate:_Tally.add", "if micro_batch.filler:\n        return", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
@@ -1203,7 +1203,7 @@ _engine(
     "mean of the ranks' means",
     "evaluation",
     (
-        "engine.evaluate:_attempt",
+        "engine.evaluate:_Tally.results",
         "world.broadcast(_means(losses, task.coefficients))",
         "dict(zip(['loss'], "
         "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
@@ -1247,9 +1247,9 @@ _engine(
     "metrics not reset",
     "evaluation",
     (
-        "engine.evaluate:_attempt",
-        "update(metrics, output, micro_batch.batch)",
-        "[update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
+        "engine.evaluate:_Tally.add",
+        "self.update(metrics, output, micro_batch.batch)",
+        "[self.update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),
 )
 _engine(
