@@ -38,20 +38,20 @@ def count_reductions(settings):
 
 def digest_of_everything(kind, options, settings):
     """All parameters, buffers and optimizer tensors after training, as bytes."""
-    import lockstep.build
+    import lockstep.run_model
 
     kept = {}
-    build = lockstep.build.build_optimizer
+    build = lockstep.run_model.build_optimizer
 
     def keeping(*arguments, **optionals):
         kept["optimizer"] = build(*arguments, **optionals)
         return kept["optimizer"]
 
-    lockstep.build.build_optimizer = keeping
+    lockstep.run_model.build_optimizer = keeping
     try:
         weights, _ = runs.fit_kind(kind, options, settings)
     finally:
-        lockstep.build.build_optimizer = build
+        lockstep.run_model.build_optimizer = build
     slots = [
         value
         for state in kept["optimizer"].state.values()
@@ -269,7 +269,7 @@ def fit_from_file(settings):
 def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
     """Weights after a training in which micro-batches of `least` or more samples do not fit, and the failures."""
     import lockstep.build
-    from lockstep.data.loader import Loader
+    from lockstep.data.device_copies import DeviceCopies
     from lockstep.engine.out_of_memory import Guard
 
     rank, when, where = place
@@ -293,20 +293,20 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
                 loss.register_hook(lambda grad: fail(batch[0]))
             return loss
 
-    copy = Loader._to_device
+    copy = DeviceCopies.begin
 
-    def fail_to_copy(loader, batch):
+    def fail_to_copy(copies, batch):
         if where == "copy":
             fail(batch[0])
-        return copy(loader, batch)
+        return copy(copies, batch)
 
-    Loader._to_device = fail_to_copy
+    DeviceCopies.begin = fail_to_copy
     if not real_guard:
         lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
     try:
         weights, _ = runs.fit(Large(), settings, Path(run_dir))
     finally:
-        lockstep.build.Guard, Loader._to_device = Guard, copy
+        lockstep.build.Guard, DeviceCopies.begin = Guard, copy
     return weights, failures
 
 

@@ -10,6 +10,7 @@ from tests.ranks import run_ranks
 
 ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 ENGINE = {
+    "data/device_copies.py",
     "data/loader.py",
     "data/order.py",
     "data/randomness.py",

@@ -16,7 +16,7 @@ from lockstep.build import EvaluationData, PreparedRun
 from lockstep.checkpoint import choice
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
-from lockstep.data.loader import MicroBatch, is_default, print_warning
+from lockstep.data.loader import Loader, MicroBatch, is_default, print_warning
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
@@ -91,31 +91,9 @@ class TrainingRun:
             TrainingError: see `loop.fit`.
         """
         prepared, state = self.prepared, self.prepared.state
-        intervals = build.intervals(self.config, prepared.plan)
-        if not intervals.evaluate and type(self.task).eval_data is not Task.eval_data:
-            self.tell("note: nothing is evaluated; train.eval_every_epochs=1 evaluates after each epoch")
-        if intervals.evaluate:
-            self.evaluated = self._evaluation_data()
-            intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
-        loaders = [prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
-        for loader in loaders if state.world.rank == 0 else ():
-            loader.tell = partial(_tell, self.writers)
-        for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
-            self.tell(text)
-        if state.world.rank == 0:
-            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
+        intervals = self._check_before_first_step()
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver = self._saver()
-        hooks = loop.Hooks(
-            evaluate=self.evaluate,
-            save=resume.save_function(prepared, saver, self.config, lambda: self.consensus.elapsed_s),
-            add_metrics=partial(self.add_metrics, saver),
-            describe_checkpoints=saver.kept,
-            elapsed_s=lambda: self.consensus.elapsed_s,
-            stop_requested=self.consensus,
-            epoch_header=partial(epoch_header, self.task),
-            on_out_of_memory=self.halve_micro_batch,
-        )
         self.flag.saves = True
         profiler = self._profiler()
         if profiler is not None:
@@ -128,7 +106,7 @@ class TrainingRun:
                 plan=prepared.plan,
                 stop=prepared.stop,
                 intervals=intervals,
-                hooks=hooks,
+                hooks=self._hooks(saver),
                 writers=self.writers,
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
@@ -150,11 +128,49 @@ class TrainingRun:
             if profiler is not None:
                 profiler.end(state.step)
             saver.close()
-            for loader in loaders:  # a recorder among the writers may hold the loader: again, no cycles
+            for loader in self._loaders:  # a recorder among the writers may hold the loader: again, no cycles
                 loader.tell = print_warning
             for warning in prepared.warnings:  # again, for a reader who looks at the end
                 self.tell(warning)
         return latest
+
+    def _check_before_first_step(self) -> loop.Intervals:
+        """Open the evaluation data, make all checks that are possible now, and draw what people look at before a run.
+
+        Returns:
+            when the loop logs, evaluates and saves.
+        """
+        prepared = self.prepared
+        intervals = build.intervals(self.config, prepared.plan)
+        if not intervals.evaluate and type(self.task).eval_data is not Task.eval_data:
+            self.tell("note: nothing is evaluated; train.eval_every_epochs=1 evaluates after each epoch")
+        if intervals.evaluate:
+            self.evaluated = self._evaluation_data()
+            intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
+        is_first = prepared.state.world.rank == 0
+        for loader in self._loaders if is_first else ():
+            loader.tell = partial(_tell, self.writers)
+        for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
+            self.tell(text)
+        if is_first:
+            self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
+        return intervals
+
+    def _hooks(self, saver: Saver) -> loop.Hooks:
+        return loop.Hooks(
+            evaluate=self.evaluate,
+            save=resume.save_function(self.prepared, saver, self.config, lambda: self.consensus.elapsed_s),
+            add_metrics=partial(self.add_metrics, saver),
+            describe_checkpoints=saver.kept,
+            elapsed_s=lambda: self.consensus.elapsed_s,
+            stop_requested=self.consensus,
+            epoch_header=partial(epoch_header, self.task),
+            on_out_of_memory=self.halve_micro_batch,
+        )
+
+    @property
+    def _loaders(self) -> list[Loader]:
+        return [self.prepared.batches.loader, *(evaluated.loader for evaluated in self.evaluated.values())]
 
     def _profiler(self) -> Profiler | None:
         if self.profile is None:

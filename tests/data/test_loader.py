@@ -298,7 +298,7 @@ def test_batch_that_is_channels_last_already_is_not_copied():
     loader = Loader(MicroBatches(task.train_data(), task, 0, training=True), 0, CPU, channels_last=True)
 
     def on_device(images):
-        return MicroBatch({"images": images}, (0,), 0, None, False, copy=loader._to_device).batch["images"]
+        return MicroBatch({"images": images}, (0,), 0, None, False, copy=loader.copies.begin).batch["images"]
 
     ready = torch.zeros(4, 3, 8, 8, dtype=torch.uint8).contiguous(memory_format=torch.channels_last)
     assert on_device(ready) is ready

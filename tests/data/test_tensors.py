@@ -144,7 +144,7 @@ def moved_to_device(device):
         "list": [torch.ones(2), "text"],
     }
     device.log.clear()
-    found = loader_for(place)._to_device(batch).wait()
+    found = loader_for(place).copies.begin(batch).wait()
     assert type(found["packed"]) is PackedSequence
     tensors = (found["packed"].data, found["moves"]._hidden[0], found["in place"].tensor, found["computed"].centre)
     assert all(tensor.device == place for tensor in (*tensors, found["list"][0]))
@@ -200,7 +200,7 @@ def formatted(device):
     before = torch.Tensor.contiguous
     torch.Tensor.contiguous = lambda tensor, **options: pinned_images.append(tensor) or before(tensor, **options)
     try:
-        found = loader._to_device({"images": picture}).wait()["images"]
+        found = loader.copies.begin({"images": picture}).wait()["images"]
     finally:
         torch.Tensor.contiguous = before
     return (
@@ -256,7 +256,7 @@ def test_channels_last_does_not_touch_nested_and_sparse_tensors():
     loader = loader_for(torch.device("cpu"), channels_last=True)
     nested = torch.nested.nested_tensor([torch.ones(3, 2, 2), torch.ones(3, 4, 2)], layout=torch.jagged)
     batch = [torch.zeros(1, 1, 2, 2).to_sparse(), nested]
-    found = loader._to_device(batch).wait()
+    found = loader.copies.begin(batch).wait()
     assert found[0] is batch[0]
     assert found[1] is nested
     assert loader.micro_batches[MicroBatchPlan((0,), 0, False)].batch[0].shape[0] == 1

@@ -1,14 +1,12 @@
 """What is done for a Mac's GPU, as far as it shows without a Mac: the device, its random numbers, and float64."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
-from lockstep import config_file, devices
-from lockstep.data.loader import Loader
+from lockstep import config_file
+from lockstep.data.device_copies import DeviceCopies
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.single import Single
@@ -85,9 +83,8 @@ def test_batches_go_to_mps_without_float64():
     def spy(*shape, dtype):
         return torch.zeros(*shape, dtype=dtype).as_subclass(Spy)
 
-    loader = SimpleNamespace(device=devices.of(MPS), channels_last=False, copies=None)
     batch = {"images": spy(2, dtype=torch.uint8), "targets": spy(2, dtype=torch.float64), "name": "x"}
-    Loader._to_device(loader, batch)
+    DeviceCopies(MPS, channels_last=False).begin(batch)
     assert moved == [(torch.uint8, MPS), (torch.float32, MPS)]
 
 

@@ -170,7 +170,7 @@ _engine(
 _engine(
     "optimizer over a copy of the model",
     "loss",
-    ("build:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
+    ("run_model:make_optimizer", "build_optimizer(model,", "build_optimizer(__import__('copy').deepcopy(model),"),
 )
 _config(
     "learning rate far too high",
@@ -307,7 +307,7 @@ _engine("warm-up ignored", "gradients", ("engine.schedule:Schedule.__call__", "u
 _engine(
     "learning rate scaled twice",
     "gradients",
-    ("build:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
+    ("run_model:make_optimizer", "optim.lr * scale,", "optim.lr * scale * scale,"),
 )
 _engine(
     "learning rate scaled by the number of ranks",
@@ -357,18 +357,18 @@ _task("model put into evaluation mode by the loss", "gradients", "EvaluationMode
 _engine(
     "weight decay applied twice",
     "gradients",
-    ("build:make_optimizer", "weight_decay=optim.weight_decay,", "weight_decay=30 * (optim.weight_decay or 0),"),
+    ("run_model:make_optimizer", "weight_decay=optim.weight_decay,", "weight_decay=30 * (optim.weight_decay or 0),"),
 )
 _engine(
     "optimizer arguments ignored",
     "gradients",
-    ("build:make_optimizer", "args=optim.args,", "args={},"),
+    ("run_model:make_optimizer", "args=optim.args,", "args={},"),
     base="momentum",
 )
 _engine(
     "parameter groups ignored",
     "gradients",
-    ("build:make_optimizer", "groups=groups,", "groups=[],"),
+    ("run_model:make_optimizer", "groups=groups,", "groups=[],"),
     base="groups",
 )
 _engine(
@@ -523,7 +523,7 @@ _engine(
 _engine(
     "weights drawn per rank, and DDP's first broadcast skipped",
     "probe",
-    ("build:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    ("run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
     (
         "distributed.ddp:DDP.wrap",
         "static_graph=self.options.static_graph,",
@@ -682,7 +682,7 @@ _engine(
 _engine(
     "initial weights depend on the world size",
     "ranks",
-    ("build:build_model", "seed_everything(config)", "seed_everything(config); torch.manual_seed(world.size)"),
+    ("run_model:build_model", "seed_everything(config)", "seed_everything(config); torch.manual_seed(world.size)"),
 )
 _engine(
     "a partial batch is divided by the full size",
@@ -778,7 +778,7 @@ _engine(
 _engine(
     "parameter groups lost under FSDP",
     "strategies",
-    ("build:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
+    ("run_model:make_optimizer", "groups=groups,", "groups=[] if sharded else groups,"),
     base="groups",
 )
 _engine(
@@ -1121,7 +1121,7 @@ _engine(
 _engine(
     "samples not grouped by length",
     "samples",
-    ("build:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
+    ("run_data:step_plan", "config.data.group_by_length,\n    )", "None,\n    )"),
     base="grouped",
 )
 _engine(
@@ -1165,7 +1165,7 @@ _engine(
 _engine(
     "partial batches kept where they are to be dropped",
     "samples",
-    ("build:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
+    ("run_data:step_plan", "config.seed, config.data.drop_last,", "config.seed, False,"),
     base="drop-last",
 )
 _engine(
@@ -1188,7 +1188,7 @@ _engine(
 _engine(
     "duplicates in the last batch",
     "evaluation",
-    ("engine.evaluate:_attempt", "if micro_batch.filler:\n            return", "micro_batch.filler = False"),
+    ("engine.evaluate:_Tally.add", "if micro_batch.filler:\n        return", "micro_batch.filler = False"),
 )
 _engine(
     "partial last batch dropped",
@@ -1203,7 +1203,7 @@ _engine(
     "mean of the ranks' means",
     "evaluation",
     (
-        "engine.evaluate:_attempt",
+        "engine.evaluate:_Tally.results",
         "world.broadcast(_means(losses, task.coefficients))",
         "dict(zip(['loss'], "
         "[one / world.size for one in world.all_sum([_means([parts], task.coefficients).get('loss', 0.0)])]))",
@@ -1239,7 +1239,7 @@ _engine(
     ("engine.evaluate:_micro_batches", "forward.eval()", "forward.train()"),
     base="dropout",
 )
-_engine("augmented evaluation samples", "evaluation", ("build:evaluation_data", "training=False", "training=True"))
+_engine("augmented evaluation samples", "evaluation", ("run_data:evaluation_data", "training=False", "training=True"))
 _engine(
     "a rank evaluates another's share", "evaluation", ("engine.evaluate:_micro_batches", "[world.data_rank]", "[0]")
 )
@@ -1247,9 +1247,9 @@ _engine(
     "metrics not reset",
     "evaluation",
     (
-        "engine.evaluate:_attempt",
-        "update(metrics, output, micro_batch.batch)",
-        "[update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
+        "engine.evaluate:_Tally.add",
+        "self.update(metrics, output, micro_batch.batch)",
+        "[self.update(metrics, output, micro_batch.batch) for _ in range(1 + (micro_batch.indices[0] == 0))]",
     ),
 )
 _engine(
@@ -1380,7 +1380,7 @@ _engine(
     "order seeded with the clock",
     "determinism",
     (
-        "build:step_plan",
+        "run_data:step_plan",
         "world.data_size, config.seed,",
         "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
@@ -1489,7 +1489,7 @@ _task("model whose mode depends on the clock", "determinism", "ModeByClock", say
 _engine(
     "weights drawn per rank",
     "replicas",
-    ("build:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
+    ("run_model:build_model", "seed_everything(config)", f"seed_everything(config); torch.manual_seed({RANK})"),
     (
         "distributed.ddp:DDP.wrap",
         "static_graph=self.options.static_graph,",

@@ -1,4 +1,4 @@
-"""From planned indices to batches on the device: samples are read in worker processes, each under its own seed."""
+"""From planned indices to batches: samples are read in worker processes, each under its own seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -20,12 +19,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lockstep import devices
 from lockstep.data import worker_deaths
+from lockstep.data.device_copies import Copy, DeviceCopies
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
-from lockstep.data.tensors import is_plain, map_tensors, moved, moves_itself, pinned
+from lockstep.data.tensors import pinned
 from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
@@ -36,7 +35,6 @@ Bad = tuple[tuple[int, str], ...]  # index and message of each sample that could
 _NONE_BAD: Bad = ()
 _LAST_BATCHES_S = 15.0  # how long a worker stays after SIGTERM
 _COLLATE = 0x0BA7C4  # a word in the seeds of micro-batches, so that no sample has the same seed
-_COPIES_AHEAD = 2
 _SUBSTITUTES = 32  # how many samples are tried if no sample of a micro-batch can be read
 
 
@@ -101,23 +99,6 @@ class MicroBatch:
     def pin_memory(self) -> MicroBatch:
         """A copy in page-locked memory. Called by torch's DataLoader."""
         return replace(self, collated=pinned(self.collated))
-
-
-@dataclass
-class Copy:
-    """A batch on its way to the device."""
-
-    batch: Any
-    device: devices.Device
-    copied: Any | None = None
-    """The place in the queue of copies after which the batch is complete. None: no operation need wait for it."""
-
-    def wait(self) -> Any:
-        """The batch. Operations that are queued from now on wait until it is complete; the host does not."""
-        if self.copied is not None:
-            self.device.current_stream().wait_event(self.copied)
-            self.copied = None
-        return self.batch
 
 
 def one_ahead(micro_batches: Sequence[MicroBatch]) -> Generator[MicroBatch, None, None]:
@@ -275,12 +256,10 @@ class Loader:
     def __init__(
         self, micro_batches: MicroBatches, workers: int, device: torch.device, *, channels_last: bool = False
     ) -> None:
-        self.micro_batches, self.device, self.channels_last = micro_batches, devices.of(device), channels_last
-        self.order, self.workers = _Order(), workers
+        self.micro_batches, self.workers, self.device, self.order = micro_batches, workers, device, _Order()
+        self.copies = DeviceCopies(device, channels_last=channels_last)
         self.tell: Callable[[str], None] = print_warning
         """Shows a warning. By default, it goes to stderr."""
-        self.copies = self.device.new_stream()
-        self.queued: deque[Any] = deque()  # marks of what the device was given when each of the last copies began
         self.batches = self._new_batches()
 
     def _new_batches(self) -> DataLoader[MicroBatch]:
@@ -290,7 +269,7 @@ class Loader:
             sampler=self.order,
             num_workers=self.workers,
             collate_fn=_identity,
-            pin_memory=self.copies is not None,
+            pin_memory=self.copies.stream is not None,
             persistent_workers=self.workers > 0,
             worker_init_fn=_leave_signals_to_the_rank,
             generator=torch.Generator(),  # else the DataLoader draws its seed from the training's generator
@@ -330,7 +309,7 @@ class Loader:
             if isinstance(micro_batch, Failure):
                 raise micro_batch.error
             done, deaths = done + 1, 0
-            micro_batch.copy = self._to_device
+            micro_batch.copy = self.copies.begin
             yield micro_batch
             micro_batch.let_go()
 
@@ -369,72 +348,13 @@ class Loader:
                 generator=torch.Generator(),
             )
 
-        with restored_generators(self.device.device):
+        with restored_generators(self.device):
             pairs = dict(zip(keys, worker_deaths.read_all(make, "samples to look at"), strict=True))
         return {key: pair for key, pair in pairs.items() if pair is not None}
 
     def batch_of(self, index: int) -> Any:
         """A batch of sample `index` alone, read in this process."""
-        return self._to_device(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
-
-    def _to_device(self, batch: Any) -> Copy:
-        """Begin to copy a batch to the device."""
-        format_of = _as_channels_last if self.channels_last else _identity
-        device = self.device
-        if self.copies is None:
-            return Copy(_to_unqueued(batch, device, format_of), device)
-        self._bound_run_ahead()
-        # The host is ahead of the device, so a copy on a stream of its own overlaps the passes before.
-        compute = device.current_stream()
-        copied: list[torch.Tensor] = []
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if not is_plain(tensor):  # it has several blocks of memory
-                return tensor.to(device.device, non_blocking=True)
-            with device.on_stream(self.copies):
-                copied.append(format_of(tensor.to(device.device, non_blocking=True)))
-            return copied[-1]
-
-        def move(item: Any) -> Any:  # nobody knows its tensors, so it is copied in order with the computation
-            return moved(item, device.device, non_blocking=True) if moves_itself(item) else NotImplemented
-
-        batch = map_tensors(batch, copy, move)
-        for tensor in copied:
-            tensor.record_stream(compute)
-        return Copy(batch, device, self.copies.record_event() if copied else None)
-
-    def _bound_run_ahead(self) -> None:
-        """Wait until the device has done what was queued when the copy before the last copy began.
-
-        The host is ahead of the device, and the memory of a batch is free only when the device has used it. Without
-        this, the copies of many batches would be on the device.
-        """
-        self.queued.append(self.device.mark())
-        if len(self.queued) > _COPIES_AHEAD:
-            self.device.wait_for(self.queued.popleft())
-
-
-def _to_unqueued(batch: Any, device: devices.Device, format_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`batch` on a device that takes copies in order with its other operations."""
-    place = device.device
-    if not device.has_float64:
-        return map_tensors(
-            batch,
-            lambda t: format_of(_without_float64(t)).to(place),
-            lambda item: moved(item, place) if moves_itself(item) else NotImplemented,
-        )
-    return batch if format_of is _identity else map_tensors(batch, format_of)
-
-
-def _as_channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.ndim != 4 or not is_plain(tensor):
-        return tensor
-    return tensor.contiguous(memory_format=torch.channels_last)
-
-
-def _without_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, as float32 if it is float64, which mps does not have. Labels that are Python's floats are float64."""
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+        return self.copies.begin(self.micro_batches[MicroBatchPlan((index,), 0, False)].collated).wait()
 
 
 class StepIterator:

@@ -42,47 +42,47 @@ class EpochLog:
         self.lines, self.header, self.writers = lines, header, writers
         window.sums_epochs = lines
         self.begun_at, self.begun = state.step, time.perf_counter()
+        self.ends_at = state.step
+        """The step at which the epoch ends: the number of steps that are then done."""
 
-    def begin(self) -> int:
-        """An epoch begins with the next step, or goes on there in a resumed run.
-
-        Returns:
-            the step at which this epoch ends: the number of steps that are then done.
-        """
+    def begin(self) -> None:
+        """An epoch begins with the next step, or goes on there in a resumed run."""
         state, per_epoch = self.state, self.plan.steps_per_epoch
         epoch = state.step // per_epoch
-        end = min((epoch + 1) * per_epoch, self.stop)
+        self.ends_at = min((epoch + 1) * per_epoch, self.stop)
         self.begun_at, self.begun = state.step, time.perf_counter()
         if epoch in (self.plan.micro_by_epoch or ()):
             state.guard.reset()  # micro-batches of another size begin here, which may not fit into memory
         if self.lines and self.writers:
             first = epoch * per_epoch
             verb = "begins" if state.step == first else f"goes on after step {state.step}"
-            parts = [f"steps {first + 1} to {end}", f"learning rate {_next_rate(state):.4g}", self.header(epoch)]
+            parts = [
+                f"steps {first + 1} to {self.ends_at}",
+                f"learning rate {_next_rate(state):.4g}",
+                self.header(epoch),
+            ]
             self._tell(f"{self._name(epoch)} {verb}: {', '.join(part for part in parts if part)}")
-        return end
 
-    def end(self, results: Mapping[str, float], *, trained: bool = True) -> None:
+    def end(self, results: Mapping[str, float]) -> None:
         """An epoch has ended after the last step. Where lines are wanted, this is a collective.
 
         Args:
             results: of the evaluation after this step, by their names in the log. Empty: there was none.
-            trained: whether this process trained the epoch's last steps. A resumed run may begin with an evaluation.
         """
         if not self.lines:
             return
-        losses, steps = self.window.epoch_losses(), self.state.step - self.begun_at
+        losses, steps = self.window.epoch_losses(), self.state.step - self.begun_at  # 0: a resumed run evaluates first
         if not self.writers:
             return
         parts = []
-        if trained and losses:
+        if steps and losses:
             whole = self.begun_at % self.plan.steps_per_epoch == 0
             which = "" if whole else f" (of the last {steps} steps)"
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in losses.items()) + which)
         shown = {name: value for name, value in results.items() if not name.startswith(_HIDDEN)}
         if shown:
             parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
-        duration = f" after {time.perf_counter() - self.begun:.1f} s" if trained else ""
+        duration = f" after {time.perf_counter() - self.begun:.1f} s" if steps else ""
         if parts:
             epoch = (self.state.step - 1) // self.plan.steps_per_epoch
             self._tell(f"{self._name(epoch)} ends{duration}: {'; '.join(parts)}")

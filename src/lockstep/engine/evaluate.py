@@ -91,22 +91,13 @@ def evaluate(
         TrainingError: a single sample does not fit into memory.
         MemoryShortage: on one rank, where the model is sharded: other ranks wait for it in the forward pass.
     """
+    sharded = any(map(is_sharded, forward.parameters()))
     while True:
-        found = _attempt(
-            task,
-            forward,
-            loader,
-            plan=plan,
-            world=world,
-            precision=precision,
-            tick=tick,
-            show=show,
-            show_samples=show_samples,
-            worst=worst,
-            halves=halves,
-        )
-        if found is not None:
-            return found
+        tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
+        micro_batches = _micro_batches(forward, loader, plan=plan, world=world, tick=tick)
+        if Attempt(world, sharded=sharded, enabled=halves).run(tally.add, micro_batches):
+            return tally.results(show)
+        tally.forget()
         if plan.micro_batch == 1:
             remedy = "use more ranks with parallel.strategy=fsdp, or precision=bf16"
             what = "an evaluation of one sample at a time does not fit into memory"
@@ -116,76 +107,78 @@ def evaluate(
         smaller(plan)
 
 
-def _attempt(
-    task: Task,
-    forward: nn.Module,
-    loader: Loader,
-    *,
-    plan: EvaluationPlan,
-    world: World,
-    precision: Precision,
-    tick: Tick,
-    show: Show,
-    show_samples: Sequence[int],
-    worst: WorstSamples | None,
-    halves: bool,
-) -> dict[str, float] | None:
-    """What `evaluate` returns; None, on all ranks, where a micro-batch did not fit into the memory of some rank."""
-    metrics, update = task_checks.metrics(task)
-    if metrics is not None:
-        update = metric_sync.place(metrics, update, world.device)
-    sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []
-    samples = bad = 0
-    wanted = set(show_samples)
-    shown: dict[int, Any] = {}
+class _Tally:
+    """What an evaluation adds up on this rank: losses, metrics, outputs to show. For the arguments, see `evaluate`."""
 
-    def add(micro_batch: MicroBatch) -> None:
-        nonlocal samples, bad
-        by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=metrics is not None)
-        bad += len(micro_batch.bad)
+    def __init__(
+        self,
+        task: Task,
+        forward: nn.Module,
+        world: World,
+        *,
+        precision: Precision,
+        show_samples: Sequence[int],
+        worst: WorstSamples | None,
+    ) -> None:
+        self.task, self.forward, self.world, self.precision = task, forward, world, precision
+        self.show_samples, self.wanted, self.worst = show_samples, set(show_samples), worst
+        self.metrics, self.update = task_checks.metrics(task)
+        if self.metrics is not None:
+            self.update = metric_sync.place(self.metrics, self.update, world.device)
+        self.sums: list[tuple[dict[str, Tensor], dict[str, float]]] = []  # loss sums and units of each micro-batch
+        self.shown: dict[int, Any] = {}
+        self.samples = self.bad = 0
+
+    def add(self, micro_batch: MicroBatch) -> None:
+        """Evaluate a micro-batch."""
+        task, metrics, indices = self.task, self.metrics, micro_batch.indices
+        wants = metrics is not None
+        by_head, output = measure(task, self.forward, micro_batch, precision=self.precision, wants_output=wants)
+        self.bad += len(micro_batch.bad)
         if micro_batch.filler:
             return
-        sums.append((by_head, micro_batch.weights or dict.fromkeys(by_head, float(micro_batch.samples))))
-        samples += micro_batch.samples
+        self.sums.append((by_head, micro_batch.weights or dict.fromkeys(by_head, float(micro_batch.samples))))
+        self.samples += micro_batch.samples
         if metrics is not None:
-            update(metrics, output, micro_batch.batch)
-        if output is not None and not wanted.isdisjoint(micro_batch.indices):
+            self.update(metrics, output, micro_batch.batch)
+        if output is not None and not self.wanted.isdisjoint(indices):
             with contextlib.suppress(DataError):  # metrics may use an output that has no part for each sample
-                outputs = zip(micro_batch.indices, split(output, len(micro_batch.indices)), strict=True)
+                outputs = zip(indices, split(output, len(indices)), strict=True)
                 # A view would keep the memory of its batch, and take it along to rank 0.
-                shown.update({index: map_tensors(part, Tensor.clone) for index, part in outputs if index in wanted})
-        if worst is not None and output is not None:
-            worst.add(micro_batch.indices, output, micro_batch.batch, split)
+                self.shown |= {
+                    index: map_tensors(part, Tensor.clone) for index, part in outputs if index in self.wanted
+                }
+        if self.worst is not None and output is not None:
+            self.worst.add(indices, output, micro_batch.batch, split)
 
-    micro_batches = _micro_batches(forward, loader, plan=plan, world=world, tick=tick)
-    attempt = Attempt(world, sharded=any(map(is_sharded, forward.parameters())), enabled=halves)
-    with contextlib.closing(micro_batches):
-        for number, micro_batch in enumerate(micro_batches):
-            attempt.run(add, micro_batch)
-            if number == 0 and not attempt.fits_everywhere():
-                break
-    if not attempt.fits_everywhere():
-        if metrics is not None:
-            metrics.reset()
+    def forget(self) -> None:
+        """Free everything, because the evaluation begins again."""
+        self.sums.clear()
+        self.shown.clear()
+        if self.metrics is not None:
+            self.metrics.reset()
+        if self.worst is not None:
+            self.worst.forget()
+
+    def results(self, show: Show) -> dict[str, float]:
+        """What `evaluate` returns. Brings the ranks together, and calls `show`. A collective."""
+        task, world, worst = self.task, self.world, self.worst
+        parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in self.sums]
+        gathered = world.data_gather((parts, self.shown))
+        losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
+        results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
+        by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
+        values: dict[str, Any] = {}
+        if self.metrics is not None:
+            flat, values = metric_sync.compute(self.metrics, world)
+            check_names(flat)
+            results |= flat
         if worst is not None:
-            worst.forget()
-        return None
-    parts = [({head: float(value) for head, value in by_head.items()}, weights) for by_head, weights in sums]
-    gathered = world.data_gather((parts, shown))
-    losses = None if gathered is None else [sums_of_rank for sums_of_rank, _ in gathered]
-    results: dict[str, float] = world.broadcast(_means(losses, task.coefficients))
-    by_index = {index: part for _, of_rank in gathered or () for index, part in of_rank.items()}
-    values: dict[str, Any] = {}
-    if metrics is not None:
-        flat, values = metric_sync.compute(metrics, world)
-        check_names(flat)
-        results |= flat
-    if worst is not None:
-        worst.gather(world)
-    if values or by_index or (worst is not None and (worst.found or worst.problem)):
-        show(values, [(index, by_index[index]) for index in show_samples if index in by_index])
-    counted = world.data_sum([samples, bad])
-    return results | {"samples": int(counted[0]), "bad": int(counted[1])}
+            worst.gather(world)
+        if values or by_index or (worst is not None and (worst.found or worst.problem)):
+            show(values, [(index, by_index[index]) for index in self.show_samples if index in by_index])
+        counted = world.data_sum([self.samples, self.bad])
+        return results | {"samples": int(counted[0]), "bad": int(counted[1])}
 
 
 def check_names(metrics: Mapping[str, float]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lockstep import devices
 from lockstep.data.loader import MicroBatch
@@ -20,13 +20,11 @@ from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.out_of_memory import StepTooLarge
 from lockstep.engine.step import StepResult, TrainState, train_step
 from lockstep.engine.stopping import Stopping
+from lockstep.engine.training_log import TrainingLog
 from lockstep.errors import LockstepError, Preempted, TrainingError
 
 if TYPE_CHECKING:
     from lockstep.observe.writer import Writer
-
-_PROGRESS_S = 0.25
-_FIRST_OVERFLOWS = 10  # fp16 begins with a loss scale that is too large, and lowers it step by step
 
 
 @dataclass(frozen=True)
@@ -111,194 +109,170 @@ def fit(
     """
     window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch)
     memory = MemoryMonitor(state, stop=stop, evaluates=intervals.evaluate > 0)
-    evaluate, save = memory.measured("evaluation", hooks.evaluate), memory.measured("saving", hooks.save)
-    heartbeat, results = state.world.heartbeat, dict(evaluated or {})
-    stopping = stopping or Stopping()
-    log = _Log(state, window, memory, writers, dict(results), memory_tables)
+    log = TrainingLog(state, window, memory, writers, dict(evaluated or {}), memory_tables)
     epochs = EpochLog(
         state, window, plan, stop=stop, lines=intervals.epoch_lines, header=hooks.epoch_header, writers=writers
     )
-    epoch_end = state.step
-    saved_at, saved_s, save_is_late, has_evaluated = state.step, hooks.elapsed_s(), False, False
-    ends_early = False
-    device, shown = devices.of(state.world.device), float("-inf")  # the first step is shown at once
-    heartbeat.step = state.step
+    stopping = stopping or Stopping()
+    loop = _Loop(state, intervals, hooks, stop=stop, stopping=stopping, log=log, epochs=epochs)
+    device = devices.of(state.world.device)
+    state.world.heartbeat.step = state.step
     state.forward.train()
     try:
-        end = state.step if stopping.time_is_up(0.0) else stop  # where its time is up, a run is evaluated too
-        if state.step and not results and intervals.due(intervals.evaluate, state.step, end):
-            with window.excluded():
-                results, has_evaluated = log.evaluation(evaluate, hooks), True  # the run was stopped before it
-            hooks.add_metrics(results)
-            stopping.add(state.step, results)
-            if state.step % plan.steps_per_epoch == 0:
-                epochs.end(results, trained=False)
+        loop.evaluate_late()
         if stopping.reason() or stopping.time_is_up(0.0):
             return log.latest
-        heartbeat.enter(Phase.FIRST_STEP)
+        state.world.heartbeat.enter(Phase.FIRST_STEP)
         asked = device.mark()
         for micro_batches in batches:
-            waited, step = (asked, device.mark()), state.step + 1
-            if stopping.max_time_s is not None and stopping.time_is_up(hooks.elapsed_s()):
-                stop, ends_early = step, True
-            if step > epoch_end:
-                epoch_end = epochs.begin()
-            logs = intervals.due(intervals.log, step, stop)
-            evaluates = intervals.due(intervals.evaluate, step, stop)
-            saves = save_is_late or intervals.due(intervals.save, step, stop)
-            saves = saves or (evaluates and (intervals.save_evaluated or not has_evaluated))
-            if logs:
-                memory.count_in_next_step()
+            waited, due = (asked, device.mark()), loop.before_step()
             try:
-                result = train_step(state, micro_batches, plan.samples(state.step), want_norm=logs or saves)
+                result = train_step(state, micro_batches, plan.samples(state.step), want_norm=due.log or due.save)
             except StepTooLarge:
                 if hooks.on_out_of_memory is None:
                     raise
                 hooks.on_out_of_memory()
                 asked = device.mark()
                 continue
-            heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
-            heartbeat.beats += 1
-            window.add(result, waited)
-            if state.flops is not None and result.losses:
-                state.flops.add(micro_batches)
-            results = {}
-            if logs:
-                if state.flops is not None and result.losses:
-                    with window.excluded(), state.guard.update(state.step, "the count of operations"):
-                        state.flops.count(micro_batches[0])
+            loop.add(result, micro_batches, waited, due)
+            if due.log:
                 log.window_entry()
-            if step == epoch_end and not evaluates:
-                epochs.end(results)
-            if time.perf_counter() - shown > _PROGRESS_S:
-                shown = time.perf_counter()
-                log.progress()
-            if hooks.stop_requested() and state.step < stop:
+            if due.epoch_end and not due.evaluate:
+                epochs.end({})
+            log.progress()
+            if hooks.stop_requested() and state.step < loop.stop:
                 raise Preempted
-            if saves or evaluates:
+            if due.save or due.evaluate:
                 window.check_finite()
-            if saves:
-                with window.excluded(saving=True):
-                    save(results)
-                saved_at, saved_s = state.step, hooks.elapsed_s()
-            if evaluates:
-                with window.excluded():
-                    results = log.evaluation(evaluate, hooks, save if not saves and state.world.size == 1 else None)
-                has_evaluated = True
-                if saves:
-                    hooks.add_metrics(results)
-                stopping.add(step, results)
-                if step == epoch_end:
-                    epochs.end(results)
-                if stopping.reason() and step < stop:
-                    ends_early = True
-                    if not logs:
-                        log.window_entry()
-                    if not saves:
-                        save(results)
-            if ends_early:
+            if due.save:
+                loop.save({})
+            if due.evaluate:
+                loop.evaluate(due)
+            if loop.ends_early:
                 break
-            save_is_late = intervals.save_s > 0 and hooks.elapsed_s() - saved_s >= intervals.save_s
+            loop.note_late_save()
             asked = device.mark()
     except Preempted:
-        if saved_at < state.step:
+        if loop.saved_at < state.step:
             window.check_finite()
-            save(results)
+            loop.save({})
         raise
     log.memory_line()
     return log.latest
 
 
+class _Due(NamedTuple):
+    """What follows a step, in this order, but for the end of an epoch, which comes after an evaluation."""
+
+    log: bool
+    epoch_end: bool
+    save: bool
+    evaluate: bool
+
+
 @dataclass
-class _Log:
-    """Gives entries to the writers."""
+class _Loop:
+    """What `fit` remembers from step to step, and what it does between steps. All ranks call each method alike."""
 
     state: TrainState
-    window: LogWindow
-    memory: MemoryMonitor
-    writers: Sequence[Writer]
-    latest: dict[str, float]
-    """The last value of everything that the writers were given."""
-    memory_tables: bool = False
-    """Whether tables of the memory are shown."""
+    intervals: Intervals
+    hooks: Hooks
+    stop: int
+    """The last step. It becomes an earlier step when the time is up."""
+    stopping: Stopping
+    log: TrainingLog
+    epochs: EpochLog
+    has_evaluated: bool = False
+    """Whether an evaluation of this process has succeeded."""
+    save_is_late: bool = False
+    """Whether the next step is saved, because the last save was too long ago."""
+    ends_early: bool = False
+    """Whether the training ends after this step."""
 
-    def window_entry(self) -> None:
-        """Write an entry of the steps since the last entry."""
-        warnings = _idle_warning(self.window.results)
-        entry, unreadable = self.window.entry(self.state)
-        figures, lines = self.memory.report()
-        self._write(entry | figures, before=[*unreadable, *warnings], after=self._shown(lines))
-        self.latest |= entry | figures
+    def __post_init__(self) -> None:
+        self.saved_at, self.saved_s = self.state.step, self.hooks.elapsed_s()
 
-    def _shown(self, table: list[str]) -> list[str]:
-        return table if self.memory_tables else []
+    def evaluate_late(self) -> None:
+        """Evaluate before the first step, where the run was stopped between a step and its evaluation."""
+        step, intervals = self.state.step, self.intervals
+        end = step if self.stopping.time_is_up(0.0) else self.stop  # where its time is up, a run is evaluated too
+        if step and not self.log.latest and intervals.due(intervals.evaluate, step, end):
+            ends = step % self.epochs.plan.steps_per_epoch == 0
+            self.evaluate(_Due(log=True, epoch_end=ends, save=True, evaluate=True))  # it is logged and saved already
 
-    def memory_line(self) -> None:
-        """Say at the end how much memory the ranks held. All ranks call it."""
-        line = self.memory.line()
-        for writer in self.writers:
-            writer.message(line)
+    def before_step(self) -> _Due:
+        """Begin an epoch, where the next step is its first. Returns what follows the next step."""
+        step, intervals = self.state.step + 1, self.intervals
+        if self.stopping.max_time_s is not None and self.stopping.time_is_up(self.hooks.elapsed_s()):
+            self.stop, self.ends_early = step, True
+        if step > self.epochs.ends_at:
+            self.epochs.begin()
+        logs = intervals.due(intervals.log, step, self.stop)
+        evaluates = intervals.due(intervals.evaluate, step, self.stop)
+        saves = self.save_is_late or intervals.due(intervals.save, step, self.stop)
+        saves = saves or (evaluates and (intervals.save_evaluated or not self.has_evaluated))
+        if logs:
+            self.log.memory.count_in_next_step()
+        return _Due(log=logs, epoch_end=step == self.epochs.ends_at, save=saves, evaluate=evaluates)
 
-    def progress(self) -> None:
-        """Tell the writers how far the training is."""
-        for writer in self.writers:
-            writer.progress(self.state.step)
+    def add(self, result: StepResult, micro_batches: list[MicroBatch], waited: tuple[Any, Any], due: _Due) -> None:
+        """Add a step to the figures of the log. For `waited`, see `LogWindow.add`."""
+        state, heartbeat = self.state, self.state.world.heartbeat
+        heartbeat.step, heartbeat.phase = state.step, Phase.TRAINING
+        heartbeat.beats += 1
+        self.log.window.add(result, waited)
+        if state.flops is not None and result.losses:
+            state.flops.add(micro_batches)
+            if due.log:
+                with self.log.window.excluded(), state.guard.update(state.step, "the count of operations"):
+                    state.flops.count(micro_batches[0])
 
-    def evaluation(
-        self,
-        evaluate: Callable[[], dict[str, float]],
-        hooks: Hooks,
-        save: Callable[[dict[str, float]], None] | None = None,
-    ) -> dict[str, float]:
-        """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved.
+    def save(self, results: dict[str, float]) -> None:
+        """Save the state, with the results of the evaluation of this step, if there was any."""
+        with self.log.window.excluded(saving=True):
+            self.log.memory.measured("saving", self.hooks.save)(results)
+        self.saved_at, self.saved_s = self.state.step, self.hooks.elapsed_s()
 
-        Args:
-            save: saves the state where the evaluation fails. None: the state is saved already, or there are other
-                ranks, which may not have failed.
-        """
+    def note_late_save(self) -> None:
+        """Let a save follow the next step, where the last save was too long ago."""
+        every_s = self.intervals.save_s
+        self.save_is_late = every_s > 0 and self.hooks.elapsed_s() - self.saved_s >= every_s
+
+    def evaluate(self, due: _Due) -> None:
+        """Evaluate after a step. Where its results end the training, also do what else follows a last step."""
+        with self.log.window.excluded():
+            results = self._evaluated(is_saved=due.save)
+        self.has_evaluated = True
+        if due.save:
+            self.hooks.add_metrics(results)
+        self.stopping.add(self.state.step, results)
+        if due.epoch_end:
+            self.epochs.end(results)
+        if self.stopping.reason() and self.state.step < self.stop:
+            self.ends_early = True
+            if not due.log:
+                self.log.window_entry()
+            if not due.save:
+                self.save(results)
+
+    def _evaluated(self, *, is_saved: bool) -> dict[str, float]:
+        """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved."""
         state, heartbeat = self.state, self.state.world.heartbeat
         phase, begun = heartbeat.phase, time.perf_counter()
         heartbeat.enter(Phase.EVALUATING)
         fail_at("evaluating", state.step)
         try:
-            results = {f"eval/{name}": value for name, value in evaluate().items()}
+            values = self.log.memory.measured("evaluation", self.hooks.evaluate)()
         except Exception as error:
-            if save is not None:
+            if not is_saved and state.world.size == 1:  # other ranks may not have failed
                 with contextlib.suppress(LockstepError):
-                    save({})
-            _add_to_message(error, hooks.describe_checkpoints())
+                    self.save({})
+            _add_to_message(error, self.hooks.describe_checkpoints())
             raise
         heartbeat.enter(Phase(phase))
-        now = time.perf_counter()
-        elapsed = round(now - self.window.started, 3)
-        figures, lines = self.memory.report(evaluated=True)
-        figures |= self.memory.highest_of("evaluation")
-        entry = {"step": state.step, "epoch": round(state.step / self.window.steps_per_epoch, 4), "time_s": elapsed}
-        took = {"time/evaluation_s": round(now - begun, 4)}
-        self._write(entry | results | took | figures, before=[], after=self._shown(lines))
-        self.latest |= results | figures
+        results = {f"eval/{name}": value for name, value in values.items()}
+        self.log.evaluation_entry(results, begun)
         return results
-
-    def _write(self, entry: dict[str, float], *, before: Sequence[str], after: Sequence[str]) -> None:
-        for writer in self.writers:
-            for text in before:
-                writer.message(text)
-            writer.record(entry)
-            for text in after:
-                writer.message(text)
-
-
-def _idle_warning(results: Sequence[StepResult]) -> list[str]:
-    """A warning where no update of a window was applied."""
-    if not results or any(result.applied for result in results):
-        return []
-    overflowed = sum(any(result.totals.values()) for result in results)
-    if 0 < overflowed == len(results) < _FIRST_OVERFLOWS:
-        return []
-    causes = [f"{overflowed} gradients overflowed in fp16"] if overflowed else []
-    without_units = len(results) - overflowed
-    causes += [f"{without_units} global batches had no valid unit"] if without_units else []
-    return [f"warning: the last {len(results)} steps changed no weight: {', '.join(causes)}"]
 
 
 def _add_to_message(error: Exception, text: str) -> None:

@@ -140,14 +140,21 @@ class Attempt:
         """Whether all work so far has fitted into the memory of this rank."""
         self._known: bool | None = None
 
-    def run(self, work: Callable[[MicroBatch], None], micro_batch: MicroBatch) -> None:
-        """Call `work(micro_batch)`, if all work so far has fitted.
+    def run(self, work: Callable[[MicroBatch], None], micro_batches: Generator[MicroBatch, None, None]) -> bool:
+        """Call `work` with each micro-batch. Returns whether all have fitted into the memory of all ranks.
 
         Raises:
-            MemoryShortage: it does not fit, and the other ranks wait for this rank.
+            MemoryShortage: one does not fit, and the other ranks wait for this rank.
         """
-        if not self.fits:
-            return
+        with contextlib.closing(micro_batches):
+            for number, micro_batch in enumerate(micro_batches):
+                if self.fits:
+                    self._run(work, micro_batch)
+                if number == 0 and not self._fits_everywhere():
+                    break
+        return self._fits_everywhere()
+
+    def _run(self, work: Callable[[MicroBatch], None], micro_batch: MicroBatch) -> None:
         try:
             work(micro_batch)
         except Exception as error:
@@ -159,7 +166,7 @@ class Attempt:
             self.fits = False
             micro_batch.let_go()
 
-    def fits_everywhere(self) -> bool:
+    def _fits_everywhere(self) -> bool:
         """Whether all work so far has fitted into the memory of all ranks. A collective, until the answer is no."""
         if self.enabled and self._known is not False:
             self._known = not self.world.all_sum([float(not self.fits)])[0]

@@ -1,0 +1,181 @@
+"""The data of a run: which samples a step and an evaluation take, and how they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from lockstep.config import RunConfig
+from lockstep.data.fingerprint import fingerprint
+from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.order import EvaluationPlan, StepPlan
+from lockstep.distributed.world import World
+from lockstep.engine import task_checks
+from lockstep.errors import DataError, UsageError
+from lockstep.tasks.task import Task
+
+
+@dataclass
+class EvaluationData:
+    """The samples of an evaluation, and how they are read."""
+
+    data: Dataset[Any]
+    loader: Loader
+    plan: EvaluationPlan
+
+
+def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
+    """The sizes of micro-batches that the config asks for: pairs of an epoch and the size in samples from it on."""
+    batch = config.batch
+    global_batch = batch.global_ or 1
+    by_epoch = batch.micro if isinstance(batch.micro, dict) else {0: batch.micro or global_batch}
+    whole = -(-global_batch // world.data_size)
+    return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
+
+
+def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
+    """Which samples every step takes.
+
+    Args:
+        micro_batch: largest number of samples in a forward pass, also where the config asks for more.
+
+    Raises:
+        DataError: the data set is empty, or smaller than the only batch of an epoch, or its lengths are not numbers.
+        UsageError: samples are to be grouped by length, and their lengths are not known.
+    """
+    length = len(data)  # type: ignore[arg-type]
+    if length == 0:
+        raise DataError("the training data set is empty", where="Task.train_data", remedy="check data.train")
+    global_batch = config.batch.global_ or 1
+    if config.data.drop_last and length < global_batch:
+        remedy = "lower batch.global, or set data.drop_last=false"
+        raise DataError(
+            f"{length} samples do not fill one batch of {global_batch}", where="data.drop_last", remedy=remedy
+        )
+    lengths = _sample_lengths(data, "Task.train_data")
+    if config.data.group_by_length and lengths is None:
+        raise UsageError(
+            "the lengths of the samples are not known",
+            where="data.group_by_length",
+            remedy="leave it out, or let Task.train_data return a data set with the attribute `lengths`: "
+            "an array of the length of each sample",
+        )
+    return StepPlan(
+        length,
+        global_batch,
+        micro_batch,
+        world.data_size,
+        config.seed,
+        config.data.drop_last,
+        lengths,
+        config.batch.micro if isinstance(config.batch.micro, dict) else None,
+        config.data.group_by_length,
+    )
+
+
+def grouping(plan: StepPlan) -> list[str]:
+    """Lines for the log where lengths choose the samples of a batch."""
+    count, batches = plan.group_by_length, plan.length // plan.global_batch
+    if not count:
+        return []
+    lines = [f"data.group_by_length={count}: windows of {count} batches are sorted by the length of their samples"]
+    if count >= batches:
+        lines.append(
+            f"  a window holds the whole epoch ({batches} batches), so every epoch has almost the same batches; "
+            f"data.group_by_length={max(1, batches // 4)} makes four windows"
+        )
+    return lines
+
+
+def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World, *, training: bool) -> Loader:
+    """The loader of this rank's micro-batches of `data`."""
+    micro_batches = MicroBatches(data, task, config.seed, training=training, on_error=config.data.on_error)
+    return Loader(micro_batches, config.data.workers, world.device, channels_last=config.compute.channels_last)
+
+
+def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:
+    """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
+
+    Raises:
+        DataError: the task has no evaluation data, or an empty data set.
+    """
+    if data is None:
+        data = required_evaluation_data(task)
+    else:
+        data = task_checks.data(data, "the data to predict")
+    micro_batch = config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
+    plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data, "the evaluation data"))  # type: ignore[arg-type]
+    return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
+
+
+class NoEvaluationData(DataError):
+    """A task has no evaluation data."""
+
+
+def required_evaluation_data(task: Task) -> Dataset[Any]:
+    """The task's evaluation data.
+
+    Raises:
+        NoEvaluationData: the task has none.
+        DataError: the data set is empty.
+    """
+    evaluation_data = task.eval_data()
+    if evaluation_data is None:
+        remedy = "set data.eval, or let Task.eval_data return a data set; train.eval_every_epochs=0 trains without it"
+        raise NoEvaluationData("there is no evaluation data", where="Task.eval_data", remedy=remedy)
+    data = task_checks.data(evaluation_data, "Task.eval_data")
+    if len(data) == 0:  # type: ignore[arg-type]
+        raise DataError("the evaluation data set is empty", where="Task.eval_data", remedy="check data.eval")
+    return data
+
+
+def _sample_lengths(data: Dataset[Any], where: str) -> Any:
+    """Lengths of the samples, where the data set has the attribute `lengths`.
+
+    Raises:
+        DataError: the attribute is not an array of one number for each sample.
+    """
+    lengths = getattr(data, "lengths", None)
+    if lengths is None:
+        return None
+    found, expected = np.asarray(lengths), (len(data),)  # type: ignore[arg-type]
+    if found.shape != expected or found.dtype.kind not in "iuf":
+        raise DataError(
+            f"`lengths` of the data set has the shape {found.shape} and the type {found.dtype}; expected: one number "
+            f"for each of {len(data)} samples",  # type: ignore[arg-type]
+            where=where,
+            remedy="correct `lengths`, or give the attribute another name",
+        )
+    return found
+
+
+def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> dict[str, Any]:
+    """The fingerprint of the training data. With several nodes, each node reads its own.
+
+    Raises:
+        UsageError: the nodes have different data.
+    """
+    readers = world.nodes.first_ranks if world.size > 1 else [0]
+    own = fingerprint(data, in_worker) if world.rank in readers else None
+    gathered = world.gather(own) if len(readers) > 1 else [own]
+
+    def same() -> dict[str, Any]:
+        assert gathered is not None  # on rank 0
+        first: dict[str, Any] = gathered[0] or {}
+        others = {rank: gathered[rank] or {} for rank in readers if gathered[rank] != first}
+        if others:
+            names = world.nodes.names
+            counts = {names[rank]: found["samples"] for rank, found in others.items()}
+            differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
+            what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+            raise UsageError(
+                f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
+                where="data.train",
+                remedy="give all nodes the same data under this path, or put the data on a shared disk",
+            )
+        return first
+
+    return world.on_rank0(same)
