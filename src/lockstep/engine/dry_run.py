@@ -185,7 +185,8 @@ def check_results(chosen: Mapping[str, str], names: Sequence[str]) -> None:
 def check_is_evaluated(chosen: Mapping[str, str], evaluates: bool) -> None:
     """Raises UsageError where a key of the config names a result, but the run evaluates nothing."""
     for key, result in () if evaluates else chosen.items():
-        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or leave out {key}"
+        left_out = key.removesuffix(".metric")  # train.stop_when must have a metric
+        remedy = f"set train.eval_every_epochs or train.eval_every_steps, or leave out {left_out}"
         raise UsageError(f"nothing is evaluated, so there is no {result}", where=key, remedy=remedy)
 
 
