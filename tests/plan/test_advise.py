@@ -284,3 +284,8 @@ def test_a_damaged_config_and_environment_do_no_harm(tmp_path):
     (tmp_path / "config.yaml").write_text("batch: 3\ntrain: [1]\ndata: {workers: many}\nparallel: null\n")
     (tmp_path / "environment.json").write_text('{"world": "two", "device": 3, "device_memory": -1, "cpus": true}')
     advise.text(advise.advise(tmp_path))
+
+
+@pytest.mark.parametrize(("share", "factor"), [(0.04, "1.04"), (0.25, "1.3"), (0.7, "3.3")])
+def test_a_small_gain_is_not_rounded_to_nothing(share, factor):
+    assert advise.less_time(share).endswith(f" less time ({factor} times as fast)")

@@ -134,7 +134,13 @@ def _notes(figures: Figures) -> list[str]:
 def less_time(share: float) -> str:
     """A share of the run's time as a gain: `up to 23 % less time (1.3 times as fast)`."""
     share = min(share, 0.99)
-    return f"up to {share:.0%} less time ({1 / (1 - share):.2g} times as fast)"
+    return f"up to {share:.0%} less time ({_times(share)} times as fast)"
+
+
+def _times(share: float) -> str:
+    """How many times as fast a run is without this share of its time."""
+    factor = 1 / (1 - share)
+    return f"{factor:.2g}" if factor >= 1.1 else f"{factor:.2f}"
 
 
 # ---- waiting for data
@@ -220,7 +226,7 @@ def _slow_rank(figures: Figures) -> Iterator[Advice]:
         source=f"health/compute_ms/rank{slowest} {by_rank[slowest] * step_ms:.4g}, the median of the others "
         f"{others * step_ms:.4g}",
         changes=(),
-        gain=f"{gain} ({1 / (1 - least):.2g} to {1 / (1 - most):.2g} times as fast)",
+        gain=f"{gain} ({_times(least)} to {_times(most)} times as fast)",
         saves_share=least,
         note="no key is at fault: look for another program, a hot or throttled GPU, or code of the task that does more "
         f"on rank {slowest}; --profile shows where the time goes",
