@@ -1,5 +1,7 @@
 """Facts of small tasks from traced passes: bytes by hand, operations by torch's counter, models without a trace."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,22 @@ def test_a_model_that_cannot_run_has_exact_states_and_unknown_activations():
     assert not facts.is_traced
     assert facts.elements == 433
     assert "Activations are not known" in facts.notes[-1]
+
+
+def test_torch_logs_nothing_about_a_model_that_cannot_run(caplog):
+    class Misfit(Mlp):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 16), nn.Linear(3, 1))
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's own loggers do not pass records on
+    try:
+        facts = plain(Misfit())
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert any("module 1" in note for note in facts.notes)
+    assert not caplog.records
+    assert not logger.disabled
 
 
 def test_a_model_that_cannot_be_made_without_values_is_made_in_full():

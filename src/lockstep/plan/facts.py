@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
@@ -76,7 +78,7 @@ def facts_of(
     Raises:
         DataError, UsageError: the task's data or model cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _quiet():
         build.seed_everything(config)
         task.setup(Path(folder), False)
         data = task_checks.data(task.train_data(), "Task.train_data")
@@ -129,6 +131,17 @@ def facts_of(
         data=("samples of the training data" if has_data else "made-up samples") + _kind_of_samples(data),
         notes=notes,
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not log the operations that failed without values: the notes of the facts name them."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _kind_of_samples(data: Any) -> str:
