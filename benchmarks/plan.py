@@ -1,7 +1,7 @@
 """`lockstep plan` against real trainings on the CPU: states, activations and peak of one rank, in bytes of tensors.
 
     python benchmarks/plan.py [--models bert,resnet,vit,segformer,gpt2] [--ranks 1,2] [--json FILE]
-    python benchmarks/plan.py --more --models bert,segformer --ranks 2,4    # precisions, accumulation, averages, hybrid
+    python benchmarks/plan.py --more --models small --ranks 1,2,4    # precisions, accumulation, averages, hybrid
     python benchmarks/plan.py --more --real FILE        # with the real bytes of an earlier --json FILE
     python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
 
@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import resource
 import socket
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -39,7 +40,7 @@ from torch.utils.data import TensorDataset
 from lockstep.config import RunConfig
 from lockstep.tasks.task import Task
 
-SAMPLES = {"bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
+SAMPLES = {"small": 4, "bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
 BOUNDS = {"states": 0.01, "activations": 0.10, "peak": 0.15}
 
 
@@ -104,6 +105,9 @@ class Pretend(Task):
     def model(self) -> nn.Module:
         import transformers as hf
 
+        if self.name == "small":  # quick in all precisions: CPUs compute fp16 slowly
+            sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+            return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4, vocab_size=8000, **sizes))
         if self.name == "bert":
             return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4))
         if self.name == "resnet":
@@ -116,8 +120,8 @@ class Pretend(Task):
 
     def train_data(self) -> TensorDataset:
         draw = torch.Generator().manual_seed(0)
-        if self.name in ("bert", "gpt2"):
-            tokens = torch.randint(0, 30000, (32, 128), generator=draw)
+        if self.name in ("small", "bert", "gpt2"):
+            tokens = torch.randint(0, 8000, (32, 128), generator=draw)
             return TensorDataset(tokens, torch.randint(0, 4, (32,), generator=draw))
         side = {"resnet": 160, "vit": 224, "segformer": 192}[self.name]
         images = torch.randn(16, 3, side, side, generator=draw)
@@ -126,7 +130,7 @@ class Pretend(Task):
 
     def loss(self, model, batch):
         inputs, targets = batch
-        if self.name == "bert":
+        if self.name in ("small", "bert"):
             return cross_entropy(model(input_ids=inputs).logits, targets, reduction="sum")
         if self.name == "gpt2":
             logits = model(input_ids=inputs).logits[:, :-1]
@@ -248,6 +252,7 @@ def _figures(world: object, model: str, case: Case) -> dict[str, float]:
     from lockstep import build
     from lockstep.engine.step import train_step
 
+    print(f"{time.strftime('%H:%M:%S')} {model}, {world.size} ranks: {case.name}", file=sys.stderr, flush=True)
     config, task = config_of(model, world.size, case), Pretend(model)
     others = storages()
     prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)

@@ -70,6 +70,28 @@ def test_bytes_of_one_rank_are_those_counted_by_hand():
     assert (found.micro_batch, found.accumulate, found.strategy) == (SAMPLES, 1, "single")
 
 
+@dataclasses.dataclass
+class Samples:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class InDataclass(Mlp):
+    """Its batches are dataclasses."""
+
+    def collate(self, samples):
+        inputs, targets = zip(*samples, strict=True)
+        return Samples(torch.stack(inputs), torch.stack(targets))
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch.inputs, batch.targets))
+
+
+def test_batches_in_dataclasses_are_counted():
+    found = measure(config(task={"kind": f"{__file__}:InDataclass"}))
+    assert found.batch_bytes == 4 * SAMPLES * (64 + 8)
+
+
 def test_averages_accumulation_and_a_small_micro_batch():
     found = measure(config(batch={"global": 32, "micro": 8}, train={"ema_decay": 0.9}))
     assert found.averages_bytes == PARAMETERS
@@ -156,6 +178,8 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     rows = [measured.Difference("peak", 5.4e9, 6e9, "bytes"), measured.Difference("activations", None, 1e9, "bytes")]
     said = measured.text(rows, FOUND, calibrate.peak_flops(settings, FOUND))
     assert "-10.0%" in said
+    assert "workspace inside of operators" in said
+    assert "workspace" not in measured.text([dataclasses.replace(rows[0], estimated=5.9e9), rows[1]], FOUND)
     assert "not known" in said
     assert "memory by max_memory_allocated" in said
     # 16 samples of 10^12 operations in 0.05 s

@@ -13,14 +13,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from lockstep import build, devices
 from lockstep.data.loader import MicroBatch
@@ -29,6 +28,7 @@ from lockstep.distributed.world import World
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import TrainState, train_step
 from lockstep.plan.measured import Measured
+from lockstep.plan.trace import tensors_of
 from lockstep.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -243,12 +243,9 @@ def _mark(name: str) -> None:
 
 def _mark_backward(losses: Any) -> None:
     """Mark the begin of the backward pass. By then autocast has freed the weights that nothing needs any more."""
-    for loss in _tensors_with_graph(losses):
-        loss.register_hook(lambda _: _mark(_FORWARD))  # type: ignore[no-untyped-call]
-
-
-def _tensors_with_graph(value: Any) -> Iterator[Tensor]:
-    return (tensor for tensor in tree_iter(value) if isinstance(tensor, Tensor) and tensor.requires_grad)
+    for loss in tensors_of(losses):
+        if loss.requires_grad:
+            loss.register_hook(lambda _: _mark(_FORWARD))  # type: ignore[no-untyped-call]
 
 
 def _events(events: Iterable[Any], kind: str) -> Iterator[tuple[str, int]]:
@@ -281,10 +278,4 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
 
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The plain tensors on this rank in `value`, which may be nested."""
-    if isinstance(value, Tensor):
-        yield local(value.detach())
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
+    return (local(tensor.detach()) for tensor in tensors_of(value))

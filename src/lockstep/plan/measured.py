@@ -9,6 +9,8 @@ from typing import Any
 from lockstep.plan.chart import gb
 from lockstep.plan.estimate import Estimate
 
+_WORKSPACE = 0.05  # a peak that is underestimated by this share is explained
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -103,6 +105,12 @@ def text(rows: Sequence[Difference], measured: Measured, peak_flops: float | Non
     for first, *others in cells:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *rest)).rstrip())
+    off = next((row.off for row in rows if row.part == "peak"), None)
+    if off is not None and off < -_WORKSPACE:
+        lines.append(
+            "the measured peak has the workspace inside of operators, such as convolutions: torch does not tell"
+        )
+        lines.append("its size before they run, and the estimate leaves it out")
     rate = flops_per_second(measured)
     if rate is not None:
         lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations in a second")
