@@ -178,8 +178,10 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     rows = [measured.Difference("peak", 5.4e9, 6e9, "bytes"), measured.Difference("activations", None, 1e9, "bytes")]
     said = measured.text(rows, FOUND, calibrate.peak_flops(settings, FOUND))
     assert "-10.0%" in said
-    assert "workspace inside of operators" in said
-    assert "workspace" not in measured.text([dataclasses.replace(rows[0], estimated=5.9e9), rows[1]], FOUND)
+    assert "buffers inside of operators" in said
+    near = [dataclasses.replace(rows[0], estimated=5.9e9), measured.Difference("operations of a sample", 2, 1, "flops")]
+    assert "buffers inside" not in measured.text(near, FOUND)
+    assert "the measured samples were shorter" in measured.text(near, FOUND)
     assert "not known" in said
     assert "memory by max_memory_allocated" in said
     # 16 samples of 10^12 operations in 0.05 s
