@@ -207,6 +207,22 @@ def test_torch_logs_nothing_about_a_model_that_cannot_run(caplog):
     assert not logger.disabled
 
 
+def test_what_can_be_computed_in_one_precision_is_known_there():
+    class ByNumpy(nn.Module):
+        def forward(self, x):
+            return x * float(x.detach().numpy().max())  # NumPy has no bf16
+
+    class Mixed(Mlp):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 16), ByNumpy(), nn.Linear(16, 1))
+
+    facts = facts_of(Mixed(), config(), recompute=(False,))
+    assert set(facts.passes) == {("fp32", False)}
+    assert facts.flops_per_sample
+    assert "computed on this machine" in facts.notes[-2]
+    assert "cannot be computed here in bf16" in facts.notes[-1]
+
+
 def test_a_model_that_cannot_be_made_without_values_is_made_in_full():
     class Computed(Mlp):
         def model(self):

@@ -108,6 +108,16 @@ def test_without_a_memory_or_a_trace_nothing_is_said_to_fit():
         assert "known" in plan.reason
 
 
+def test_a_precision_without_a_trace_is_not_said_to_fit_beside_one_that_does():
+    fp32 = {key: passes for key, passes in FACTS.passes.items() if key[0] == "fp32"}
+    plan = search(replace(FACTS, passes=fp32), world())
+    assert (option(plan, "ddp, fp32").fits, option(plan, "ddp, bf16").fits) == (True, None)
+    assert plan.recommended.name == "ddp, fp32"
+    memory = option(plan, "ddp, bf16").estimate.memory
+    assert memory.activations_bytes is None
+    assert memory.at_peak["gradients"] == memory.gradients_bytes
+
+
 def test_intervals_of_saving():
     month = YEAR_SECONDS / 12
     young = (2 * 60 * month) ** 0.5

@@ -240,7 +240,7 @@ def _whole_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradien
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
     kept, buckets = 0, 0
     moment = segment.alone
-    if not facts.passes:
+    if segment is _UNKNOWN:
         kept = gradients
     elif setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view):
         moment, kept = segment.beside, gradients  # buckets are the gradients, and exist all the time
@@ -291,7 +291,7 @@ def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradi
     root, last = gathered.get(None, 0), len(facts.blocks) - 1
     moment = segment.of_block
     unsharded, given, waiting = 0, 0, 0
-    if not facts.passes:
+    if segment is _UNKNOWN:
         around = gathered.get(last, 0) * 2
     elif segment.phase == "forward":
         current = block if block is not None else segment.before
@@ -316,7 +316,7 @@ def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradi
         gradient_bytes, given = 0, 0
         unsharded = sum(sizes.reduced.values())
     casts = 0 if setting.param_dtype == setting.precision else moment.casts.at(samples)
-    kept = 0 if setting.offload else (gradients if not facts.passes else given)
+    kept = 0 if setting.offload else (gradients if segment is _UNKNOWN else given)
     return {
         "gradients": kept + unsharded,
         "activations": moment.activations.at(samples) + casts,

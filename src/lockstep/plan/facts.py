@@ -88,12 +88,10 @@ def facts_of(
             elements = sum(parameter.numel() for parameter in built.model.parameters())
             if elements <= _REAL_ELEMENTS:
                 sizes = _REAL_SIZES
-                try:
-                    real = model.with_values(task, config, gpu=device == "cuda")
-                    traced = trace(real, batches={n: batches[n] for n in sizes}, inside=None)
+                real = model.with_values(task, config, gpu=device == "cuda")
+                traced = trace(real, batches={n: batches[n] for n in sizes}, inside=None)
+                if traced.passes:
                     notes.append("they were computed on this machine instead, in small")
-                except Untraceable as second:
-                    notes.append(f"they cannot be computed here either: {second}. Activations are not known")
             else:
                 notes.append("activations are not known")
     plain = next((pair[1] for pair in traced.passes.values()), None)
@@ -120,7 +118,7 @@ def facts_of(
         reference_batch=config.optim.reference_batch,
         averages=config.train.ema_decay is not None,
         data=("samples of the training data" if has_data else "made-up samples") + _kind_of_samples(data),
-        notes=[*notes, *traced.notes],
+        notes=[*notes, *dict.fromkeys(traced.notes)],
     )
 
 
@@ -186,7 +184,7 @@ def _trace_all(
         inside: the mode of the tensors. None: they have values.
 
     Raises:
-        Untraceable: a pass with the parameters as they are stored could not be traced.
+        Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
     """
     found, blocks = _Traced(), list(built.blocks.values())
     recomputes = False
@@ -210,7 +208,13 @@ def _trace_all(
                 )
             return first, second
 
-        found.passes[precision, again] = both()
+        try:
+            found.passes[precision, again] = both()
+        except Untraceable as error:
+            if inside is not None:
+                raise
+            found.notes.append(f"they cannot be computed here in {precision}: {error}. Activations are not known")
+            continue
         if gathered_in is None:
             continue
         try:

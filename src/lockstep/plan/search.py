@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.plan.estimate import Estimate, estimate
+from lockstep.plan.estimate import Estimate, estimate, pass_of
 from lockstep.plan.model_facts import ModelFacts
 from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
 
@@ -163,7 +163,7 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     def fits(tried: Setting) -> bool | None:
         return estimate(facts, tried).fits(reserve)
 
-    if setting.world.memory_bytes is None or not facts.is_traced:
+    if setting.world.memory_bytes is None or pass_of(facts, setting) is None:
         found = estimate(facts, at_micro_batch(facts, setting, per_gpu))
         return Option(setting.name, found, found.fits(reserve), None, _shortage(found, reserve))
     largest = _largest(1, _LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
