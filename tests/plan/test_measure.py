@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from lockstep import Task, config_file
 from lockstep.cli import app
+from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import train_step
 from lockstep.plan import calibrate, measured
 from lockstep.plan.measure import measure
@@ -105,6 +106,20 @@ def test_a_step_is_measured_again_where_another_thread_frees_memory(monkeypatch)
     monkeypatch.setattr("lockstep.plan.measure.train_step", disturbed)
     measure(config())
     assert len(calls) == 2 + 2 + 3  # two are measured, two in their place, and three are timed
+
+
+def test_operations_are_those_of_the_step_whose_memory_is_measured(monkeypatch):
+    steps, counted = [], []
+
+    def recorded(state, micro_batches, samples):
+        steps.append(micro_batches[0].indices)
+        return train_step(state, micro_batches, samples)
+
+    count = FlopCount.count
+    monkeypatch.setattr("lockstep.plan.measure.train_step", recorded)
+    monkeypatch.setattr(FlopCount, "count", lambda self, each: (counted.append(each.indices), count(self, each))[1])
+    measure(config())
+    assert counted == [steps[1]]
 
 
 def test_batches_in_dataclasses_are_counted():

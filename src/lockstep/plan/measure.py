@@ -90,11 +90,8 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Me
     prepared.state.forward.train()
     memory = _StepMemory(state)
     batches = iter(prepared.batches)
-    first: list[MicroBatch] = []
     for _ in range(_STEPS):
-        micro_batches = next(batches)
-        first = first or micro_batches
-        memory.run(micro_batches, prepared.plan.samples(state.step))
+        memory.run(next(batches), prepared.plan.samples(state.step))
     for _ in range(_MORE):
         if world.all_max(int(memory.has_missed)) == 0:
             break
@@ -107,6 +104,7 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Me
         train_step(state, micro_batches, prepared.plan.samples(state.step))
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
+    first = memory.micro_batches  # whose samples may be shorter than others
     flops = FlopCount(state.strategy, state.precision, compiled=config.compute.compile is not None)
     flops.add(first[:1])
     flops.count(first[0])
@@ -139,6 +137,8 @@ class _StepMemory:
         self.found: dict[str, int] = {}
         self.missed = 0
         """Bytes whose release the profiler missed in the step whose figures are in `found`."""
+        self.micro_batches: list[MicroBatch] = []
+        """Those of the step whose figures are in `found`."""
         self.held: dict[str, int] = {}
         """Bytes of the states by name, counted in an update. Empty: there was no update."""
 
@@ -167,6 +167,7 @@ class _StepMemory:
         for hook in hooks:
             hook.remove()
         if not self.held:
+            self.micro_batches = self.micro_batches or micro_batches
             return  # the update was skipped
         batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
         live = _levels(_events(profile.kineto_results.events(), "CUDA" if own else "CPU"))
@@ -174,7 +175,7 @@ class _StepMemory:
         missed = 0 if own else abs(live.at[_END] - live.at[_BEGIN])
         if self.has_missed and missed > self.missed:
             return
-        self.missed = missed
+        self.missed, self.micro_batches = missed, micro_batches
         at_update = sum(self.held.values()) + batch + self._buckets()
         self.found = self.held | {
             "batch_bytes": batch,
