@@ -186,13 +186,15 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     batch = passes.batch.at(setting.micro_batch) if passes else 0
     if setting.accumulate > 1:  # the next micro-batch is copied ahead
         batch *= 2
-    moments: list[tuple[str, dict[str, int]]] = []
-    for segment in passes.segments if passes else (_UNKNOWN,):
-        of_segment = _sharded_moment if setting.is_sharded else _whole_moment
-        parts = of_segment(facts, setting, segment, gradients)
-        moments.append((segment.phase, {**on_gpu, **parts, "batch": batch}))
+    found: list[tuple[str, dict[str, int]]]
+    segments = passes.segments if passes else (_UNKNOWN,)
     if setting.is_sharded:
-        moments.append(("backward", {**on_gpu, **_last_reduction(facts, setting, gradients), "batch": batch}))
+        sizes, last = _sizes(facts, setting), len(facts.blocks) - 1
+        found = [(s.phase, _sharded_moment(setting, s, gradients, sizes=sizes, last=last)) for s in segments]
+        found.append(("backward", _last_reduction(setting, gradients, sizes)))
+    else:
+        found = [(s.phase, _whole_moment(setting, s, gradients)) for s in segments]
+    moments = [(phase, {**on_gpu, **parts, "batch": batch}) for phase, parts in found]
     elements = sum(local[p.name] for p in trainable)
     largest = max((local[p.name] for p in trainable), default=0)
     update_facts = (facts.optimizer_of_fp16 if setting.precision == "fp16" else None) or facts.optimizer
@@ -235,7 +237,7 @@ def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
     return next((found for name in same if (found := facts.passes.get((name, setting.recompute)))), None)
 
 
-def _whole_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
     """single, ddp: each rank has all parameters."""
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
     kept, buckets = 0, 0
@@ -280,15 +282,18 @@ def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
     return 4 if setting.param_dtype else parameter.element_bytes
 
 
-def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes: _Sizes, last: int) -> dict[str, int]:
     """fsdp, hybrid: the root is gathered all the time, and one block while it runs, with buffers around it.
 
     In the forward pass, the buffer of a gathering is kept until the next block is gathered. In the backward pass, the
     next block is gathered ahead, and the input of a reduction is kept until the next.
+
+    Args:
+        gradients: bytes of all gradients of a rank.
+        last: index of the last block.
     """
-    sizes, samples = _sizes(facts, setting), setting.micro_batch
-    gathered, block = sizes.gathered, segment.block
-    root, last = gathered.get(None, 0), len(facts.blocks) - 1
+    samples, gathered, block = setting.micro_batch, sizes.gathered, segment.block
+    root = gathered.get(None, 0)
     moment = segment.of_block
     unsharded, given, waiting = 0, 0, 0
     if segment is _UNKNOWN:
@@ -324,9 +329,8 @@ def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradi
     }
 
 
-def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int) -> dict[str, int]:
+def _last_reduction(setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
     """fsdp, hybrid: at the end of the backward pass, the gradients of the root are reduced."""
-    sizes = _sizes(facts, setting)
     root = sizes.reduced.get(None, 0)
     return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": 2 * root}
 
