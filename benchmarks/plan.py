@@ -317,8 +317,7 @@ def facts_of_case(model: str, case: Case):
 
 
 def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
-    from lockstep.plan.calibrate import _kept
-    from lockstep.plan.estimate import estimate
+    from lockstep.plan.estimate import estimate, pass_of
     from lockstep.plan.setting import Setting, World
 
     facts = facts_of_case(model, case)
@@ -337,9 +336,7 @@ def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
     states = memory.states_bytes
     if case.offload:  # on the CPU, the memory of the host is the memory of the rank
         states = estimate(facts, dataclasses.replace(setting, offload=True)).memory.host_bytes + facts.buffers_bytes
-    stay = [p for p in facts.parameters if p.block is None] if setting.is_sharded else []
-    root = sum(p.elements_per_rank(setting.shards) * setting.shards * (2 if case.param_dtype else 4) for p in stay)
-    kept = _kept(facts, setting) - root
+    kept = pass_of(facts, setting).kept.at(SAMPLES[model])
     return {"states": states, "activations": kept, "peak": memory.peak_bytes, "parts": memory.at_peak}
 
 
