@@ -78,6 +78,7 @@ ALLOWED = {
     },
     "plan": {"errors", "devices", "engine.schedule", "markup", "report", "tasks.registry", "plan", "plan.facts"},
     "plan.facts": {"errors", "build", "data", "distributed", "engine", "plan", "plan.trace", "plan.update", "tasks"},
+    "plan.model": {"errors", "build", "distributed", "engine"},
     "plan.measure": {"build", "data", "devices", "distributed", "engine", "plan", "trainer"},
     "plan.trace": {"data", "engine"},
     "plan.update": {"plan.trace"},

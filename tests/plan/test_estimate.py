@@ -76,6 +76,24 @@ def test_gathered_in_bf16_parameters_take_half():
     assert narrow.parameters_bytes == ALL / 8  # the masters stay in fp32
 
 
+def test_activations_of_gathered_parameters_are_those_of_their_own_trace():
+    facts = written_facts()
+    halved = replace(facts, gathered_passes={("bf16", False, "bf16"): facts.passes["bf16", True]})
+    known = {
+        name: memory(name, facts=halved, precision="bf16", param_dtype="bf16").activations_bytes
+        for name in ("ddp", "fsdp")
+    }
+    assert known["fsdp"] == known["ddp"] / 4
+    assert memory("fsdp", facts=halved, precision="bf16").activations_bytes == known["ddp"]
+
+
+def test_fp16_updates_without_the_fused_kernel():
+    without = OptimizerFacts("AdamW", 4.0, 0.0)
+    facts = written_facts(activations=0.0, optimizer_of_fp16=without)
+    assert memory("ddp", facts=facts, precision="bf16").at_peak["activations"] == 0
+    assert memory("ddp", facts=facts, precision="fp16").at_peak["activations"] == ALL
+
+
 def test_offloading_moves_states_to_the_host():
     found = memory("fsdp", offload=True)
     assert found.states_bytes == 0
