@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep import build
+from lockstep import run_data, run_model
 from lockstep.data.order import MicroBatchPlan, StepPlan
 from lockstep.data.tensors import map_tensors
 from lockstep.distributed.precision import Precision
@@ -70,7 +70,7 @@ def facts_of(
         DataError, UsageError: the task's data or model cannot be made.
     """
     with tempfile.TemporaryDirectory() as folder, _quiet():
-        build.seed_everything(config)
+        run_model.seed_everything(config)
         task.setup(Path(folder), False)
         data = task_checks.data(task.train_data(), "Task.train_data")
         length = len(data)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         plan = StepPlan(len(data), min(samples, len(data)), samples, 1, config.seed)
         order = plan.indices(0)[0].tolist()
     order = (order * samples)[:samples]  # a small data set is repeated
-    loader = build.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
+    loader = run_data.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
     epoch = max(0, (config.train.known_epochs or 1) - 1)  # in which pictures are largest, where their size changes
     plans = [MicroBatchPlan(tuple(order), epoch, False)]
     with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
@@ -298,7 +298,7 @@ def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> Op
     name = type(optimizer).__name__
     of_all, of_largest = update.temporaries_of(optimizer, dtype)
     try:
-        build.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
+        run_model.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
         whole = False
     except UsageError:
         whole = True

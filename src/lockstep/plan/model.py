@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
-from lockstep import build
+from lockstep import run_model
 from lockstep.distributed.meta_init import take_values
 from lockstep.distributed.world import World as Ranks
 from lockstep.engine import task_checks
@@ -134,7 +134,7 @@ def _emptied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
 
 def with_values(task: Task, config: RunConfig, *, gpu: bool) -> Built:
     """The model with real tensors, as the task makes it."""
-    build.seed_everything(config)
+    run_model.seed_everything(config)
     return _wrapped(task, config, task_checks.model(task), None, gpu=gpu)
 
 
@@ -145,8 +145,8 @@ def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMo
     vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
     try:
         with fake or contextlib.nullcontext():
-            built = build.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
-            make = partial(build.make_optimizer, small, built.model, built.blocks)
+            built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
+            make = partial(run_model.make_optimizer, small, built.model, built.blocks)
             optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
     finally:
         del vars(task)["model"], vars(model)["to"]
