@@ -152,8 +152,21 @@ def test_between_nodes_the_network_counts():
     found = estimate(written_facts(), Setting(two, "hybrid", "fp32", 4)).communication
     inside = found.sent_bytes["all_gather"] + found.sent_bytes["reduce_scatter"]
     assert found.seconds == pytest.approx(inside / 1e4 + found.sent_bytes["all_reduce"] / 1e3)
+    # A ring over both nodes leaves a node through one of its 8 adapters: an eighth of what a GPU sends.
+    for strategy in ("ddp", "fsdp"):
+        found = estimate(written_facts(), Setting(two, strategy, "fp32", 4)).communication
+        assert found.seconds == pytest.approx(found.total_bytes / 8e3)
+    fast = replace(two, network_bytes_per_second=1e4)  # then the links inside of a node are the limit
+    found = estimate(written_facts(), Setting(fast, "ddp", "fp32", 4)).communication
+    assert found.seconds == pytest.approx(found.total_bytes / 1e4)
     unknown = replace(two, network_bytes_per_second=None)
     assert estimate(written_facts(), Setting(unknown, "ddp", "fp32", 4)).communication.seconds is None
+
+
+def test_a_partial_batch_that_is_left_out_is_no_step():
+    setting = Setting(world(), "ddp", "fp32", 4)  # 1,000 samples, 32 in a step
+    assert estimate(written_facts(), setting).steps_per_epoch == 32
+    assert estimate(written_facts(drop_last=True), setting).steps_per_epoch == 31
 
 
 def test_the_learning_rate_is_scaled_for_the_effective_batch():

@@ -111,7 +111,8 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     step = None
     if compute is not None and communication.seconds is not None:
         step = max(compute, communication.seconds)
-    steps = None if facts.samples is None else max(1, math.ceil(facts.samples / setting.effective_batch))
+    rounded = math.floor if facts.drop_last else math.ceil
+    steps = None if facts.samples is None else max(1, rounded(facts.samples / setting.effective_batch))
     epoch = None if step is None or steps is None else step * steps
     total_steps = facts.steps or (math.ceil(steps * facts.epochs) if steps and facts.epochs else None)
     states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
@@ -348,28 +349,32 @@ def _communication(facts: ModelFacts, setting: Setting) -> Communication:
     """
     world, gpus, shards = setting.world, setting.world.gpus, setting.shards
     sent: dict[str, float] = {}
-    over: dict[str, int] = {}
+    over: dict[str, tuple[int, int]] = {}
+    """Ranks of a collective, and how many of them share a node."""
+    everyone = (gpus, min(gpus, world.gpus_per_node))
     if gpus == 1:
         return Communication({}, 0.0)
     if facts.buffers_bytes:
-        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, gpus
+        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, everyone
     trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
     if not setting.is_sharded:
-        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, gpus
+        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, everyone
     else:
         sizes, share = _sizes(facts, setting), (shards - 1) / shards
+        group = (shards, min(shards, world.gpus_per_node))
         blocks = sum(size for block, size in sizes.gathered.items() if block is not None)
         times = 2 if setting.reshard_after_forward else 1
         per_micro_batch = blocks * times + sizes.gathered.get(None, 0)
-        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, shards
+        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, group
         reduced = sum(sizes.reduced.values())
-        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, shards
+        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, group
         if setting.replicas > 1:
             replicas = setting.replicas
-            sent["all_reduce"], over["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards, gpus
+            sent["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards
+            over["all_reduce"] = (gpus, max(1, everyone[1] // shards))
     seconds: float | None = 0.0
     for name, size in sent.items():
-        bandwidth = world.bandwidth(over[name])
+        bandwidth = world.bandwidth(*over[name])
         seconds = None if bandwidth is None or seconds is None else seconds + size / bandwidth
     return Communication({name: round(size) for name, size in sent.items()}, seconds)
 

@@ -113,6 +113,7 @@ def facts_of(
         global_batch=config.batch.global_ or 32,
         epochs=config.train.known_epochs,
         steps=config.train.steps,
+        drop_last=config.data.drop_last,
         learning_rate=config.optim.lr,
         lr_scaling=config.optim.lr_scaling,
         reference_batch=config.optim.reference_batch,

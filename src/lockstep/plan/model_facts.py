@@ -134,6 +134,8 @@ class ModelFacts:
     """The config's learning rate, for `reference_batch`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: int = 32
+    drop_last: bool = False
+    """Whether the last, partial batch of an epoch is left out."""
     averages: bool = False
     """Whether the training keeps moving averages of the weights."""
     gathered_passes: dict[tuple[PrecisionName, bool, PrecisionName], PassFacts] = field(default_factory=dict)
