@@ -1,6 +1,7 @@
 """`lockstep plan`: recipes, a user's task, made-up samples, JSON, errors."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -125,3 +126,23 @@ def test_no_figure_of_the_table_is_cut():
     text = show.text(command.plan_of(config, World(8, 8, memory_bytes=80 * 10**9, **times)), width=80)
     assert "step, s" in text
     assert "…" not in text
+
+
+def test_the_recommended_keys_can_be_given_to_a_config_with_a_batch_per_rank(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    target, overrides = f"{tmp_path / 'mine.py'}:Mine", ["batch.per_rank=4", "batch.accumulate=2"]
+    found = command.plan_of(config_file.load(target, overrides), World(2, 2, memory_bytes=10**9), precisions=["fp32"])
+    batch = config_file.load(target, [*overrides, *found.keys]).batch
+    assert (batch.global_, batch.micro) == (16, 8)
+
+
+def test_gpus_without_samples_are_named(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    config = config_file.load(f"{tmp_path / 'mine.py'}:Mine", ["batch.global=3"])
+    found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
+    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them have no sample")
+    large = replace(found.facts, global_batch=21)  # of 20 samples
+    assert (
+        "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]
+    )
+    assert "batch: 3 samples = micro-batches of up to 1 x 1 on 4 GPUs" in show.text(found)

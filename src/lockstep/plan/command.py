@@ -50,6 +50,7 @@ def plan_of(
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
+    asked = config
     config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
     facts = facts_with_or_without_data(config, precisions=chosen, may_make_up=may_make_up)
@@ -58,17 +59,37 @@ def plan_of(
         name: getattr(parallel, name)
         for name in ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
     }
+    facts = replace(facts, notes=[*_notes_on_the_batch(facts, world), *facts.notes])
     found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
-    keys = [*found.keys, *_switched_off(config, found.keys)]
+    keys = [*found.keys, *_switched_off(asked, found.keys, facts.global_batch)]
     return replace(found, keys=keys, save_every_seconds=interval)
 
 
-def _switched_off(config: RunConfig, keys: Sequence[str]) -> list[str]:
+def _notes_on_the_batch(facts: ModelFacts, world: World) -> list[str]:
+    """What does not fit together: the global batch, the GPUs and the samples of an epoch."""
+    notes, batch = [], facts.global_batch
+    if batch < world.gpus:
+        notes.append(
+            f"batch.global={batch} is less than the {world.gpus} GPUs: {world.gpus - batch} of them have no sample in "
+            f"any step, and are paid for; use at most {batch} GPUs, or raise batch.global"
+        )
+    if facts.samples is not None and batch > facts.samples:
+        notes.append(
+            f"batch.global={batch} is more than the {facts.samples} samples of an epoch: a step then has "
+            f"{facts.samples} samples, and needs less memory and time than is told here; lower batch.global"
+        )
+    return notes
+
+
+def _switched_off(config: RunConfig, keys: Sequence[str], global_batch: int) -> list[str]:
     """What the config has, and what the recommended option does without."""
     if not keys:
         return []
     named = {key.partition("=")[0] for key in keys}
     on = {
+        f"batch.global={global_batch}": config.batch.per_rank is not None,  # `batch.micro` goes together with it alone
+        "batch.per_rank=null": config.batch.per_rank is not None,
+        "batch.accumulate=null": config.batch.accumulate is not None,
         "parallel.cpu_offload=false": config.parallel.cpu_offload,
         "parallel.shard_ranks=null": config.parallel.shard_ranks is not None,
         "compute.activation_checkpointing=false": config.compute.activation_checkpointing,

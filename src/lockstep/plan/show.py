@@ -115,9 +115,11 @@ def _time(seconds: float | None) -> str:
 def _details(plan: Plan, option: Option) -> list[str]:
     found: Estimate | None = option.estimate
     assert found is not None
+    setting = found.setting
+    full = setting.micro_batch * setting.accumulate * plan.world.gpus == found.effective_batch
     lines = [
-        f"batch: {found.effective_batch} samples = micro-batches of {found.setting.micro_batch} x "
-        f"{found.setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
+        f"batch: {found.effective_batch} samples = micro-batches of {'' if full else 'up to '}{setting.micro_batch} x "
+        f"{setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
         f"(lr_scaling {plan.facts.lr_scaling})"
     ]
     if found.steps_per_epoch is not None:
