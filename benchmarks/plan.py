@@ -1,12 +1,14 @@
 """`lockstep plan` against real trainings on the CPU: states, activations and peak of one rank, in bytes of tensors.
 
     python benchmarks/plan.py [--models bert,resnet,vit,segformer,gpt2] [--ranks 1,2] [--json FILE]
+    python benchmarks/plan.py --more --models small --ranks 1,2,4    # precisions, accumulation, averages, hybrid
+    python benchmarks/plan.py --more --real FILE        # with the real bytes of an earlier --json FILE
     python benchmarks/plan.py --large       # the time and the memory of planning a model of 7 billion parameters
 
 Real is the second step of `engine.step.train_step` in a new process for each rank. It shares no code with the estimate:
 
 states       bytes of the storages of all tensors as the update begins, without data and batch
-activations  bytes that malloc has given out at the end of the forward pass, less those at the beginning of the step.
+activations  bytes that malloc has given out as the first backward pass begins, less those at the beginning of the step.
              With FSDP, without the gathered parameters outside of the blocks
 peak         bytes of storages at the beginning of the step, and the most that malloc gave out beyond, as seen after
              each operation. What gloo's threads hold counts, too
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import json
 import multiprocessing
@@ -24,7 +27,9 @@ import resource
 import socket
 import sys
 import time
+import traceback
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,8 +40,60 @@ from torch.utils.data import TensorDataset
 from lockstep.config import RunConfig
 from lockstep.tasks.task import Task
 
-SAMPLES = {"bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
+SAMPLES = {"small": 4, "bert": 4, "resnet": 2, "vit": 2, "segformer": 2, "gpt2": 2}  # of a micro-batch
 BOUNDS = {"states": 0.01, "activations": 0.10, "peak": 0.15}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """How a model is trained."""
+
+    strategy: str
+    recompute: bool = False
+    precision: str = "fp32"
+    accumulate: int = 1
+    """Micro-batches of a step."""
+    shard_ranks: int | None = None
+    param_dtype: str | None = None
+    averages: bool = False
+    """Moving averages of the weights (EMA)."""
+    offload: bool = False
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        words = ["hybrid" if self.shard_ranks else self.strategy, self.precision]
+        words += [f"gathered in {self.param_dtype}"] if self.param_dtype else []
+        words += [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        words += [word for word in ("averages", "offload") if getattr(self, word)]
+        return ", ".join(words)
+
+
+BASIC = {
+    1: [Case("single", again) for again in (False, True)],
+    2: [Case(name, again) for name in ("ddp", "fsdp") for again in (False, True)],
+}
+MORE = {
+    1: [Case("single", precision="bf16"), Case("single", accumulate=2, averages=True)],
+    2: [
+        Case("ddp", precision="bf16"),
+        Case("ddp", precision="fp16"),
+        Case("ddp", accumulate=2, averages=True),
+        Case("fsdp", precision="bf16"),
+        Case("fsdp", True, precision="bf16"),
+        Case("fsdp", precision="bf16", param_dtype="bf16"),
+        Case("fsdp", True, precision="bf16", param_dtype="bf16", accumulate=2),
+        Case("fsdp", accumulate=2, averages=True),
+        Case("fsdp", offload=True),
+    ],
+    4: [
+        Case("ddp"),
+        Case("fsdp"),
+        Case("fsdp", shard_ranks=2),
+        Case("fsdp", True, precision="bf16", shard_ranks=2, averages=True),
+        Case("fsdp", shard_ranks=2, accumulate=2),
+    ],
+}
 
 
 class Pretend(Task):
@@ -48,6 +105,9 @@ class Pretend(Task):
     def model(self) -> nn.Module:
         import transformers as hf
 
+        if self.name == "small":  # quick in all precisions: CPUs compute fp16 slowly
+            sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4}
+            return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4, vocab_size=8000, **sizes))
         if self.name == "bert":
             return hf.BertForSequenceClassification(hf.BertConfig(num_labels=4))
         if self.name == "resnet":
@@ -60,8 +120,8 @@ class Pretend(Task):
 
     def train_data(self) -> TensorDataset:
         draw = torch.Generator().manual_seed(0)
-        if self.name in ("bert", "gpt2"):
-            tokens = torch.randint(0, 30000, (32, 128), generator=draw)
+        if self.name in ("small", "bert", "gpt2"):
+            tokens = torch.randint(0, 8000, (32, 128), generator=draw)
             return TensorDataset(tokens, torch.randint(0, 4, (32,), generator=draw))
         side = {"resnet": 160, "vit": 224, "segformer": 192}[self.name]
         images = torch.randn(16, 3, side, side, generator=draw)
@@ -70,7 +130,7 @@ class Pretend(Task):
 
     def loss(self, model, batch):
         inputs, targets = batch
-        if self.name == "bert":
+        if self.name in ("small", "bert"):
             return cross_entropy(model(input_ids=inputs).logits, targets, reduction="sum")
         if self.name == "gpt2":
             logits = model(input_ids=inputs).logits[:, :-1]
@@ -79,15 +139,21 @@ class Pretend(Task):
         return cross_entropy(logits, targets, reduction="sum") / targets[0].numel()
 
 
-def config_of(model: str, ranks: int, strategy: str, recompute: bool) -> RunConfig:
+def config_of(model: str, ranks: int, case: Case) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": model,
             "device": "cpu",
-            "batch": {"global": SAMPLES[model] * ranks, "micro": SAMPLES[model]},
-            "train": {"steps": 4},
-            "parallel": {"strategy": strategy},
-            "compute": {"activation_checkpointing": recompute},
+            "precision": case.precision,
+            "batch": {"global": SAMPLES[model] * ranks * case.accumulate, "micro": SAMPLES[model]},
+            "train": {"steps": 4, "ema_decay": 0.99 if case.averages else None},
+            "parallel": {
+                "strategy": case.strategy,
+                "shard_ranks": case.shard_ranks,
+                "param_dtype": case.param_dtype,
+                "cpu_offload": case.offload,
+            },
+            "compute": {"activation_checkpointing": case.recompute},
         }
     )
 
@@ -95,25 +161,27 @@ def config_of(model: str, ranks: int, strategy: str, recompute: bool) -> RunConf
 # ---- the real training
 
 
-def measure(model: str, ranks: int) -> list[dict[str, float]]:
+def measure(model: str, ranks: int, cases: list[Case]) -> list[dict[str, float]]:
     """The figures of each case, of the rank with the largest peak."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [context.Process(target=_rank, args=(rank, ranks, port, model, queue)) for rank in range(ranks)]
+    processes = [context.Process(target=_rank, args=(rank, ranks, port, model, cases, queue)) for rank in range(ranks)]
     for process in processes:
         process.start()
-    found = [queue.get(timeout=1400) for _ in processes]
+    found = []
+    for _ in processes:
+        figures = queue.get(timeout=1400)
+        if isinstance(figures, str):  # a rank failed, and the others would wait for it
+            for process in processes:
+                process.terminate()
+            raise RuntimeError(figures)
+        found.append(figures)
     for process in processes:
         process.join()
     return [max(of_case, key=lambda figures: figures["peak"]) for of_case in zip(*found, strict=True)]
-
-
-def cases(ranks: int) -> list[tuple[str, bool]]:
-    """Strategies, each without and with recomputation."""
-    return [(name, again) for name in (("single",) if ranks == 1 else ("ddp", "fsdp")) for again in (False, True)]
 
 
 class Info(ctypes.Structure):
@@ -166,21 +234,26 @@ def storages() -> int:
     return sum(found.values())
 
 
-def _rank(rank: int, ranks: int, port: int, model: str, queue: object) -> None:
+def _rank(rank: int, ranks: int, port: int, model: str, cases: list[Case], queue: object) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
     from lockstep.distributed.world import join_world
 
     with join_world("cpu") as world:
-        queue.put([_figures(world, model, strategy, recompute) for strategy, recompute in cases(ranks)])
+        try:
+            queue.put([_figures(world, model, case) for case in cases])
+        except Exception:
+            queue.put(traceback.format_exc())
+            time.sleep(5)  # until the message has arrived
 
 
-def _figures(world: object, model: str, strategy: str, recompute: bool) -> dict[str, float]:
+def _figures(world: object, model: str, case: Case) -> dict[str, float]:
     from lockstep import build
     from lockstep.engine.step import train_step
 
-    config, task = config_of(model, world.size, strategy, recompute), Pretend(model)
+    print(f"{time.strftime('%H:%M:%S')} {model}, {world.size} ranks: {case.name}", file=sys.stderr, flush=True)
+    config, task = config_of(model, world.size, case), Pretend(model)
     others = storages()
     prepared = build.prepare_run(config, task, world, micro_batch=SAMPLES[model], checkpoint=None)
     data = sum(tensor.nbytes for tensor in prepared.batches.loader.micro_batches.data.tensors)
@@ -188,23 +261,24 @@ def _figures(world: object, model: str, strategy: str, recompute: bool) -> dict[
     train_step(prepared.state, micro_batches, samples)
     del micro_batches
     micro_batches, samples = _next(prepared)
-    batch = sum(tensor.nbytes for tensor in micro_batches[0].collated)
-    root = root_bytes(prepared, world.size) if prepared.built.strategy.is_sharded else 0
-    figures, watch = {}, Watch()
+    assert len(micro_batches) == case.accumulate
+    batch = sum(tensor.nbytes for each in micro_batches for tensor in each.collated)
+    root = root_bytes(prepared, case.shard_ranks or world.size, case) if prepared.built.strategy.is_sharded else 0
+    figures, watch, backward = {}, Watch(), torch.autograd.backward
 
     def look(*_):
         figures["update"] = storages() - others - data - batch
 
-    def end_of_forward(*_):
-        figures["forward"] = allocated()
+    def begin_of_backward(*args, **options):
+        figures.setdefault("forward", allocated())
+        return backward(*args, **options)
 
     prepared.state.optimizer.register_step_pre_hook(look)
-    prepared.built.strategy.unwrapped.register_forward_hook(end_of_forward)
     figures["begin"] = storages() - others - data
     before = allocated()
-    with watch:
+    with watch, mock.patch.object(torch.autograd, "backward", begin_of_backward):
         train_step(prepared.state, micro_batches, samples)
-    if strategy == "ddp":
+    if case.strategy == "ddp":
         figures["begin"] = figures["update"] + batch  # the buckets exist all the time, and are the gradients
     return {
         "states": figures["update"],
@@ -220,11 +294,11 @@ def _next(prepared):
     return micro_batches, prepared.plan.samples(prepared.state.step)
 
 
-def root_bytes(prepared, ranks: int) -> int:
+def root_bytes(prepared, shards: int, case: Case) -> int:
     """Parameters outside of the blocks, gathered: their rows are filled up to a multiple of the ranks."""
     blocks = tuple(f"{name}." for name in prepared.built.blocks)
     return sum(
-        -(-p.shape[0] // ranks) * ranks * p[0].numel() * 4
+        -(-p.shape[0] // shards) * shards * p[0].numel() * (2 if case.param_dtype else 4)
         for name, p in prepared.built.model.named_parameters()
         if not name.startswith(blocks)
     )
@@ -233,29 +307,53 @@ def root_bytes(prepared, ranks: int) -> int:
 # ---- the estimate
 
 
-def estimated(model: str, ranks: int, strategy: str, recompute: bool, facts) -> dict[str, float]:
-    from lockstep.plan.estimate import estimate
-    from lockstep.plan.setting import Setting, World
-
-    kind = "single" if ranks == 1 else strategy
-    setting = Setting(World(ranks, ranks), kind, "fp32", SAMPLES[model], recompute=recompute)
-    memory = estimate(facts, setting).memory
-    kept = facts.passes["fp32", recompute].kept.at(SAMPLES[model])
-    return {"states": memory.states_bytes, "activations": kept, "peak": memory.peak_bytes, "parts": memory.at_peak}
-
-
-def compare(models: list[str], ranks: list[int]) -> list[dict[str, object]]:
+def facts_of_case(model: str, case: Case):
+    """The facts that the estimate of a case needs."""
     from lockstep.plan.facts import facts_of
 
+    config = config_of(model, 1, dataclasses.replace(case, strategy="single"))
+    recompute = tuple({False, case.recompute})
+    return facts_of(Pretend(model), config, device="cpu", precisions=(case.precision,), recompute=recompute)
+
+
+def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
+    from lockstep.plan.estimate import estimate, pass_of
+    from lockstep.plan.setting import Setting, World
+
+    facts = facts_of_case(model, case)
+    kind = "single" if ranks == 1 else "hybrid" if case.shard_ranks else case.strategy
+    setting = Setting(
+        World(ranks, case.shard_ranks or ranks),
+        kind,
+        case.precision,
+        SAMPLES[model],
+        case.accumulate,
+        recompute=case.recompute,
+        shard_ranks=case.shard_ranks,
+        param_dtype=case.param_dtype,
+    )
+    memory = estimate(facts, setting).memory
+    states = memory.states_bytes
+    if case.offload:  # on the CPU, the memory of the host is the memory of the rank
+        states = estimate(facts, dataclasses.replace(setting, offload=True)).memory.host_bytes + facts.buffers_bytes
+    kept = pass_of(facts, setting).kept.at(SAMPLES[model])
+    return {"states": states, "activations": kept, "peak": memory.peak_bytes, "parts": memory.at_peak}
+
+
+def compare(models: list[str], cases: dict[int, list[Case]], real_rows: list[dict] | None) -> list[dict[str, object]]:
     rows = []
     for model in models:
-        begun = time.time()
-        facts = facts_of(Pretend(model), config_of(model, 1, "single", False), device="cpu", precisions=("fp32",))
-        print(f"{model}: traced in {time.time() - begun:.1f} s", file=sys.stderr, flush=True)
-        for count in ranks:
-            for (strategy, recompute), real in zip(cases(count), measure(model, count), strict=True):
-                plan = estimated(model, count, strategy, recompute, facts)
-                row = {"model": model, "ranks": count, "strategy": strategy, "recompute": recompute}
+        for ranks, of_all in cases.items():
+            # On a CPU, torch has no batch normalisation of fp32 with weights of bf16.
+            of_ranks = [case for case in of_all if not (case.param_dtype and model in ("resnet", "segformer"))]
+            if real_rows is None:
+                reals = measure(model, ranks, of_ranks)
+            else:
+                known = {(row["model"], row["ranks"], Case(**row["case"])): row["real"] for row in real_rows}
+                reals = [known[model, ranks, case] for case in of_ranks]
+            for case, real in zip(of_ranks, reals, strict=True):
+                plan = estimated(model, ranks, case)
+                row = {"model": model, "ranks": ranks, "case": dataclasses.asdict(case)}
                 row |= {"plan": plan, "real": real, "off": {n: plan[n] / real[n] - 1 for n in BOUNDS}}
                 rows.append(row)
                 print(line(row), flush=True)
@@ -263,7 +361,8 @@ def compare(models: list[str], ranks: list[int]) -> list[dict[str, object]]:
 
 
 def line(row) -> str:
-    text = f"| {row['model']} | {row['ranks']} | {row['strategy']} | {'yes' if row['recompute'] else 'no'} |"
+    case = Case(**row["case"])
+    text = f"| {row['model']} | {row['ranks']} | {case.name} | {'yes' if case.recompute else 'no'} |"
     for name, bound in BOUNDS.items():
         off = row["off"][name]
         text += f" {row['real'][name] / 1e6:.1f} | {off:+.1%}{'' if abs(off) <= bound else ' **miss**'} |"
@@ -310,6 +409,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="bert,resnet,vit,segformer,gpt2")
     parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--more", action="store_true")
+    parser.add_argument("--real", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
@@ -319,7 +420,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| model | ranks | strategy | recomputed | states, MB | plan | activations, MB | plan | peak, MB | plan |")
     print("|---|---:|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
-    rows = compare(options.models.split(","), [int(count) for count in options.ranks.split(",")])
+    ranks = [int(count) for count in options.ranks.split(",")]
+    chosen = {count: (MORE if options.more else BASIC)[count] for count in ranks}
+    rows = compare(options.models.split(","), chosen, json.loads(options.real.read_text()) if options.real else None)
     misses = sum(abs(row["off"][name]) > bound for row in rows for name, bound in BOUNDS.items())
     print(f"{misses} of {len(rows) * len(BOUNDS)} figures outside of the bounds")
     if options.json:

@@ -14,7 +14,7 @@ steps   Lockstep's loop with its default logging against the loop by hand on the
         every 50 steps. Phases of both alternate in one process per rank. Time is that of the slower rank, CPU time
         that of both ranks. The results are medians of ratios over rounds. Both begin with the same weights; the
         difference of the weights at the end is a check.
-build   Peak RSS while `build.build_model` makes the model, relative to one full copy of its parameters, in new
+build   Peak RSS while `run_model.build_model` makes the model, relative to one full copy of its parameters, in new
         processes that have trained a small model before.
 """
 
@@ -41,7 +41,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep import Trainer, build
+from lockstep import Trainer, run_model
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.distributed.world import join_world
 from lockstep.engine import loop as engine
@@ -256,10 +256,10 @@ def build_rank(folder, options):
     lockstep = trainer_of("fsdp", folder / "small", False)
     lockstep.fit(Text(SMALL))
     with join_world("cpu") as world:
-        build.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
+        run_model.build_model(lockstep.config, Text(SMALL), world, steps_per_epoch=1)
         dist.barrier()
         began = baseline()
-        built = build.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
+        built = run_model.build_model(lockstep.config, Text(options.parameters), world, steps_per_epoch=1)
         peak, copy = (
             megabytes("VmHWM") - began,
             sum(parameter.numel() for parameter in built.model.parameters()) * 4 / 2**20,

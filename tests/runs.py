@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lockstep import Trainer, build, config_file
+from lockstep import Trainer, build, config_file, run_data
 from lockstep.data.order import permute
 from lockstep.distributed.sharded_tensor import gather
 from lockstep.distributed.world import join_world
@@ -78,12 +78,12 @@ def fit_in_memory(task, settings):
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world, exits_are_failures():
         config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        micro_batch = max(size for _, size in build.asked_micro_batches(config, world))
+        micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         prepared = build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
         intervals = build.intervals(config, prepared.plan)
         hooks = loop.Hooks()
         if intervals.evaluate:
-            data = build.evaluation_data(config, task, world)
+            data = run_data.evaluation_data(config, task, world)
             hooks = loop.Hooks(evaluate=functools.partial(evaluate, task, prepared.state, data))
         results = loop.fit(
             prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks

@@ -32,36 +32,13 @@ from lockstep.observe import factory
 from lockstep.observe.model_summary import idle_ranks_warning, model_summary, warm_up_warning
 from lockstep.observe.writer import RunInfo, Writer
 from lockstep.run_data import (
-    EvaluationData,
-    NoEvaluationData,
     agreed_fingerprint,
-    asked_micro_batches,
-    evaluation_data,
     grouping,
     make_loader,
-    required_evaluation_data,
     step_plan,
 )
-from lockstep.run_model import BuiltModel, build_model, check_shardable, make_optimizer, seed_everything
+from lockstep.run_model import BuiltModel, build_model, make_optimizer, seed_everything
 from lockstep.tasks.task import Task
-
-__all__ = [
-    "BuiltModel",
-    "EvaluationData",
-    "NoEvaluationData",
-    "PreparedRun",
-    "asked_micro_batches",
-    "build_model",
-    "check_shardable",
-    "evaluation_data",
-    "intervals",
-    "make_loader",
-    "make_optimizer",
-    "open_writers",
-    "prepare_run",
-    "required_evaluation_data",
-    "seed_everything",
-]
 
 
 @dataclass

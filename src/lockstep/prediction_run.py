@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from lockstep import build
+from lockstep import run_data
 from lockstep.data.loader import is_default
 from lockstep.distributed.world import World
 from lockstep.engine import evaluate, task_checks
@@ -53,7 +53,7 @@ def read_samples(task: Task, presenter: Presenter, world: World, inputs: Sequenc
         DataError: the ranks found different numbers of samples.
     """
     if not inputs:
-        evaluated = build.required_evaluation_data(task)
+        evaluated = run_data.required_evaluation_data(task)
         chosen = range(min(count, len(evaluated)))  # type: ignore[arg-type]
         return PredictedSamples(Subset(evaluated, chosen), int, is_input=False)
     if "-" in inputs and world.size > 1:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep import atomic
-from lockstep.build import EvaluationData, PreparedRun
+from lockstep.build import PreparedRun
 from lockstep.data.loader import is_default
 from lockstep.data.randomness import restored_generators
 from lockstep.engine import dry_run, task_checks
@@ -23,6 +23,7 @@ from lockstep.engine.worst import WorstSamples
 from lockstep.observe import drawing, model_table
 from lockstep.observe.plain import as_numpy, is_tensor
 from lockstep.observe.writer import Guard, Writer
+from lockstep.run_data import EvaluationData
 from lockstep.tasks.task import Task
 
 _CPU = torch.device("cpu")

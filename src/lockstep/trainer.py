@@ -17,8 +17,18 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep import build, config_file, devices, local_ranks, prediction_run, resume, run_directory
-from lockstep.build import BuiltModel, EvaluationData, PreparedRun
+from lockstep import (
+    build,
+    config_file,
+    devices,
+    local_ranks,
+    prediction_run,
+    resume,
+    run_data,
+    run_directory,
+    run_model,
+)
+from lockstep.build import PreparedRun
 from lockstep.checkpoint import choice, store
 from lockstep.checkpoint.export import export_weights
 from lockstep.config import RunConfig, all_values
@@ -37,6 +47,8 @@ from lockstep.observe.writer import Writer
 from lockstep.preflight import run as preflight
 from lockstep.preflight.facts import Subject, spans_machines
 from lockstep.preflight.judgement import Finding
+from lockstep.run_data import EvaluationData
+from lockstep.run_model import BuiltModel
 from lockstep.tasks import registry, source_code
 from lockstep.tasks.options import TaskOptions
 from lockstep.tasks.task import Task, methods_not_called
@@ -276,7 +288,7 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        asked = build.asked_micro_batches(self.config, world)
+        asked = run_data.asked_micro_batches(self.config, world)
         micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:
@@ -335,7 +347,7 @@ class Trainer:
     def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
         """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
         try:
-            return build.evaluation_data(self.config, task, world)
+            return run_data.evaluation_data(self.config, task, world)
         except LockstepError as error:
             source = self.config.data.eval_sources[name] or self.config.data.train
             if source and not os.path.exists(os.path.expanduser(source)):
@@ -382,7 +394,7 @@ class Trainer:
         with self._join() as world:
             task = task or self.task()
             strategy = self._trained(task, world).strategy
-            evaluated = build.evaluation_data(self.config, task, world, data)
+            evaluated = run_data.evaluation_data(self.config, task, world, data)
             precision = Precision(self.config.precision, world.device)
             with strategy.inference() as forward:
                 return evaluation.predict(
@@ -474,7 +486,7 @@ class Trainer:
             presenter = task_checks.presenter(task)
             found = prediction_run.read_samples(task, presenter, world, inputs, samples)
             strategy = self._trained(task, world).strategy
-            evaluated = build.evaluation_data(config, task, world, found.data)
+            evaluated = run_data.evaluation_data(config, task, world, found.data)
             if world.rank == 0:
                 begin(len(found.data))
             with strategy.inference() as forward:
@@ -528,7 +540,7 @@ class Trainer:
         retention = run_directory.retention(self.config)
         checkpoint, complaints = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
-        built = build.build_model(self.config, task, world)
+        built = run_model.build_model(self.config, task, world)
         if world.rank == 0 and not self.quiet:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
             for text in (*complaints, *built.messages, *changes):
@@ -546,7 +558,7 @@ class Trainer:
         Args:
             evaluated: the name of its evaluation data, where `data.eval` has several. None: the first.
         """
-        build.seed_everything(self.config)
+        run_model.seed_everything(self.config)
         data = self.config.data
         sources = data.eval_sources
         held_out = sources[evaluated] if evaluated is not None else next(iter(sources.values()))

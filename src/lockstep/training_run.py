@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lockstep import build, devices, resume, run_directory
-from lockstep.build import EvaluationData, PreparedRun
+from lockstep import build, devices, resume, run_data, run_directory
+from lockstep.build import PreparedRun
 from lockstep.checkpoint import choice
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
@@ -27,6 +27,7 @@ from lockstep.observe import metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.profile import FOLDER, Profiler, Window
 from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.run_data import EvaluationData
 from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
 
@@ -217,7 +218,7 @@ class TrainingRun:
         state = self.prepared.state
         try:
             evaluated = {
-                name: build.evaluation_data(self.config, task, state.world)
+                name: run_data.evaluation_data(self.config, task, state.world)
                 for name, task in self.evaluated_tasks.items()
             }
             for data in evaluated.values() if state.strategy.is_sharded else ():
@@ -228,7 +229,7 @@ class TrainingRun:
                 for remark in check_data(data.data, state.world):
                     self.tell(remark)
             return evaluated
-        except build.NoEvaluationData:
+        except run_data.NoEvaluationData:
             if type(self.task).eval_data is Task.eval_data:
                 raise
         text = "warning: nothing is evaluated, because there is no evaluation data: set data.eval, or "
@@ -427,7 +428,7 @@ class TrainingRun:
 
     def _remember_micro_batch(self, size: int, from_any_rank: bool = False) -> None:
         world = self.prepared.state.world
-        asked = build.asked_micro_batches(self.config, world)
+        asked = run_data.asked_micro_batches(self.config, world)
         run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
 
     @property

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep import LockstepError, build, config_file
+from lockstep import LockstepError, config_file, run_model
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed import meta_init, sharded_tensor
@@ -378,7 +378,7 @@ def stay_again(groups_before):
             for _ in range(count):
                 world.in_background()
             config = config_file.parse(runs.config(parallel={"strategy": "fsdp", "shard_ranks": 1}), needs_task=False)
-            made = build.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
+            made = run_model.build_model(config, own_tasks.Deep(), world, steps_per_epoch=10)
             found.append(
                 {
                     name: sharded_tensor.gather(tensor.detach()).clone()

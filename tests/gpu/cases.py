@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from lockstep import Task, Trainer, build, config_file
+from lockstep import Task, Trainer, build, config_file, run_data
 from lockstep.config import ComputeConfig
 from lockstep.distributed.world import join_world
 from lockstep.engine.step import train_step
@@ -207,7 +207,7 @@ def prepared(task, settings):
     config = config_file.parse(settings, needs_task=False)
     with join_world(config.device, config.parallel.timeout_s) as world:
         config = config.model_copy(update={"batch": config.batch.resolve(world.size)})
-        micro_batch = max(size for _, size in build.asked_micro_batches(config, world))
+        micro_batch = max(size for _, size in run_data.asked_micro_batches(config, world))
         yield build.prepare_run(config, task, world, micro_batch=micro_batch, checkpoint=None)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep import build
+from lockstep import run_model
 from lockstep.distributed.ddp import DDP
 from lockstep.distributed.fsdp import FSDP
 from lockstep.distributed.strategy import DDPOptions, FSDPOptions
@@ -35,7 +35,7 @@ def group(processes_place, monkeypatch):
 def strategy(request, monkeypatch):
     """For one rank the factory makes no DDP and no FSDP. In these tests it does."""
     make = STRATEGIES[request.param]
-    monkeypatch.setattr(build, "make_strategy", lambda name, world, **_: make(world))
+    monkeypatch.setattr(run_model, "make_strategy", lambda name, world, **_: make(world))
     return request.param
 
 

@@ -76,6 +76,24 @@ def test_gathered_in_bf16_parameters_take_half():
     assert narrow.parameters_bytes == ALL / 8  # the masters stay in fp32
 
 
+def test_activations_of_gathered_parameters_are_those_of_their_own_trace():
+    facts = written_facts()
+    halved = replace(facts, gathered_passes={("bf16", False, "bf16"): facts.passes["bf16", True]})
+    known = {
+        name: memory(name, facts=halved, precision="bf16", param_dtype="bf16").activations_bytes
+        for name in ("ddp", "fsdp")
+    }
+    assert known["fsdp"] == known["ddp"] / 4
+    assert memory("fsdp", facts=halved, precision="bf16").activations_bytes == known["ddp"]
+
+
+def test_fp16_updates_without_the_fused_kernel():
+    without = OptimizerFacts("AdamW", 4.0, 0.0)
+    facts = written_facts(activations=0.0, optimizer_of_fp16=without)
+    assert memory("ddp", facts=facts, precision="bf16").at_peak["activations"] == 0
+    assert memory("ddp", facts=facts, precision="fp16").at_peak["activations"] == ALL
+
+
 def test_offloading_moves_states_to_the_host():
     found = memory("fsdp", offload=True)
     assert found.states_bytes == 0
@@ -134,8 +152,21 @@ def test_between_nodes_the_network_counts():
     found = estimate(written_facts(), Setting(two, "hybrid", "fp32", 4)).communication
     inside = found.sent_bytes["all_gather"] + found.sent_bytes["reduce_scatter"]
     assert found.seconds == pytest.approx(inside / 1e4 + found.sent_bytes["all_reduce"] / 1e3)
+    # A ring over both nodes leaves a node through one of its 8 adapters: an eighth of what a GPU sends.
+    for strategy in ("ddp", "fsdp"):
+        found = estimate(written_facts(), Setting(two, strategy, "fp32", 4)).communication
+        assert found.seconds == pytest.approx(found.total_bytes / 8e3)
+    fast = replace(two, network_bytes_per_second=1e4)  # then the links inside of a node are the limit
+    found = estimate(written_facts(), Setting(fast, "ddp", "fp32", 4)).communication
+    assert found.seconds == pytest.approx(found.total_bytes / 1e4)
     unknown = replace(two, network_bytes_per_second=None)
     assert estimate(written_facts(), Setting(unknown, "ddp", "fp32", 4)).communication.seconds is None
+
+
+def test_a_partial_batch_that_is_left_out_is_no_step():
+    setting = Setting(world(), "ddp", "fp32", 4)  # 1,000 samples, 32 in a step
+    assert estimate(written_facts(), setting).steps_per_epoch == 32
+    assert estimate(written_facts(drop_last=True), setting).steps_per_epoch == 31
 
 
 def test_the_learning_rate_is_scaled_for_the_effective_batch():

@@ -1,5 +1,8 @@
 """Facts of small tasks from traced passes: bytes by hand, operations by torch's counter, models without a trace."""
 
+import dataclasses
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ from lockstep import Task
 from lockstep.errors import UsageError
 from lockstep.plan import update
 from lockstep.plan.facts import facts_of
-from tests.plan.cases import Blocks, Mlp, Reads, config
+from tests.plan.cases import Blocks, Layer, Mlp, Reads, config
 
 
 def plain(task, **options):
@@ -75,6 +78,73 @@ def test_blocks_precision_and_recomputation():
     assert casts == sum(p.elements * 2 for p in matrices)  # autocast keeps a copy of each weight and bias
 
 
+def test_blocks_that_return_dataclasses_have_backward_passes_of_their_own():
+    @dataclasses.dataclass
+    class Result:
+        hidden: torch.Tensor
+
+    class Wrapping(Layer):
+        def forward(self, x):
+            return Result(super().forward(x.hidden))
+
+    class InDataclasses(Blocks):
+        def model(self):
+            model = super().model()
+            model["layers"] = nn.ModuleList([Wrapping(self.width) for _ in range(self.depth)])
+            return model
+
+        def loss(self, model, batch):
+            x = Result(model["embed"](batch[0]))
+            for layer in model["layers"]:
+                x = layer(x)
+            return cross_entropy(model["head"](x.hidden).flatten(0, 1), batch[0].flatten(), reduction="sum")
+
+    segments = plain(InDataclasses()).passes["fp32", False].segments
+    assert [s.block for s in segments if s.phase == "backward" and s.block is not None] == [2, 1, 0]
+
+
+def test_parameters_that_are_gathered_in_16_bits_make_what_follows_narrow():
+    class Embeds(Blocks):
+        def loss(self, model, batch):
+            return model["embed"](batch[0]).tanh().float().sum()
+
+    narrow = {"strategy": "fsdp", "param_dtype": "bf16"}
+    task = Embeds()
+    facts = facts_of(task, config(parallel=narrow), precisions=("bf16", "fp16"), recompute=(False,), device="cpu")
+    results = 4 * Blocks.length * Blocks.width  # of tanh, whose backward pass needs them
+    total = 4  # the loss
+    assert facts.passes["bf16", False].kept.at(4) == results * 4 + total
+    assert facts.gathered_passes["bf16", False, "bf16"].kept.at(4) == results * 2 + total
+    assert facts.gathered_passes["fp16", False, "bf16"] == facts.gathered_passes["bf16", False, "bf16"]
+    assert {p.element_bytes for p in facts.parameters} == {4}  # as they are stored
+
+
+def test_a_module_that_cannot_run_with_gathered_parameters_is_named():
+    class Wide(nn.Linear):
+        def forward(self, values):
+            if self.weight.dtype != torch.float32:
+                raise TypeError("this kernel needs fp32")
+            return super().forward(values)
+
+    class Mixed(Mlp):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 16), Wide(16, 1))
+
+    narrow = {"strategy": "fsdp", "param_dtype": "bf16"}
+    facts = facts_of(Mixed(), config(parallel=narrow), precisions=("bf16",), recompute=(False,), device="cpu")
+    assert facts.is_traced
+    assert not facts.gathered_passes
+    assert "parallel.param_dtype=bf16 in bf16 cannot be traced: module 1: TypeError: this kernel" in facts.notes[-1]
+
+
+def test_fp16_has_no_fused_update():
+    facts = facts_of(Mlp(), config(), precisions=("fp16",), recompute=(False,))
+    assert facts.optimizer.temporary_element_bytes == 0.0  # the fused kernel of a GPU
+    assert facts.optimizer_of_fp16.temporary_element_bytes >= 4.0
+    alike = facts_of(Mlp(), config(precision="fp16"), precisions=("fp32",), recompute=(False,))
+    assert (alike.optimizer, alike.optimizer_of_fp16) == (facts.optimizer, facts.optimizer_of_fp16)
+
+
 def test_dropout_keeps_a_byte_on_a_gpu_and_a_float_on_a_cpu():
     kept = {device: plain(Blocks(), device=device).passes["fp32", False].kept.at(4) for device in ("cpu", "cuda")}
     assert kept["cpu"] - kept["cuda"] == 3 * 4 * Blocks.length * Blocks.width * (4 - 1)
@@ -119,6 +189,38 @@ def test_a_model_that_cannot_run_has_exact_states_and_unknown_activations():
     assert not facts.is_traced
     assert facts.elements == 433
     assert "Activations are not known" in facts.notes[-1]
+
+
+def test_torch_logs_nothing_about_a_model_that_cannot_run(caplog):
+    class Misfit(Mlp):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 16), nn.Linear(3, 1))
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)  # torch's own loggers do not pass records on
+    try:
+        facts = plain(Misfit())
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert any("module 1" in note for note in facts.notes)
+    assert not caplog.records
+    assert not logger.disabled
+
+
+def test_what_can_be_computed_in_one_precision_is_known_there():
+    class ByNumpy(nn.Module):
+        def forward(self, x):
+            return x * float(x.detach().numpy().max())  # NumPy has no bf16
+
+    class Mixed(Mlp):
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 16), ByNumpy(), nn.Linear(16, 1))
+
+    facts = facts_of(Mixed(), config(), recompute=(False,))
+    assert set(facts.passes) == {("fp32", False)}
+    assert facts.flops_per_sample
+    assert "computed on this machine" in facts.notes[-2]
+    assert "cannot be computed here in bf16" in facts.notes[-1]
 
 
 def test_a_model_that_cannot_be_made_without_values_is_made_in_full():

@@ -1,6 +1,7 @@
 """`lockstep plan`: recipes, a user's task, made-up samples, JSON, errors."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -59,6 +60,30 @@ def test_recipes_without_data_are_planned_with_made_up_samples(recipe):
     assert facts.is_traced, facts.notes
     assert facts.samples is None
     assert facts.notes[0] == stand_in.assumption(config.task)
+
+
+def test_what_is_known_of_data_that_are_not_here_can_be_said():
+    known = stand_in.MadeUp(classes=30, samples=1000)
+    of_ten, of_thirty = (
+        command.facts_with_or_without_data(
+            config_file.load("image_folder", []), precisions=("fp32",), recompute=(False,), made_up=made_up
+        )
+        for made_up in (command.NOTHING_KNOWN, known)
+    )
+    assert of_thirty.samples == 1000
+    assert "30 classes" in of_thirty.notes[0]
+    last = of_ten.parameters[-1].elements, of_thirty.parameters[-1].elements
+    assert last == (10, 30)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["digits", "--samples", "9"], ["digits", "--classes", "9"], ["imagenet", "data.train=here", "--samples", "9"]],
+)
+def test_what_the_data_tell_is_not_said_again(arguments):
+    result = plan(*arguments, "--gpus", "2", "--gpu-memory", "1GB")
+    assert result.exit_code == 2
+    assert f"{arguments[-2]}: is for data that are not here" in result.stderr
 
 
 def test_pictures_have_their_largest_size():
@@ -125,3 +150,27 @@ def test_no_figure_of_the_table_is_cut():
     text = show.text(command.plan_of(config, World(8, 8, memory_bytes=80 * 10**9, **times)), width=80)
     assert "step, s" in text
     assert "…" not in text
+
+
+def test_the_recommended_keys_can_be_given_to_a_config_with_a_batch_per_rank(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    target, overrides = f"{tmp_path / 'mine.py'}:Mine", ["batch.per_rank=4", "batch.accumulate=2"]
+    found = command.plan_of(config_file.load(target, overrides), World(2, 2, memory_bytes=10**9), precisions=["fp32"])
+    batch = config_file.load(target, [*overrides, *found.keys]).batch
+    assert (batch.global_, batch.micro) == (16, 8)
+
+
+def test_gpus_without_samples_are_named(tmp_path):
+    (tmp_path / "mine.py").write_text(TASK)
+    config = config_file.load(f"{tmp_path / 'mine.py'}:Mine", ["batch.global=3"])
+    found = command.plan_of(config, World(4, 4, memory_bytes=10**9), precisions=["fp32"])
+    assert found.facts.notes[0].startswith("batch.global=3 is less than the 4 GPUs: 1 of them have no sample")
+    large = replace(found.facts, global_batch=21)  # of 20 samples
+    assert (
+        "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]
+    )
+    assert "batch: 3 samples = micro-batches of up to 1 x 1 on 4 GPUs" in show.text(found)
+
+
+def test_a_step_that_only_the_host_bounds_is_named():
+    assert "bound by the host" in plan("toy", "--gpus", "2", "--gpu", "H100").stdout

@@ -74,6 +74,15 @@ def test_nothing_fits_because_the_states_are_too_large():
     assert "Use a smaller model" in plan.reason  # the root and two blocks must be gathered anyway
 
 
+def test_nothing_fits_and_the_number_of_gpus_that_suffices_is_named():
+    plan = search(written_facts(blocks=40, activations=1.0, global_batch=8), world(1, memory=35000))
+    assert plan.recommended is None
+    assert "or use more GPUs: sharded over 64 of them it fits" in plan.reason
+    # A batch of 256 is cut into micro-batches on up to 128 GPUs, and whole gradients live between them.
+    plan = search(written_facts(blocks=40, activations=1000.0, global_batch=256), world(1, memory=35000))
+    assert "sharded over 64 of them" in plan.reason
+
+
 def test_offloading_is_the_last_that_is_recommended_and_more_gpus_are_named():
     plan = search(written_facts(blocks=40, activations=1.0, global_batch=8), world(memory=35000))
     assert plan.recommended.estimate.setting.offload
@@ -97,6 +106,16 @@ def test_without_a_memory_or_a_trace_nothing_is_said_to_fit():
         assert {each.fits for each in plan.options if each.estimate} == {None}
         assert plan.recommended is not None
         assert "known" in plan.reason
+
+
+def test_a_precision_without_a_trace_is_not_said_to_fit_beside_one_that_does():
+    fp32 = {key: passes for key, passes in FACTS.passes.items() if key[0] == "fp32"}
+    plan = search(replace(FACTS, passes=fp32), world())
+    assert (option(plan, "ddp, fp32").fits, option(plan, "ddp, bf16").fits) == (True, None)
+    assert plan.recommended.name == "ddp, fp32"
+    memory = option(plan, "ddp, bf16").estimate.memory
+    assert memory.activations_bytes is None
+    assert memory.at_peak["gradients"] == memory.gradients_bytes
 
 
 def test_intervals_of_saving():

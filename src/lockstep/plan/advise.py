@@ -18,6 +18,7 @@ from lockstep.report.page import duration
 
 _WAIT, _SAVING, _EVALUATING, _REST = 0.05, 0.03, 0.2, 0.35  # shares of the time from which there is advice
 _SLOWER = 1.25  # a rank's forward passes take so many times as long as the median of the ranks
+_MOSTLY = 0.75  # in this share of the later entries
 _OF_TIME = 0.03  # and the difference is this share of the time
 _LOW_MFU = 0.2
 _SKIPPED = 0.01  # of the steps
@@ -134,13 +135,13 @@ def _notes(figures: Figures) -> list[str]:
 def less_time(share: float) -> str:
     """A share of the run's time as a gain: `up to 23 % less time (1.3 times as fast)`."""
     share = min(share, 0.99)
-    return f"up to {share:.0%} less time ({_times(share)} times as fast)"
+    return f"up to {share:.0%} less time ({faster(share)} times as fast)"
 
 
-def _times(share: float) -> str:
-    """How many times as fast a run is without this share of its time."""
-    factor = 1 / (1 - share)
-    return f"{factor:.2g}" if factor >= 1.1 else f"{factor:.2f}"
+def faster(share: float) -> str:
+    """How many times as fast a run is that takes this share less time, with two digits, and two decimals below 2."""
+    times = 1 / (1 - share)
+    return f"{times:.2f}" if times < 2 else f"{times:.2g}"
 
 
 # ---- waiting for data
@@ -214,7 +215,7 @@ def _slow_rank(figures: Figures) -> Iterator[Advice]:
     slowest = max(by_rank, key=lambda rank: by_rank[rank])
     others = statistics.median(share for rank, share in by_rank.items() if rank != slowest)
     more = by_rank[slowest] - others
-    if by_rank[slowest] < _SLOWER * others or more < _OF_TIME:
+    if by_rank[slowest] < _SLOWER * others or more < _OF_TIME or figures.slower(slowest, _SLOWER) < _MOSTLY:
         return
     least, most = more * figures.training_share, min(0.95, more * figures.all_passes) * figures.training_share
     gain = f"{least:.0%} less time" + (f", {most:.0%} if its last backward pass is slower, too" if most > least else "")
@@ -226,7 +227,7 @@ def _slow_rank(figures: Figures) -> Iterator[Advice]:
         source=f"health/compute_ms/rank{slowest} {by_rank[slowest] * step_ms:.4g}, the median of the others "
         f"{others * step_ms:.4g}",
         changes=(),
-        gain=f"{gain} ({_times(least)} to {_times(most)} times as fast)",
+        gain=f"{gain} ({faster(least)} to {faster(most)} times as fast)",
         saves_share=least,
         note="no key is at fault: look for another program, a hot or throttled GPU, or code of the task that does more "
         f"on rank {slowest}; --profile shows where the time goes",

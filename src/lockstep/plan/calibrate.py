@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from lockstep.devices import peaks
 from lockstep.plan.command import facts_with_or_without_data
-from lockstep.plan.estimate import estimate
+from lockstep.plan.estimate import estimate, gathered_bytes, pass_of
 from lockstep.plan.measured import Difference, Measured, differences
 from lockstep.plan.model_facts import ModelFacts
 from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
@@ -76,16 +76,13 @@ def _peaks(measured: Measured, matmul_precision: str | None) -> dict[str, float]
 
 
 def _kept(facts: ModelFacts, setting: Setting) -> int | None:
-    passes = facts.passes.get((setting.precision, setting.recompute))
+    passes = pass_of(facts, setting)
     if passes is None:
         return None
-    roots = 0
-    if setting.is_sharded:  # the parameters outside of the blocks stay gathered
-        narrow = {"fp32": 4, "bf16": 2, "fp16": 2}.get(setting.param_dtype or "")
-        stay = [p for p in facts.parameters if p.block is None or not setting.reshard_after_forward]
-        shards = setting.shards
-        roots = sum(p.elements_per_rank(shards) * shards * (narrow or p.element_bytes) for p in stay)
     kept = passes.kept.at(setting.micro_batch)
-    if setting.is_sharded and setting.param_dtype == setting.precision:  # what is gathered needs no copies
+    if not setting.is_sharded:
+        return kept
+    if setting.param_dtype == setting.precision:  # what is gathered needs no copies
         kept -= passes.kept_casts.at(setting.micro_batch)
-    return kept + roots
+    stay = (p for p in facts.parameters if p.block is None or not setting.reshard_after_forward)
+    return kept + sum(gathered_bytes(p, setting) for p in stay)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from lockstep.engine.schedule import scaled_lr
 from lockstep.errors import UsageError
 from lockstep.plan.model_facts import ModelFacts, Moment, ParameterFacts, PassFacts, Segment
-from lockstep.plan.setting import Setting
+from lockstep.plan.setting import PrecisionName, Setting
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     step = None
     if compute is not None and communication.seconds is not None:
         step = max(compute, communication.seconds)
-    steps = None if facts.samples is None else max(1, math.ceil(facts.samples / setting.effective_batch))
+    rounded = math.floor if facts.drop_last else math.ceil
+    steps = None if facts.samples is None else max(1, rounded(facts.samples / setting.effective_batch))
     epoch = None if step is None or steps is None else step * steps
     total_steps = facts.steps or (math.ceil(steps * facts.epochs) if steps and facts.epochs else None)
     states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
@@ -180,20 +183,23 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     if setting.offload:
         host = parameters + gradients + optimizer + averages
         on_gpu = {"parameters": facts.buffers_bytes, "optimizer": 0, "averages": 0}
-    passes = _pass_of(facts, setting)
+    passes = pass_of(facts, setting)
     batch = passes.batch.at(setting.micro_batch) if passes else 0
     if setting.accumulate > 1:  # the next micro-batch is copied ahead
         batch *= 2
-    moments: list[tuple[str, dict[str, int]]] = []
-    for segment in passes.segments if passes else (_UNKNOWN,):
-        of_segment = _sharded_moment if setting.is_sharded else _whole_moment
-        parts = of_segment(facts, setting, segment, gradients)
-        moments.append((segment.phase, {**on_gpu, **parts, "batch": batch}))
+    found: list[tuple[str, dict[str, int]]]
+    segments = passes.segments if passes else (_UNKNOWN,)
     if setting.is_sharded:
-        moments.append(("backward", {**on_gpu, **_last_reduction(facts, setting, gradients), "batch": batch}))
+        sizes, last = _sizes(facts, setting), len(facts.blocks) - 1
+        found = [(s.phase, _sharded_moment(setting, s, gradients, sizes=sizes, last=last)) for s in segments]
+        found.append(("backward", _last_reduction(setting, gradients, sizes)))
+    else:
+        found = [(s.phase, _whole_moment(setting, s, gradients)) for s in segments]
+    moments = [(phase, {**on_gpu, **parts, "batch": batch}) for phase, parts in found]
     elements = sum(local[p.name] for p in trainable)
     largest = max((local[p.name] for p in trainable), default=0)
-    temporary = facts.optimizer.temporary_element_bytes * elements + facts.optimizer.temporary_largest_bytes * largest
+    update_facts = (facts.optimizer_of_fp16 if setting.precision == "fp16" else None) or facts.optimizer
+    temporary = update_facts.temporary_element_bytes * elements + update_facts.temporary_largest_bytes * largest
     kept = 0 if setting.offload else gradients
     update = {"gradients": kept, "activations": 0 if setting.offload else round(temporary), "communication": 0}
     if setting.strategy == "ddp" and setting.world.gpus > 1 and not setting.gradient_as_bucket_view:
@@ -203,7 +209,7 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     most = {part: max(moment[part] for _, moment in moments) for part in at_peak}
     return Memory(
         parameters_bytes=on_gpu["parameters"],
-        gradients_bytes=kept if setting.offload else max(gradients, 0),
+        gradients_bytes=kept,
         optimizer_bytes=on_gpu["optimizer"],
         averages_bytes=on_gpu["averages"],
         activations_bytes=most["activations"] if passes else None,
@@ -219,21 +225,25 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
 _UNKNOWN = Segment("backward", None, None, Moment(), Moment(), Moment())
 
 
-def _pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
-    precision = "bf16" if setting.precision == "fp16" else setting.precision
-    for name in (setting.precision, precision):
-        found = facts.passes.get((name, setting.recompute))
-        if found is not None:
-            return found
-    return None
+def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
+    """The traced passes of a setting. None: they are not known."""
+    same: tuple[PrecisionName, ...] = (
+        (setting.precision, "bf16") if setting.precision == "fp16" else (setting.precision,)
+    )
+    for name in same:
+        if setting.is_sharded and setting.param_dtype:
+            found = facts.gathered_passes.get((name, setting.recompute, setting.param_dtype))
+            if found is not None:
+                return found
+    return next((found for name in same if (found := facts.passes.get((name, setting.recompute)))), None)
 
 
-def _whole_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
     """single, ddp: each rank has all parameters."""
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
     kept, buckets = 0, 0
     moment = segment.alone
-    if not facts.passes:
+    if segment is _UNKNOWN:
         kept = gradients
     elif setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view):
         moment, kept = segment.beside, gradients  # buckets are the gradients, and exist all the time
@@ -254,12 +264,17 @@ def _sizes(facts: ModelFacts, setting: Setting) -> _Sizes:
     sharded: dict[int | None, int] = {}
     for p in facts.parameters:
         mine = p.elements_per_rank(shards)
-        gather_bytes = _BYTES[setting.param_dtype] if setting.param_dtype else p.element_bytes
-        gathered[p.block] = gathered.get(p.block, 0) + mine * shards * gather_bytes
+        gathered[p.block] = gathered.get(p.block, 0) + gathered_bytes(p, setting)
         if p.trainable:
             reduced[p.block] = reduced.get(p.block, 0) + mine * shards * _reduce_bytes(p, setting)
             sharded[p.block] = sharded.get(p.block, 0) + mine * p.element_bytes
     return _Sizes(gathered, reduced, sharded)
+
+
+def gathered_bytes(parameter: ParameterFacts, setting: Setting) -> int:
+    """Bytes of a parameter that FSDP has gathered, with the rows that fill up the shards."""
+    element = _BYTES[setting.param_dtype] if setting.param_dtype else parameter.element_bytes
+    return parameter.elements_per_rank(setting.shards) * setting.shards * element
 
 
 def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
@@ -268,18 +283,21 @@ def _reduce_bytes(parameter: ParameterFacts, setting: Setting) -> int:
     return 4 if setting.param_dtype else parameter.element_bytes
 
 
-def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
+def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes: _Sizes, last: int) -> dict[str, int]:
     """fsdp, hybrid: the root is gathered all the time, and one block while it runs, with buffers around it.
 
     In the forward pass, the buffer of a gathering is kept until the next block is gathered. In the backward pass, the
     next block is gathered ahead, and the input of a reduction is kept until the next.
+
+    Args:
+        gradients: bytes of all gradients of a rank.
+        last: index of the last block.
     """
-    sizes, samples = _sizes(facts, setting), setting.micro_batch
-    gathered, block = sizes.gathered, segment.block
-    root, last = gathered.get(None, 0), len(facts.blocks) - 1
+    samples, gathered, block = setting.micro_batch, sizes.gathered, segment.block
+    root = gathered.get(None, 0)
     moment = segment.of_block
     unsharded, given, waiting = 0, 0, 0
-    if not facts.passes:
+    if segment is _UNKNOWN:
         around = gathered.get(last, 0) * 2
     elif segment.phase == "forward":
         current = block if block is not None else segment.before
@@ -299,14 +317,12 @@ def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradi
         waiting = sizes.reduced.get(done, 0)
         given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
     gradient_bytes = moment.gradients.at(samples)
-    if setting.param_dtype:
-        gradient_bytes = round(gradient_bytes * _BYTES[setting.param_dtype] / 4)
     if setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
         moment = segment.beside
         gradient_bytes, given = 0, 0
         unsharded = sum(sizes.reduced.values())
     casts = 0 if setting.param_dtype == setting.precision else moment.casts.at(samples)
-    kept = 0 if setting.offload else (gradients if not facts.passes else given)
+    kept = 0 if setting.offload else (gradients if segment is _UNKNOWN else given)
     return {
         "gradients": kept + unsharded,
         "activations": moment.activations.at(samples) + casts,
@@ -314,9 +330,8 @@ def _sharded_moment(facts: ModelFacts, setting: Setting, segment: Segment, gradi
     }
 
 
-def _last_reduction(facts: ModelFacts, setting: Setting, gradients: int) -> dict[str, int]:
+def _last_reduction(setting: Setting, gradients: int, sizes: _Sizes) -> dict[str, int]:
     """fsdp, hybrid: at the end of the backward pass, the gradients of the root are reduced."""
-    sizes = _sizes(facts, setting)
     root = sizes.reduced.get(None, 0)
     return {"gradients": 0 if setting.offload else gradients, "activations": 0, "communication": 2 * root}
 
@@ -334,28 +349,32 @@ def _communication(facts: ModelFacts, setting: Setting) -> Communication:
     """
     world, gpus, shards = setting.world, setting.world.gpus, setting.shards
     sent: dict[str, float] = {}
-    over: dict[str, int] = {}
+    over: dict[str, tuple[int, int]] = {}
+    """Ranks of a collective, and how many of them share a node."""
+    everyone = (gpus, min(gpus, world.gpus_per_node))
     if gpus == 1:
         return Communication({}, 0.0)
     if facts.buffers_bytes:
-        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, gpus
+        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, everyone
     trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
     if not setting.is_sharded:
-        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, gpus
+        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, everyone
     else:
         sizes, share = _sizes(facts, setting), (shards - 1) / shards
+        group = (shards, min(shards, world.gpus_per_node))
         blocks = sum(size for block, size in sizes.gathered.items() if block is not None)
         times = 2 if setting.reshard_after_forward else 1
         per_micro_batch = blocks * times + sizes.gathered.get(None, 0)
-        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, shards
+        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, group
         reduced = sum(sizes.reduced.values())
-        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, shards
+        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, group
         if setting.replicas > 1:
             replicas = setting.replicas
-            sent["all_reduce"], over["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards, gpus
+            sent["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards
+            over["all_reduce"] = (gpus, max(1, everyone[1] // shards))
     seconds: float | None = 0.0
     for name, size in sent.items():
-        bandwidth = world.bandwidth(over[name])
+        bandwidth = world.bandwidth(*over[name])
         seconds = None if bandwidth is None or seconds is None else seconds + size / bandwidth
     return Communication({name: round(size) for name, size in sent.items()}, seconds)
 
@@ -366,6 +385,3 @@ def _compute_seconds(facts: ModelFacts, setting: Setting) -> float | None:
         return None
     flops = facts.flops_per_sample + ((facts.block_flops_per_sample or 0) if setting.recompute else 0)
     return flops * setting.micro_batch * setting.accumulate / (peaks[setting.precision] * setting.world.utilisation)
-
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

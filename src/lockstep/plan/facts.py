@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import is_lazy
 
-from lockstep import build
+from lockstep import run_data, run_model
 from lockstep.data.order import MicroBatchPlan, StepPlan
 from lockstep.data.tensors import map_tensors
-from lockstep.distributed.meta_init import take_values
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.world import World as Ranks
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import recompute_activations
 from lockstep.errors import UsageError
-from lockstep.plan import update
+from lockstep.plan import model, update
+from lockstep.plan.model import Built
 from lockstep.plan.model_facts import (
     Affine,
     ModelFacts,
@@ -43,16 +43,9 @@ if TYPE_CHECKING:
 _SIZES = (2, 8)  # samples of the micro-batches that are traced
 _REAL_SIZES = (2, 4)  # the same, where tensors need values
 _REAL_ELEMENTS = 150e6  # largest model, in parameters, whose passes are computed where they cannot be traced otherwise
-_LAST = 2**60  # a step after all parameters are unfrozen
 _CPU = torch.device("cpu")
-
-
-class _Built(NamedTuple):
-    forward: Any
-    model: nn.Module
-    blocks: dict[str, nn.Module]
-    optimizer: torch.optim.Optimizer
-    notes: list[str]
+_DTYPES: dict[PrecisionName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_Pair = tuple[TracedPass, TracedPass]
 
 
 def facts_of(
@@ -76,44 +69,43 @@ def facts_of(
     Raises:
         DataError, UsageError: the task's data or model cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        build.seed_everything(config)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        run_model.seed_everything(config)
         task.setup(Path(folder), False)
         data = task_checks.data(task.train_data(), "Task.train_data")
         length = len(data)  # type: ignore[arg-type]
         batches = {n: _batch(config, task, data, n) for n in dict.fromkeys((*_SIZES, *_REAL_SIZES))}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        built, notes = _build(task, config, fake, gpu=device == "cuda")
+        built, notes = model.without_values(task, config, fake, gpu=device == "cuda")
         notes += built.notes
         wanted = [(p, r) for r in sorted(recompute) for p in precisions if built.blocks or not r]
-        traced: dict[tuple[PrecisionName, bool], tuple[TracedPass, TracedPass]] = {}
-        sizes = _SIZES
+        trace = partial(_trace_all, wanted=wanted, gathered_in=config.parallel.param_dtype, gpu=device == "cuda")
+        traced, sizes = _Traced(), _SIZES
         try:
-            traced = _trace_all(built, wanted, _fakes(batches, fake, _SIZES), inside=fake, gpu=device == "cuda")
+            traced = trace(built, batches=_fakes(batches, fake, _SIZES), inside=fake)
         except Untraceable as error:
-            where = {"": "Task.loss", "model": "the model's own forward"}.get(error.module, f"module {error.module}")
-            notes.append(f"the passes cannot be traced without values: {where}: {error}")
+            notes.append(f"the passes cannot be traced without values: {error.where}: {error}")
             elements = sum(parameter.numel() for parameter in built.model.parameters())
             if elements <= _REAL_ELEMENTS:
                 sizes = _REAL_SIZES
-                try:
-                    real = _real(task, config, gpu=device == "cuda")
-                    traced = _trace_all(real, wanted, {n: batches[n] for n in sizes}, inside=None, gpu=device == "cuda")
+                real = model.with_values(task, config, gpu=device == "cuda")
+                traced = trace(real, batches={n: batches[n] for n in sizes}, inside=None)
+                if traced.passes:
                     notes.append("they were computed on this machine instead, in small")
-                except Untraceable as second:
-                    notes.append(f"they cannot be computed here either: {second}. Activations are not known")
             else:
                 notes.append("activations are not known")
-    passes = {key: _pass_facts(*pair, sizes) for key, pair in traced.items()}
-    plain = next((pair[1] for pair in traced.values()), None)
+    plain = next((pair[1] for pair in traced.passes.values()), None)
+    dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
     of_block = {id(p): i for i, block in enumerate(built.blocks.values()) for p in block.parameters()}
     return ModelFacts(
         name=config.name,
         parameters=tuple(_parameter_facts(built, of_block)),
         blocks=tuple(built.blocks),
         buffers_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
-        optimizer=_optimizer_facts(built),
-        passes=passes,
+        optimizer=_optimizer_facts(built.optimizer, dtype),
+        optimizer_of_fp16=_optimizer_facts(built.optimizer_of_fp16, dtype),
+        passes={key: _pass_facts(*pair, sizes) for key, pair in traced.passes.items()},
+        gathered_passes={key: _pass_facts(*pair, sizes) for key, pair in traced.gathered.items()},
         flops_per_sample=plain.flops / sizes[1] if plain else None,
         forward_flops_per_sample=plain.forward_flops / sizes[1] if plain else None,
         block_flops_per_sample=plain.block_flops / sizes[1] if plain else None,
@@ -121,14 +113,25 @@ def facts_of(
         global_batch=config.batch.global_ or 32,
         epochs=config.train.known_epochs,
         steps=config.train.steps,
+        drop_last=config.data.drop_last,
         learning_rate=config.optim.lr,
         lr_scaling=config.optim.lr_scaling,
         reference_batch=config.optim.reference_batch,
         averages=config.train.ema_decay is not None,
-        traced_samples=sizes,
         data=("samples of the training data" if has_data else "made-up samples") + _kind_of_samples(data),
-        notes=notes,
+        notes=[*notes, *dict.fromkeys(traced.notes)],
     )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, torch does not log the operations that failed without values: the notes of the facts name them."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _kind_of_samples(data: Any) -> str:
@@ -144,156 +147,84 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         plan = StepPlan(len(data), min(samples, len(data)), samples, 1, config.seed)
         order = plan.indices(0)[0].tolist()
     order = (order * samples)[:samples]  # a small data set is repeated
-    loader = build.make_loader(_on_one_rank(config), data, task, _alone(), training=True)
+    loader = run_data.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
     epoch = max(0, (config.train.known_epochs or 1) - 1)  # in which pictures are largest, where their size changes
     plans = [MicroBatchPlan(tuple(order), epoch, False)]
     with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
         return next(micro_batches).collated
 
 
-def _alone() -> Ranks:
-    return Ranks(rank=0, size=1, local_rank=0, device=_CPU)
-
-
-def _on_one_rank(config: RunConfig) -> RunConfig:
-    """The config of one process on the CPU, without what changes no byte that is traced here."""
-    return config.model_copy(
-        update={
-            "device": "cpu",
-            "data": config.data.model_copy(update={"workers": 0}),
-            "parallel": config.parallel.model_copy(update={"strategy": "single", "cpu_offload": False}),
-            "compute": config.compute.model_copy(
-                update={
-                    "compile": None,
-                    "compile_mode": "default",
-                    "activation_checkpointing": False,
-                    "channels_last": False,
-                }
-            ),
-        }
-    )
-
-
-def _build(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) -> tuple[_Built, list[str]]:
-    """The model with tensors that have no values: made without values, or else made in full and emptied."""
-    notes: list[str] = []
-    cause: Exception | None = None
-    for makes in (_without_values(fake), _on_meta()):
-        try:
-            with makes:
-                model = task_checks.model(task)
-            return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
-        except Exception as error:
-            cause = error
-    gc.collect()
-    model = task_checks.model(task)
-    _check_not_lazy(model)
-    kind = type(cause).__name__
-    notes.append(f"the model cannot be made without values ({kind}), and was made in full on this machine")
-    return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
-
-
-def _check_not_lazy(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            what = f"the model is made lazily: {name} has no shape before the first forward pass"
-            remedy = "give the layer its sizes, such as nn.Linear(10, 16) for nn.LazyLinear(16)"
-            raise UsageError(what, where="Task.model", remedy=remedy)
-
-
-@contextlib.contextmanager
-def _without_values(fake: FakeTensorMode) -> Iterator[None]:
-    with fake:
-        yield
-
-
-@contextlib.contextmanager
-def _on_meta() -> Iterator[None]:
-    with torch.device("meta"):
-        yield
-
-
-def _emptied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """The model with tensors of `fake` on the CPU, where it has others. Tied tensors stay tied."""
-    take_values(model)
-    made: dict[int, Tensor] = {}
-    with fake:
-        for module in model.modules():
-            for holder in (module._parameters, module._buffers):
-                for key, tensor in holder.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in made:
-                        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
-                        is_parameter = isinstance(tensor, nn.Parameter)
-                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                    holder[key] = made[id(tensor)]  # type: ignore[assignment]
-    return model
-
-
-def _real(task: Task, config: RunConfig, *, gpu: bool) -> _Built:
-    build.seed_everything(config)
-    return _wrapped(task, config, task_checks.model(task), None, gpu=gpu)
-
-
-def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMode | None, *, gpu: bool) -> _Built:
-    """The model as a training wraps it, by the functions of a training."""
-    alone = _on_one_rank(config)
-    vars(task)["model"] = lambda: model
-    vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
-    try:
-        with fake or contextlib.nullcontext():
-            built = build.build_model(alone, task, _alone(), steps_per_epoch=1, step=_LAST)
-            fuses = gpu and config.precision != "fp16"
-            optimizer = build.make_optimizer(alone, built.model, built.blocks, fuses_adam=fuses)
-    finally:
-        del vars(task)["model"], vars(model)["to"]
-    if gpu:  # torch chooses these kernels on a GPU where nothing else is asked for
-        for group in optimizer.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
-    notes = []
-    if config.train.unfreeze:
-        notes.append("train.unfreeze: this is the last phase, in which all its parameters train")
-    if config.compute.compile:
-        notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
-    if config.compute.channels_last:
-        notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
-    blocks = {name: built.model.get_submodule(name) for name in built.blocks}
-    return _Built(built.strategy.forward, built.model, blocks, optimizer, notes)
-
-
 def _fakes(batches: dict[int, Any], fake: FakeTensorMode, sizes: Sequence[int]) -> dict[int, Any]:
     return {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in sizes}
 
 
+@dataclass
+class _Traced:
+    """Passes of micro-batches of two sizes, by precision and by whether activations are recomputed."""
+
+    passes: dict[tuple[PrecisionName, bool], _Pair] = field(default_factory=dict)
+    gathered: dict[tuple[PrecisionName, bool, PrecisionName], _Pair] = field(default_factory=dict)
+    """The same with parameters that FSDP gathers in another number format, which is the last part of the key."""
+    notes: list[str] = field(default_factory=list)
+
+
 def _trace_all(
-    built: _Built,
-    wanted: Sequence[tuple[PrecisionName, bool]],
-    batches: dict[int, Any],
+    built: Built,
     *,
+    wanted: Sequence[tuple[PrecisionName, bool]],
+    gathered_in: PrecisionName | None,
+    batches: dict[int, Any],
     inside: FakeTensorMode | None,
     gpu: bool,
-) -> dict[tuple[PrecisionName, bool], tuple[TracedPass, TracedPass]]:
-    """The passes of micro-batches of two sizes, for each precision and with recomputation."""
-    traced: dict[tuple[PrecisionName, bool], tuple[TracedPass, TracedPass]] = {}
+) -> _Traced:
+    """Trace the passes that are `wanted`.
+
+    Args:
+        gathered_in: `parallel.param_dtype`.
+        batches: by their number of samples.
+        inside: the mode of the tensors. None: they have values.
+
+    Raises:
+        Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
+    """
+    found, blocks = _Traced(), list(built.blocks.values())
     recomputes = False
     for precision, again in wanted:
         same: tuple[PrecisionName, bool] = ("bf16", again)
-        if precision == "fp16" and same in traced:
-            traced[precision, again] = traced[same]
+        if precision == "fp16" and same in found.passes:
+            found.passes[precision, again] = found.passes[same]
+            if gathered_in and (*same, gathered_in) in found.gathered:
+                found.gathered[precision, again, gathered_in] = found.gathered[*same, gathered_in]
             continue
         if again and not recomputes:
-            recompute_activations(list(built.blocks.values()), _CPU)
+            recompute_activations(blocks, _CPU)
             recomputes = True
         autocast: Callable[[], Any] = Precision("bf16" if precision == "fp16" else precision, _CPU).autocast
-        with inside or contextlib.nullcontext():
-            pair = [
-                trace_pass(built.forward, batch, blocks=list(built.blocks.values()), autocast=autocast, as_on_gpu=gpu)
-                for batch in batches.values()
-            ]
-        traced[precision, again] = (pair[0], pair[1])
-    return traced
+
+        def both(autocast: Callable[[], Any] = autocast) -> _Pair:
+            with inside or contextlib.nullcontext():
+                first, second = (
+                    trace_pass(built.forward, batch, blocks=blocks, autocast=autocast, as_on_gpu=gpu)
+                    for batch in batches.values()
+                )
+            return first, second
+
+        try:
+            found.passes[precision, again] = both()
+        except Untraceable as error:
+            if inside is not None:
+                raise
+            found.notes.append(f"they cannot be computed here in {precision}: {error}. Activations are not known")
+            continue
+        if gathered_in is None:
+            continue
+        try:
+            with model.gathered_in(built.model, _DTYPES[gathered_in]):
+                found.gathered[precision, again, gathered_in] = both()
+        except Untraceable as error:
+            what = f"parallel.param_dtype={gathered_in} in {precision} cannot be traced: {error.where}: {error}"
+            found.notes.append(f"{what}; activations are told as without it")
+    return found
 
 
 def _pass_facts(first: TracedPass, second: TracedPass, sizes: tuple[int, int]) -> PassFacts:
@@ -343,7 +274,7 @@ def _affine(a: float, b: float, sizes: tuple[int, int]) -> Affine:
     return Affine(a - slope * sizes[0], slope)
 
 
-def _parameter_facts(built: _Built, of_block: dict[int, int]) -> Iterator[ParameterFacts]:
+def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[ParameterFacts]:
     known: dict[Any, tuple[float, int]] = {}
     group_of = {id(p): number for number, g in enumerate(built.optimizer.param_groups) for p in g["params"]}
     for name, parameter in built.model.named_parameters():
@@ -364,12 +295,11 @@ def _parameter_facts(built: _Built, of_block: dict[int, int]) -> Iterator[Parame
         )
 
 
-def _optimizer_facts(built: _Built) -> OptimizerFacts:
-    name = type(built.optimizer).__name__
-    dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
-    of_all, of_largest = update.temporaries_of(built.optimizer, dtype)
+def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> OptimizerFacts:
+    name = type(optimizer).__name__
+    of_all, of_largest = update.temporaries_of(optimizer, dtype)
     try:
-        build.check_shardable(name, fused=bool(built.optimizer.param_groups[0].get("fused")))
+        run_model.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
         whole = False
     except UsageError:
         whole = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.plan.chart import gb
 from lockstep.plan.estimate import Estimate
+
+_EXPLAINED = 0.05  # differences from this share on are explained
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,26 @@ def text(rows: Sequence[Difference], measured: Measured, peak_flops: float | Non
     for first, *others in cells:
         rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
         lines.append("  ".join((first.ljust(widths[0]), *rest)).rstrip())
+    lines += _explained({row.part: row.off for row in rows})
     rate = flops_per_second(measured)
     if rate is not None:
         lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations in a second")
         if peak_flops:
             lines[-1] += f", {rate / peak_flops:.0%} of its peak: --utilisation {rate / peak_flops:.2g}"
     return "\n".join(lines)
+
+
+def _explained(off: Mapping[str, float | None]) -> list[str]:
+    """Why parts of an estimate are off, where the reason is known."""
+    lines = []
+    if (off.get("operations of a sample") or 0.0) > _EXPLAINED:
+        lines.append("the estimate is for the longest samples of the data, and the measured samples were shorter")
+    if (off.get("peak") or 0.0) < -_EXPLAINED:
+        lines.append(
+            "the measured peak has buffers inside of operators, such as convolutions, and on a CPU the copies that "
+            "gloo makes of what it sends: torch tells neither before they run, and the estimate leaves them out"
+        )
+    return lines
 
 
 def flops_per_second(measured: Measured) -> float | None:

@@ -134,11 +134,15 @@ class ModelFacts:
     """The config's learning rate, for `reference_batch`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     reference_batch: int = 32
+    drop_last: bool = False
+    """Whether the last, partial batch of an epoch is left out."""
     averages: bool = False
     """Whether the training keeps moving averages of the weights."""
-    averages_element_bytes: int = 4
-    traced_samples: tuple[int, int] = (0, 0)
-    """The two sizes of micro-batches that were traced."""
+    gathered_passes: dict[tuple[PrecisionName, bool, PrecisionName], PassFacts] = field(default_factory=dict)
+    """The same as `passes` with parameters that FSDP gathers in another number format, which is the last part of the
+    key."""
+    optimizer_of_fp16: OptimizerFacts | None = None
+    """The update in fp16, which does not use torch's fused kernels. None: as `optimizer`."""
     data: str = ""
     """Where the traced batch came from, for people."""
     notes: list[str] = field(default_factory=list)

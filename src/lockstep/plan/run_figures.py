@@ -152,6 +152,19 @@ class Figures:
         found = self._share_of_step("health/compute_ms")
         return found if any(found.values()) else {}
 
+    def slower(self, rank: int, times: float) -> float:
+        """The share of the later entries in which a rank computes `times` as long as the median of the others.
+
+        A hiccup of a rank changes its mean, and a slow rank is slow in most entries.
+        """
+        names = [f"health/compute_ms/rank{other}" for other in range(self.world)]
+        found = [series.values for name in names if (series := self.metrics.series.get(name)) is not None]
+        count = min((len(values) for values in found), default=0)
+        if len(found) < self.world or not count:
+            return 0.0
+        later = np.stack([values[-count:] for values in found])[:, count // 2 :]
+        return float(np.mean(later[rank] >= times * np.nanmedian(np.delete(later, rank, axis=0), axis=0)))
+
     def _share_of_step(self, name: str) -> dict[int, float]:
         by_rank = self.by_rank(name)
         return {rank: ms / 1000 / self.step_s for rank, ms in by_rank.items()} if self.step_s else {}

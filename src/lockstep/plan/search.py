@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.errors import UsageError
-from lockstep.plan.estimate import Estimate, estimate
+from lockstep.plan.estimate import Estimate, estimate, pass_of
 from lockstep.plan.model_facts import ModelFacts
 from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
 
@@ -163,7 +163,7 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     def fits(tried: Setting) -> bool | None:
         return estimate(facts, tried).fits(reserve)
 
-    if setting.world.memory_bytes is None or not facts.is_traced:
+    if setting.world.memory_bytes is None or pass_of(facts, setting) is None:
         found = estimate(facts, at_micro_batch(facts, setting, per_gpu))
         return Option(setting.name, found, found.fits(reserve), None, _shortage(found, reserve))
     largest = _largest(1, _LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
@@ -276,30 +276,35 @@ def _what_first(facts: ModelFacts, options: list[Option], world: World, reserve:
     memory = least.estimate.memory
     text = f"nothing fits. {least.name} comes nearest: {least.reason}. "
     part = max(memory.at_peak, key=memory.at_peak.__getitem__)
+    gpus = _gpus_needed(facts, least.estimate.setting, reserve)
+    more = f"; or use more GPUs: sharded over {gpus} of them it fits" if gpus else ""
     if part == "activations":
         return text + (
             "A single sample is too large: make samples smaller first (task.image_size, task.max_length, slices), "
-            "or use a GPU with more memory"
+            f"or use a GPU with more memory{more}"
         )
     accumulating = [o for o in possible if o.largest_micro_batch and o.estimate and o.estimate.setting.is_sharded]
     if accumulating:
         option = max(accumulating, key=lambda o: o.largest_micro_batch or 0)
         size = (option.largest_micro_batch or 1) * world.gpus
-        return text + f"Change batch.global first: {option.name} fits with {size}, which needs no accumulation"
-    return text + "Use a smaller model, or GPUs with more memory"
+        return text + f"Change batch.global first: {option.name} fits with {size}, which needs no accumulation{more}"
+    return text + f"Use a smaller model, or GPUs with more memory{more}"
 
 
 def _gpus_needed(facts: ModelFacts, setting: Setting, reserve: float) -> int | None:
-    """The least power of two of GPUs on which one sample for each fits, sharded over all. None: there is none."""
+    """The least power of two of GPUs over which the training fits, sharded over all with the same global batch. None:
+    there is none."""
     world = setting.world
     gpus = max(2, 1 << world.gpus.bit_length())
     while gpus <= _MOST_GPUS:
         larger = replace(world, gpus=gpus, gpus_per_node=min(world.gpus_per_node, gpus))
         if gpus % larger.gpus_per_node:
             larger = replace(larger, gpus_per_node=1)
-        tried = Setting(larger, "fsdp", setting.precision, 1, recompute=setting.recompute)
+        tried = replace(setting, world=larger, strategy="fsdp", offload=False, shard_ranks=None)
+        per_gpu = -(-facts.global_batch // gpus)
         try:
-            if estimate(facts, tried).fits(reserve):
+            # Accumulation needs smaller micro-batches, but keeps whole gradients.
+            if any(estimate(facts, at_micro_batch(facts, tried, size)).fits(reserve) for size in (1, per_gpu)):
                 return gpus
         except UsageError:
             return None

@@ -51,9 +51,21 @@ class World:
         """How many machines there are."""
         return max(1, self.gpus // self.gpus_per_node)
 
-    def bandwidth(self, ranks: int) -> float | None:
-        """Bytes in a second that a GPU sends in a collective over `ranks` neighbouring ranks."""
-        return self.link_bytes_per_second if ranks <= self.gpus_per_node else self.network_bytes_per_second
+    def bandwidth(self, ranks: int, on_node: int = 1) -> float | None:
+        """Bytes in a second that a GPU sends in a collective over `ranks` ranks. None: it is not known.
+
+        Between nodes, NCCL makes a ring for each network adapter, and each ring leaves a node once. So of the bytes
+        that a GPU sends, `1 / on_node` cross the network, and the others go to a GPU of the same node.
+
+        Args:
+            on_node: ranks of the collective that share a node, where the collective reaches over several nodes.
+        """
+        link, network = self.link_bytes_per_second, self.network_bytes_per_second
+        if ranks <= self.gpus_per_node:
+            return link
+        if network is None or on_node == 1 or link is None:
+            return None if network is None else network * on_node
+        return min(link, network * on_node)
 
 
 @dataclass(frozen=True)

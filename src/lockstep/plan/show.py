@@ -11,6 +11,8 @@ from lockstep.plan.search import Option, Plan, gigabytes
 if TYPE_CHECKING:
     from lockstep.plan.estimate import Estimate
 
+_LAUNCHED_S = 1e-3  # launching a kernel takes some microseconds, and a step has hundreds of kernels
+
 
 def text(plan: Plan, width: int = 125) -> str:
     """The plan for people."""
@@ -115,9 +117,11 @@ def _time(seconds: float | None) -> str:
 def _details(plan: Plan, option: Option) -> list[str]:
     found: Estimate | None = option.estimate
     assert found is not None
+    setting = found.setting
+    full = setting.micro_batch * setting.accumulate * plan.world.gpus == found.effective_batch
     lines = [
-        f"batch: {found.effective_batch} samples = micro-batches of {found.setting.micro_batch} x "
-        f"{found.setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
+        f"batch: {found.effective_batch} samples = micro-batches of {'' if full else 'up to '}{setting.micro_batch} x "
+        f"{setting.accumulate} on {_count(plan.world.gpus)}; learning rate {found.learning_rate:.4g} "
         f"(lr_scaling {plan.facts.lr_scaling})"
     ]
     if found.steps_per_epoch is not None:
@@ -132,6 +136,8 @@ def _details(plan: Plan, option: Option) -> list[str]:
         lines.append(
             f"step: {_time(found.step_seconds)}, the longer of computing ({computing}) and sending ({sending})"
         )
+        if found.step_seconds < _LAUNCHED_S:
+            lines.append("so short a step is bound by the host, which launches each kernel: it will take longer")
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     if found.memory.host_bytes:

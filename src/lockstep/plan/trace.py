@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.data.tensors import map_tensors
@@ -78,6 +77,11 @@ class Untraceable(Exception):
         super().__init__(f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[0]}")
         self.module = module
 
+    @property
+    def where(self) -> str:
+        """The module for people."""
+        return {"": "Task.loss", "model": "the model's own forward"}.get(self.module, f"module {self.module}")
+
 
 class _Storage:
     """A storage that lives: its bytes, and what they are for."""
@@ -137,9 +141,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self.parameters:
             kind = "cast"
         grew = False
-        for tensor in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if isinstance(tensor, Tensor):
-                grew |= self._add(tensor, kind)
+        for tensor in tensors_of(result):
+            grew |= self._add(tensor, kind)
         if grew:
             self._look()
         return result
@@ -283,15 +286,15 @@ def _forget_gradients(parameters: Sequence[Tensor]) -> None:
         parameter.grad = None
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch."""
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in mappings, lists, tuples and dataclasses."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(batch, note)
+    map_tensors(value, note)
     return found
 
 
@@ -318,15 +321,15 @@ def _watched(block: nn.Module, index: int, live: LiveBytes, flops: _BlockFlops) 
         if live.segments[-1].phase == "forward":
             live.begin("forward", index)
             flops.enter()
-            for tensor in tree_iter((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+            for tensor in tensors_of((args, kwargs)):
+                if tensor.requires_grad:
                     tensor.register_hook(leave_backward)  # type: ignore[no-untyped-call]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if live.segments[-1].phase == "forward":
             flops.leave()
-            for tensor in tree_iter(output):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
+            for tensor in tensors_of(output):
+                if tensor.requires_grad:
                     tensor.register_hook(lambda _: live.begin("backward", index))  # type: ignore[no-untyped-call]
             live.begin("forward", None)
 

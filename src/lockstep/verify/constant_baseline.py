@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.build import seed_everything
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
+from lockstep.run_model import seed_everything
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.build import seed_everything
 from lockstep.distributed.world import join_world
 from lockstep.errors import UsageError
+from lockstep.run_model import seed_everything
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.build import build_model, make_optimizer, seed_everything
 from lockstep.distributed.world import join_world
 from lockstep.engine import batch_norm
+from lockstep.run_model import build_model, make_optimizer, seed_everything
 from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify import generators

@@ -1,0 +1,184 @@
+"""The model of a task as a training wraps it: with tensors that have no values, or with real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+
+from lockstep import run_model
+from lockstep.distributed.meta_init import take_values
+from lockstep.distributed.world import World as Ranks
+from lockstep.engine import task_checks
+from lockstep.errors import UsageError
+
+if TYPE_CHECKING:
+    from lockstep.config import RunConfig
+    from lockstep.tasks.task import Task
+
+_LAST = 2**60  # a step after all parameters are unfrozen
+_CPU = torch.device("cpu")
+
+
+class Built(NamedTuple):
+    """A model, its optimizer, and what is not modelled of them."""
+
+    forward: Any
+    """From a batch to losses."""
+    model: nn.Module
+    blocks: dict[str, nn.Module]
+    optimizer: torch.optim.Optimizer
+    optimizer_of_fp16: torch.optim.Optimizer
+    """The same, as a training in fp16 makes it: without torch's fused kernels."""
+    notes: list[str]
+
+
+def alone() -> Ranks:
+    """The world of a single rank, on the CPU."""
+    return Ranks(rank=0, size=1, local_rank=0, device=_CPU)
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The config of one process on the CPU, without what changes no byte that is traced here."""
+    return config.model_copy(
+        update={
+            "device": "cpu",
+            "data": config.data.model_copy(update={"workers": 0}),
+            "parallel": config.parallel.model_copy(update={"strategy": "single", "cpu_offload": False}),
+            "compute": config.compute.model_copy(
+                update={
+                    "compile": None,
+                    "compile_mode": "default",
+                    "activation_checkpointing": False,
+                    "channels_last": False,
+                }
+            ),
+        }
+    )
+
+
+def without_values(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) -> tuple[Built, list[str]]:
+    """The model with tensors that have no values: made without values, or else made in full and emptied.
+
+    Args:
+        fake: the mode whose tensors it shall have.
+        gpu: whether the optimizer is that of a GPU.
+
+    Returns:
+        the model, and what there is to say about it.
+
+    Raises:
+        UsageError: the model is made lazily.
+    """
+    notes: list[str] = []
+    cause: Exception | None = None
+    for makes in (_inside(fake), _on_meta()):
+        try:
+            with makes:
+                model = task_checks.model(task)
+            return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
+        except Exception as error:
+            cause = error
+    gc.collect()
+    model = task_checks.model(task)
+    _check_not_lazy(model)
+    kind = type(cause).__name__
+    notes.append(f"the model cannot be made without values ({kind}), and was made in full on this machine")
+    return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
+
+
+def _check_not_lazy(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            what = f"the model is made lazily: {name} has no shape before the first forward pass"
+            remedy = "give the layer its sizes, such as nn.Linear(10, 16) for nn.LazyLinear(16)"
+            raise UsageError(what, where="Task.model", remedy=remedy)
+
+
+@contextlib.contextmanager
+def _inside(fake: FakeTensorMode) -> Iterator[None]:
+    with fake:
+        yield
+
+
+@contextlib.contextmanager
+def _on_meta() -> Iterator[None]:
+    with torch.device("meta"):
+        yield
+
+
+def _emptied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """The model with tensors of `fake` on the CPU, where it has others. Tied tensors stay tied."""
+    take_values(model)
+    made: dict[int, Tensor] = {}
+    with fake:
+        for module in model.modules():
+            for holder in (module._parameters, module._buffers):
+                for key, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in made:
+                        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    holder[key] = made[id(tensor)]  # type: ignore[assignment]
+    return model
+
+
+def with_values(task: Task, config: RunConfig, *, gpu: bool) -> Built:
+    """The model with real tensors, as the task makes it."""
+    run_model.seed_everything(config)
+    return _wrapped(task, config, task_checks.model(task), None, gpu=gpu)
+
+
+def _wrapped(task: Task, config: RunConfig, model: nn.Module, fake: FakeTensorMode | None, *, gpu: bool) -> Built:
+    """The model as a training wraps it, by the functions of a training."""
+    small = on_one_rank(config)
+    vars(task)["model"] = lambda: model
+    vars(model)["to"] = lambda *_, **__: model  # it is there already, and torch cannot move tensors without values
+    try:
+        with fake or contextlib.nullcontext():
+            built = run_model.build_model(small, task, alone(), steps_per_epoch=1, step=_LAST)
+            make = partial(run_model.make_optimizer, small, built.model, built.blocks)
+            optimizer, of_fp16 = make(fuses_adam=gpu), make(fuses_adam=False)
+    finally:
+        del vars(task)["model"], vars(model)["to"]
+    if gpu:  # torch chooses these kernels on a GPU where nothing else is asked for
+        for group in (*optimizer.param_groups, *of_fp16.param_groups):
+            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+                group["foreach"] = True
+    notes = []
+    if config.train.unfreeze:
+        notes.append("train.unfreeze: this is the last phase, in which all its parameters train")
+    if config.compute.compile:
+        notes.append("compute.compile is not modelled: compiled code needs other temporary tensors, mostly fewer")
+    if config.compute.channels_last:
+        notes.append("compute.channels_last is not modelled: the bytes stay the same, but some kernels copy")
+    blocks = {name: built.model.get_submodule(name) for name in built.blocks}
+    return Built(built.strategy.forward, built.model, blocks, optimizer, of_fp16, notes)
+
+
+@contextlib.contextmanager
+def gathered_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, `model` has parameters of `dtype`, as under FSDP with `parallel.param_dtype`. Tied ones stay tied."""
+    stored = [module._parameters.copy() for module in model.modules()]
+    made: dict[int, nn.Parameter] = {}
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_floating_point():
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        yield
+    finally:
+        for module, parameters in zip(model.modules(), stored, strict=True):
+            module._parameters.update(parameters)
