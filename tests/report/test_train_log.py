@@ -2,6 +2,8 @@
 
 import pytest
 
+from lockstep.observe.writer import RunInfo
+from lockstep.observe.writers.text_log import TextLog
 from lockstep.report import timeline, train_log
 from tests.report.cases import LOG, REPORT, TIME
 
@@ -20,6 +22,15 @@ def test_each_start_says_from_where_to_where(tmp_path):
     assert killed.startswith("no last word in the log")
     assert killed.endswith("2 steps done again")
     assert complete == "complete"
+
+
+def test_the_first_line_that_a_writer_writes_is_a_start(tmp_path):
+    for world in (1, 2):
+        run = RunInfo("x", tmp_path / str(world), 0, 9, world, "cpu", config={})
+        run.folder.mkdir()
+        TextLog(run).close()
+        assert [start.world for start in train_log.read(run.folder / "train.log").starts] == [world]
+    assert " 1 rank on cpu" in (tmp_path / "1" / "train.log").read_text()
 
 
 @pytest.mark.parametrize(

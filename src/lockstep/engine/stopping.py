@@ -41,7 +41,7 @@ class StopRule:
             if self.patience is not None and since >= self.patience:
                 shown = f"{sign * best:.6g}" if math.isfinite(best) else "no number"
                 return (
-                    f"{self.metric} has not improved on {shown} for {since} evaluations "
+                    f"{self.metric} has not improved on {shown} for {since} evaluation{'s' * (since > 1)} "
                     f"(train.stop_when.patience={self.patience})"
                 )
         return ""

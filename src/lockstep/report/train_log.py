@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _LINE = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[+-]\d\d:?\d\d|Z)?)  (.*)", re.DOTALL)
-_START = re.compile(r"lockstep (\S+), torch (\S+), (\d+) ranks on (\S+), from step (\d+)$")
+_START = re.compile(r"lockstep (\S+), torch (\S+), (\d+) ranks? on (\S+), from step (\d+)$")
 _ENTRY = re.compile(r"step (\d+)/(\d+)  ")
 _STOPPED = re.compile(r"stopped by \S+ (?:at step (\d+)|before the first step)")
 _ENDED = re.compile(r"the training ended at step (\d+) of \d+: ")
