@@ -116,7 +116,7 @@ def _shares(figures: Figures) -> dict[str, float]:
 
 
 def _notes(figures: Figures) -> list[str]:
-    notes = [problem for problem in figures.run.problems if not problem.startswith("checkpoints/")]
+    notes = [problem.splitlines()[0] for problem in figures.run.problems if not problem.startswith("checkpoints/")]
     if not figures.run.config:
         notes.append("without config.yaml, values of keys below are the defaults, and not those of the run")
     if not figures.entries:
