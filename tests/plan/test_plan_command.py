@@ -35,7 +35,7 @@ def test_a_recipe_with_data_in_the_package():
     assert result.exit_code == 0, result.output
     assert "* ddp, fp32" in result.stdout
     assert "batch: 64 samples = micro-batches of 32 x 1 on 2 GPUs" in result.stdout
-    assert "a pass of less than 20 ms often takes longer than told" in result.stdout
+    assert "so short a step is bound by the host" in result.stdout
     assert "keys: parallel.strategy=ddp" in result.stdout
 
 
@@ -61,6 +61,30 @@ def test_recipes_without_data_are_planned_with_made_up_samples(recipe):
     assert facts.is_traced, facts.notes
     assert facts.samples is None
     assert facts.notes[0] == stand_in.assumption(config.task)
+
+
+def test_what_is_known_of_data_that_are_not_here_can_be_said():
+    known = stand_in.MadeUp(classes=30, samples=1000)
+    of_ten, of_thirty = (
+        command.facts_with_or_without_data(
+            config_file.load("image_folder", []), precisions=("fp32",), recompute=(False,), made_up=made_up
+        )
+        for made_up in (command.NOTHING_KNOWN, known)
+    )
+    assert of_thirty.samples == 1000
+    assert "30 classes" in of_thirty.notes[0]
+    last = of_ten.parameters[-1].elements, of_thirty.parameters[-1].elements
+    assert last == (10, 30)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["digits", "--samples", "9"], ["digits", "--classes", "9"], ["imagenet", "data.train=here", "--samples", "9"]],
+)
+def test_what_the_data_tell_is_not_said_again(arguments):
+    result = plan(*arguments, "--gpus", "2", "--gpu-memory", "1GB")
+    assert result.exit_code == 2
+    assert f"{arguments[-2]}: is for data that are not here" in result.stderr
 
 
 def test_pictures_have_their_largest_size():
@@ -147,3 +171,7 @@ def test_gpus_without_samples_are_named(tmp_path):
         "batch.global=21 is more than the 20 samples of an epoch" in command._notes_on_the_batch(large, found.world)[0]
     )
     assert "batch: 3 samples = micro-batches of up to 1 x 1 on 4 GPUs" in show.text(found)
+
+
+def test_a_step_that_only_the_host_bounds_is_named():
+    assert "bound by the host" in plan("toy", "--gpus", "2", "--gpu", "H100").stdout

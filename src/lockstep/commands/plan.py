@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.plan.money import Rates
     from lockstep.plan.search import Plan
+    from lockstep.plan.stand_in import MadeUp
 
 
 def plan(
@@ -60,6 +61,14 @@ def plan(
     ] = 0.1,
     precision: Annotated[
         list[str] | None, typer.Option("--precision", help="fp32, bf16 or fp16; may be repeated.")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option("--samples", help="Of the training data, where they are not here. It says epochs.", min=1),
+    ] = None,
+    classes: Annotated[
+        int | None,
+        typer.Option("--classes", help="Of the training data, where they are not here. Default: 10.", min=1),
     ] = None,
     failures_per_gpu_year: Annotated[
         float | None, typer.Option("--failures-per-gpu-year", help="To say how often to save.")
@@ -119,6 +128,8 @@ def plan(
             "--save-seconds": save_seconds,
             "--link-bandwidth": link_bandwidth,
             "--network-bandwidth": network_bandwidth,
+            "--samples": samples,
+            "--classes": classes,
         }
         if advise is not None:
             others = {**of_plan, "--measure": measure or None, "--nproc": nproc}
@@ -157,7 +168,7 @@ def plan(
             reserve=reserve,
             failures_per_gpu_year=failures_per_gpu_year,
             save_seconds=save_seconds,
-            may_make_up=not any(each.startswith("data.train=") for each in overrides or ()),
+            made_up=_made_up(overrides or (), classes, samples),
         )
         _show_plan(found, rates, chart, json_file)
 
@@ -189,6 +200,23 @@ def _checked(
     if chart is not None and chart.suffix != ".svg":
         raise UsageError("is no name of an SVG file", where=f"--chart {chart}", remedy="call it plan.svg")
     return target
+
+
+def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None) -> MadeUp | None:
+    """What is known of data that need not be here. None: the command line names the data.
+
+    Raises:
+        UsageError: the command line names the data, and also says what is known without them.
+    """
+    from lockstep.plan.stand_in import MadeUp
+
+    if not any(each.startswith("data.train=") for each in overrides):
+        return MadeUp(classes, samples)
+    for option, value in (("--classes", classes), ("--samples", samples)):
+        if value is not None:
+            remedy = "leave this option out, or data.train"
+            raise UsageError("is for data that are not here, and data.train names data", where=option, remedy=remedy)
+    return None
 
 
 def _check_precisions(names: Sequence[str]) -> None:

@@ -15,11 +15,14 @@ from lockstep.plan.facts import facts_of
 from lockstep.plan.model_facts import ModelFacts
 from lockstep.plan.search import Plan, save_interval, search
 from lockstep.plan.setting import PrecisionName, World
+from lockstep.plan.stand_in import MadeUp
 from lockstep.tasks import registry
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.tasks.task import Task
+
+NOTHING_KNOWN = MadeUp()
 
 
 def plan_of(
@@ -30,13 +33,13 @@ def plan_of(
     reserve: float = 0.1,
     failures_per_gpu_year: float | None = None,
     save_seconds: float | None = None,
-    may_make_up: bool = True,
+    made_up: MadeUp | None = NOTHING_KNOWN,
 ) -> Plan:
     """The plan of a training in a world.
 
     Args:
         precisions: None: fp32, and what the GPU has of bf16 and fp16; bf16, where the GPU is not known.
-        may_make_up: whether made-up samples may take the place of data that are not here.
+        made_up: what is known of data that are not here: made-up samples take their place. None: they must be here.
 
     Raises:
         DataError, UsageError: the task's data or model cannot be made, or an option is wrong.
@@ -53,7 +56,7 @@ def plan_of(
     asked = config
     config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
-    facts = facts_with_or_without_data(config, precisions=chosen, may_make_up=may_make_up)
+    facts = facts_with_or_without_data(config, precisions=chosen, made_up=made_up)
     parallel = config.parallel
     details = {
         name: getattr(parallel, name)
@@ -110,7 +113,7 @@ def facts_with_or_without_data(
     precisions: Sequence[PrecisionName] = ("fp32", "bf16"),
     device: Literal["cpu", "cuda"] = "cuda",
     recompute: tuple[bool, ...] = (False, True),
-    may_make_up: bool = True,
+    made_up: MadeUp | None = NOTHING_KNOWN,
 ) -> ModelFacts:
     """The facts of the config's task: with its data, or with made-up samples where it has none here.
 
@@ -119,25 +122,31 @@ def facts_with_or_without_data(
     """
     try:
         task = _task(config, config.data.train)
-        return facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
+        facts = facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
     except (DataError, UsageError) as error:
-        if not may_make_up or not _concerns_data(config, error):
+        if made_up is None or not _concerns_data(config, error):
             raise
         with tempfile.TemporaryDirectory() as folder:
-            train = stand_in.write(config.task, Path(folder, "data"))
+            train = stand_in.write(config.task, Path(folder, "data"), made_up.classes)
             if train is None:
                 raise
             data = config.data.model_copy(update={"cache": None, "cache_size": None, "eval": None})
-            made_up = config.model_copy(update={"data": data})
+            without = config.model_copy(update={"data": data})
             facts = facts_of(
-                _task(made_up, str(train)),
-                made_up,
+                _task(without, str(train)),
+                without,
                 precisions=tuple(precisions),
                 device=device,
                 recompute=recompute,
                 has_data=False,
             )
-            return replace(facts, notes=[stand_in.assumption(config.task), *facts.notes])
+            notes = [stand_in.assumption(config.task, made_up.classes), *facts.notes]
+            return replace(facts, samples=made_up.samples, notes=notes)
+    if made_up is not None and made_up != NOTHING_KNOWN:
+        option = "--classes" if made_up.classes else "--samples"
+        remedy = "leave this option out: the data themselves tell it"
+        raise UsageError("is for data that are not here, and these are here", where=option, remedy=remedy)
+    return facts
 
 
 def _concerns_data(config: RunConfig, error: Exception) -> bool:

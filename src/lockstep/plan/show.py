@@ -137,8 +137,8 @@ def _details(plan: Plan, option: Option) -> list[str]:
         )
         if found.compute_seconds is not None and found.compute_seconds / setting.accumulate < _HOST_BOUND_S:
             lines.append(
-                f"a pass of less than {_time(_HOST_BOUND_S)} often takes longer than told, because the host cannot "
-                "start kernels so fast; times, energy and price then are too small"
+                "so short a step is bound by the host, which launches each kernel: it will take longer, and "
+                "with it the training, its energy and its price"
             )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")

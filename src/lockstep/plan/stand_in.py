@@ -4,37 +4,55 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 _COUNT = 8
-_CLASSES = 10
 
 
-def write(task: Mapping[str, Any], folder: Path) -> Path | None:
+@dataclass(frozen=True)
+class MadeUp:
+    """What is known of training data that are not here."""
+
+    classes: int | None = None
+    """None: 10."""
+    samples: int | None = None
+    """None: not known. Then a plan says nothing of epochs."""
+
+
+def write(task: Mapping[str, Any], folder: Path, classes: int | None = None) -> Path | None:
     """Write a small data set for the config's section `task`. Returns `data.train`, or None for kinds without one.
 
     Args:
         task: `kind` and its options.
         folder: a new or empty folder.
+        classes: None: 10.
     """
     writer = _WRITERS.get(str(task.get("kind")))
-    return None if writer is None else writer(task, folder)
+    return None if writer is None else writer(task, folder, _class_count(task, classes))
 
 
-def assumption(task: Mapping[str, Any]) -> str:
+def assumption(task: Mapping[str, Any], classes: int | None = None) -> str:
     """What a plan on made-up samples assumes, for people."""
+    count = _class_count(task, classes)
     assumed = {
-        "classification": f"{_CLASSES} classes",
-        "segmentation": f"{_CLASSES} classes",
-        "detection": f"{_CLASSES} classes, and 5 boxes in a picture",
-        "text": f"{_CLASSES} classes, and texts of task.max_length tokens; a new tokenizer knows only made-up words",
+        "classification": f"{count} classes",
+        "segmentation": f"{count} classes",
+        "detection": f"{count} classes, and 5 boxes in a picture",
+        "text": f"{count} classes, and texts of task.max_length tokens; a new tokenizer knows only made-up words",
         "volume_risk": "3 questions, and volumes of task.max_slices slices",
     }
     return f"there are no data: made-up samples, with {assumed[str(task['kind'])]}"
+
+
+def _class_count(task: Mapping[str, Any], classes: int | None) -> int:
+    named = task.get("classes") if task.get("kind") == "segmentation" else None
+    return len(named) if isinstance(named, list | dict) else 2 if named else classes or 10
 
 
 def _side(task: Mapping[str, Any]) -> int:
@@ -50,31 +68,34 @@ def _picture(path: Path, side: int, draw: np.random.Generator, channels: int = 3
     Image.fromarray(noise if channels == 3 else noise[..., 0]).save(path, compress_level=1)
 
 
-def _classification(task: Mapping[str, Any], folder: Path) -> Path:
+def _classification(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
     draw = np.random.default_rng(0)
-    for number in range(_CLASSES):
-        _picture(folder / f"class{number}" / "0.png", _side(task), draw, int(task.get("channels", 3)))
+    for number in range(classes):
+        path = folder / f"class{number}" / "0.png"
+        if number < _COUNT:
+            _picture(path, _side(task), draw, int(task.get("channels", 3)))
+        else:
+            path.parent.mkdir(parents=True)
+            os.link(folder / f"class{number % _COUNT}" / "0.png", path)
     return folder
 
 
-def _segmentation(task: Mapping[str, Any], folder: Path) -> Path:
+def _segmentation(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
     from PIL import Image
 
     draw, side = np.random.default_rng(0), _side(task)
-    named = task.get("classes")
-    classes = len(named) if isinstance(named, list | dict) else 2 if named else _CLASSES
     (folder / "masks").mkdir(parents=True)
-    if not named:
+    if not task.get("classes"):
         names = ", ".join(f"class{number}" for number in range(classes))
         (folder / "classes.yaml").write_text(f"[{names}]\n")
     for number in range(_COUNT):
         _picture(folder / "images" / f"{number}.png", side, draw, int(task.get("channels", 3)))
-        mask = draw.integers(0, classes, (side, side), dtype=np.uint8)
+        mask = draw.integers(0, min(classes, 256), (side, side), dtype=np.uint8)
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
     return folder
 
 
-def _detection(task: Mapping[str, Any], folder: Path) -> Path:
+def _detection(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
     draw, side = np.random.default_rng(0), _side(task)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
@@ -85,16 +106,16 @@ def _detection(task: Mapping[str, Any], folder: Path) -> Path:
             box = side // 4
             left, top = (int(value) for value in draw.integers(0, side - box, 2))
             annotation = {"id": len(annotations), "image_id": number, "bbox": [left, top, box, box], "iscrowd": 0}
-            category = len(annotations) % _CLASSES
+            category = len(annotations) % classes
             annotations.append({**annotation, "category_id": category, "area": box * box})
-    categories = [{"id": number, "name": f"class{number}"} for number in range(_CLASSES)]
+    categories = [{"id": number, "name": f"class{number}"} for number in range(classes)]
     (folder / "annotations").mkdir()
     content = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "annotations" / "instances_train.json").write_text(json.dumps(content))
     return folder
 
 
-def _text(task: Mapping[str, Any], folder: Path) -> Path:
+def _text(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
     draw = np.random.default_rng(0)
     letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
     words = ["".join(draw.choice(letters, 5)) for _ in range(2000)]
@@ -103,13 +124,13 @@ def _text(task: Mapping[str, Any], folder: Path) -> Path:
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])
-        for number in range(_COUNT * _CLASSES):
+        for number in range(_COUNT * classes):
             text = " ".join(draw.choice(words, int(task.get("max_length") or 128)))
-            writer.writerow([text, f"class{number % _CLASSES}"])
+            writer.writerow([text, f"class{number % classes}"])
     return path
 
 
-def _volume_risk(task: Mapping[str, Any], folder: Path) -> Path:
+def _volume_risk(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
     draw, slices = np.random.default_rng(0), int(task.get("max_slices") or 32)
     side = int(task.get("image_size") or 448)
     folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +145,7 @@ def _volume_risk(task: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-_WRITERS: dict[str, Callable[[Mapping[str, Any], Path], Path]] = {
+_WRITERS: dict[str, Callable[[Mapping[str, Any], Path, int], Path]] = {
     "classification": _classification,
     "segmentation": _segmentation,
     "detection": _detection,
