@@ -128,6 +128,19 @@ def test_a_rank_that_is_slow_now_and_then_is_not_blamed(tmp_path):
     assert "a slow rank" in [found.name for found in advise.of_figures(figures).advice]
 
 
+def test_a_damaged_run_is_not_said_to_be_without_limits(tmp_path):
+    made_up(tmp_path, figures={"train/wait_share": None})
+    shown = advise.text(advise.advise(tmp_path))
+    assert "does not say how long the training waits for data" in shown
+    (tmp_path / "metrics.jsonl").write_text("no JSON\n")
+    (tmp_path / "config.yaml").write_text("{[")
+    lost = advise.text(advise.advise(tmp_path))
+    assert "nothing can be said" in lost
+    assert "metrics.jsonl: 1 line is damaged" in lost
+    assert "without config.yaml, values of keys below are the defaults" in lost
+    assert "Nothing in this log limits" not in shown + lost
+
+
 def test_small_gains_are_told_with_two_decimals():
     assert advise.less_time(0.06) == "up to 6% less time (1.06 times as fast)"
     assert advise.less_time(0.72) == "up to 72% less time (3.6 times as fast)"

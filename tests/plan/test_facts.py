@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import Task
 from lockstep.errors import UsageError
-from lockstep.plan import update
+from lockstep.plan import facts, update
 from lockstep.plan.facts import facts_of
 from tests.plan.cases import Blocks, Layer, Mlp, Reads, config
 
@@ -32,6 +32,23 @@ def test_the_bytes_of_a_network_by_hand():
     backward = [segment for segment in passes.segments if segment.phase == "backward"]
     assert max(segment.alone.gradients.at(5) for segment in backward) <= facts.elements * 4
     assert {segment.beside.gradients.at(5) for segment in passes.segments} == {0}
+
+
+@pytest.mark.parametrize("samples", [16, 512])
+def test_the_peak_of_a_large_micro_batch_is_that_of_its_own_trace(samples, monkeypatch):
+    class Wide(Mlp):  # with few samples, gradients are most of the peak; with many samples, activations
+        def model(self):
+            return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+
+    def peaks():
+        segments = plain(Wide(), device="cpu").passes["fp32", False].segments
+        kinds = ("alone", "beside", "of_block")
+        moments = [[getattr(segment, kind) for segment in segments] for kind in kinds]
+        return [max(m.activations.at(samples) + m.gradients.at(samples) for m in kind) for kind in moments]
+
+    told = peaks()
+    monkeypatch.setattr(facts, "_SIZES", (samples, samples + 8))
+    assert told == peaks()
 
 
 def test_no_memory_is_used_for_the_model():

@@ -35,6 +35,9 @@ def test_advice(call, tmp_path):
     ("arguments", "said"),
     [
         (["--advise", "nowhere"], "no such folder"),
+        (["--advise", "nowhere", "--gpu", "H100"], "--advise with --gpu"),
+        (["--advise", "nowhere", "--json", "none/advice.json"], "none/advice.json"),
+        (["digits", "--measure", "--link-bandwidth", "5GB/s"], "--measure with --link-bandwidth"),
         (["digits", "--advise", "nowhere"], "takes no target"),
         ([], "neither what would be trained nor which run"),
         (["digits", "--gpu", "H100", "--chart", "plan.png"], "is no name of an SVG file"),

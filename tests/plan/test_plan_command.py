@@ -35,6 +35,7 @@ def test_a_recipe_with_data_in_the_package():
     assert result.exit_code == 0, result.output
     assert "* ddp, fp32" in result.stdout
     assert "batch: 64 samples = micro-batches of 32 x 1 on 2 GPUs" in result.stdout
+    assert "so short a step is bound by the host" in result.stdout
     assert "keys: parallel.strategy=ddp" in result.stdout
 
 

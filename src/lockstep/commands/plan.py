@@ -115,9 +115,6 @@ def plan(
     Example: lockstep plan digits --measure --nproc 2
     """
     with reporting(debug):
-        if advise is not None:
-            _advise(advise, target, json_file)
-            return
         of_plan = {
             "--gpu": gpu,
             "--gpu-memory": gpu_memory,
@@ -128,11 +125,18 @@ def plan(
             "--precision": precision or None,
             "--gpus-per-node": gpus_per_node,
             "--failures-per-gpu-year": failures_per_gpu_year,
+            "--save-seconds": save_seconds,
+            "--link-bandwidth": link_bandwidth,
+            "--network-bandwidth": network_bandwidth,
             "--samples": samples,
             "--classes": classes,
         }
+        if advise is not None:
+            others = {**of_plan, "--measure": measure or None, "--nproc": nproc}
+            _advise(advise, target, json_file, others=others)
+            return
         target = _checked(target, measure=measure, nproc=nproc, chart=chart, of_plan=of_plan)
-        for path in (chart, Path(json_file) if json_file not in (None, "-") else None):
+        for path in (chart, _json_path(json_file)):
             _check_folder(path)
         from lockstep import config_file
         from lockstep.plan import money, world_options
@@ -225,14 +229,23 @@ def _check_precisions(names: Sequence[str]) -> None:
             raise UsageError(f"there is no precision {name!r}", where="--precision", remedy=remedy)
 
 
-def _advise(folder: Path, target: str | None, json_file: str | None) -> None:
-    """Show what limits a run."""
+def _advise(folder: Path, target: str | None, json_file: str | None, *, others: Mapping[str, object]) -> None:
+    """Show what limits a run.
+
+    Args:
+        others: options that do not belong to advice; None: the option is not given.
+    """
     if target is not None:
         raise UsageError(
             "reads a run, and takes no target",
             where="--advise",
             remedy=f"leave {target} out: lockstep plan --advise {folder}",
         )
+    given = [option for option, value in others.items() if value is not None]
+    if given:
+        what, remedy = "reads the log of a run, and makes no plan", "leave this option out, or leave --advise out"
+        raise UsageError(what, where=f"--advise with {given[0]}", remedy=remedy)
+    _check_folder(_json_path(json_file))
     from lockstep.plan import advise
 
     advised = advise.advise(folder)
@@ -280,6 +293,11 @@ def _show(text: str, values: Any, json_file: str | None) -> None:
     if json_file is not None:
         _write(Path(json_file), written)
         print(f"written: {json_file}")
+
+
+def _json_path(json_file: str | None) -> Path | None:
+    """The file of --json. None: there is none, or it is the terminal."""
+    return Path(json_file) if json_file not in (None, "-") else None
 
 
 def _check_folder(path: Path | None) -> None:

@@ -74,7 +74,7 @@ def text(advised: Advised) -> str:
             "time: " + ", ".join(f"{share:.0%} {part}" for part, share in advised.shares.items() if share >= 0.005)
         )
     lines += [f"note: {note}" for note in advised.notes]
-    if not advised.advice:
+    if not advised.advice and advised.shares:
         lines.append("Nothing in this log limits the run so much that a key should change.")
     for number, advice in enumerate(advised.advice, 1):
         lines += ["", f"{number}. {advice.finding}", f"   from:   {advice.source}"]
@@ -116,9 +116,13 @@ def _shares(figures: Figures) -> dict[str, float]:
 
 
 def _notes(figures: Figures) -> list[str]:
+    notes = [problem.splitlines()[0] for problem in figures.run.problems if not problem.startswith("checkpoints/")]
+    if not figures.run.config:
+        notes.append("without config.yaml, values of keys below are the defaults, and not those of the run")
     if not figures.entries:
-        return ["the log has no entry of the training yet: nothing can be said"]
-    notes = []
+        return [*notes, "the log has no entry of the training: nothing can be said"]
+    if figures.late("train/wait_share") is None:
+        notes.append("the log does not say how long the training waits for data (train/wait_share)")
     if figures.entries < 4:
         entries = "1 entry" if figures.entries == 1 else f"{figures.entries} entries"
         fewer = max(1, figures.number("log.every_steps", 50) // 5)

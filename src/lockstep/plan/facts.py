@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +35,7 @@ from lockstep.plan.model_facts import (
     Segment,
 )
 from lockstep.plan.setting import PrecisionName
-from lockstep.plan.trace import Peak, TracedPass, TracedSegment, Untraceable, trace_pass
+from lockstep.plan.trace import TracedPass, TracedSegment, Untraceable, trace_pass
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -229,17 +230,7 @@ def _trace_all(
 
 def _pass_facts(first: TracedPass, second: TracedPass, sizes: tuple[int, int]) -> PassFacts:
     pairs = _pairs(first.segments, second.segments)
-    segments = [
-        Segment(
-            a.phase,
-            a.block,
-            a.before,
-            alone=_moment(a.alone, b.alone, sizes),
-            beside=_moment(a.beside, b.beside, sizes),
-            of_block=_moment(a.of_block, b.of_block, sizes),
-        )
-        for a, b in pairs
-    ]
+    segments = [segment for a, b in pairs for segment in _segments(a, b, sizes)]
     return PassFacts(
         tuple(segments),
         batch=_affine(first.batch_bytes, second.batch_bytes, sizes),
@@ -256,17 +247,45 @@ def _pairs(
         return list(zip(first, second, strict=True))
     pairs = []
     for phase in ("forward", "backward"):
-        chosen = [max((s for s in side if s.phase == phase), key=lambda s: s.alone.total) for side in (first, second)]
+        chosen = [max((s for s in side if s.phase == phase), key=lambda s: s.most) for side in (first, second)]
         pairs.append((chosen[0], chosen[1]))
     return pairs
 
 
-def _moment(a: Peak, b: Peak, sizes: tuple[int, int]) -> Moment:
-    return Moment(
-        activations=_affine(a.activations, b.activations, sizes),
-        casts=_affine(a.casts, b.casts, sizes),
-        gradients=_affine(a.gradients, b.gradients, sizes),
-    )
+_MICRO_BATCHES = 2.0 ** np.arange(17)
+# Which of a look's parts live together: with one rank, beside buckets, with fsdp, and with fsdp without copies.
+_TOGETHER = np.array([(1, 1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1), (1, 0, 0, 1)], dtype=np.float64)
+
+
+def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Iterator[Segment]:
+    """A segment for each moment that may be the one with most bytes.
+
+    Which moment this is depends on the micro-batch: with few samples the gradients of large matrices, with many samples
+    the activations. Bytes of each moment grow in proportion to the samples.
+    """
+    first, second = _looks(a, b)
+    slopes = (second - first) / (sizes[1] - sizes[0])
+    constants = first - slopes * sizes[0]
+    bytes_at = (constants @ _TOGETHER.T)[..., None] + (slopes @ _TOGETHER.T)[..., None] * _MICRO_BATCHES
+    for moment in np.unique(bytes_at.argmax(axis=0)):
+        activations, casts, gradients, of_block = map(Affine, constants[moment].tolist(), slopes[moment].tolist())
+        yield Segment(
+            a.phase,
+            a.block,
+            a.before,
+            alone=Moment(activations, casts, gradients),
+            beside=Moment(activations, casts),
+            of_block=Moment(activations, casts, of_block),
+        )
+
+
+def _looks(a: TracedSegment, b: TracedSegment) -> tuple[np.ndarray, np.ndarray]:
+    """The looks of both passes, (moments, parts) each. If the passes differ, the largest of each."""
+    if len(a.looks) == len(b.looks):
+        return np.array(a.looks, dtype=np.float64), np.array(b.looks, dtype=np.float64)
+    first, second = (np.array(side.looks, dtype=np.float64) for side in (a, b))
+    most = [side[(side @ _TOGETHER.T).argmax(axis=0)] for side in (first, second)]
+    return most[0], most[1]
 
 
 def _affine(a: float, b: float, sizes: tuple[int, int]) -> Affine:

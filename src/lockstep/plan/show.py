@@ -11,8 +11,6 @@ from lockstep.plan.search import Option, Plan, gigabytes
 if TYPE_CHECKING:
     from lockstep.plan.estimate import Estimate
 
-_LAUNCHED_S = 1e-3  # launching a kernel takes some microseconds, and a step has hundreds of kernels
-
 
 def text(plan: Plan, width: int = 125) -> str:
     """The plan for people."""
@@ -35,7 +33,7 @@ def text(plan: Plan, width: int = 125) -> str:
         for line in _details(plan, plan.recommended):
             console.print(f"  {line}")
     else:
-        console.print(f"Recommended: nothing. {plan.reason}.")
+        console.print(f"Recommended: nothing. {plan.reason[:1].upper()}{plan.reason[1:]}.")
     for note in plan.facts.notes:
         console.print(f"note: {note}")
     file = console.file
@@ -97,6 +95,7 @@ def _table(plan: Plan) -> Any:
     return table
 
 
+_HOST_BOUND_S = 0.02  # forward and backward pass of a micro-batch: thousands of kernels, of some microseconds each
 _STATES = ("parameters", "gradients", "optimizer", "averages")
 
 
@@ -136,8 +135,11 @@ def _details(plan: Plan, option: Option) -> list[str]:
         lines.append(
             f"step: {_time(found.step_seconds)}, the longer of computing ({computing}) and sending ({sending})"
         )
-        if found.step_seconds < _LAUNCHED_S:
-            lines.append("so short a step is bound by the host, which launches each kernel: it will take longer")
+        if found.compute_seconds is not None and found.compute_seconds / setting.accumulate < _HOST_BOUND_S:
+            lines.append(
+                "so short a step is bound by the host, which launches each kernel: it will take longer, and "
+                "with it the training, its energy and its price"
+            )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())
     lines.append(f"each GPU sends in a step: {sent or 'nothing'}")
     if found.memory.host_bytes:

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,14 @@ from lockstep.engine.flops import Operations
 Phase = Literal["forward", "backward"]
 
 
-@dataclass
-class Peak:
-    """The moment of a segment at which most bytes live."""
+class Look(NamedTuple):
+    """The bytes that live at one moment."""
 
-    activations: int = 0
-    casts: int = 0
-    gradients: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes."""
-        return self.activations + self.casts + self.gradients
+    activations: int
+    casts: int
+    gradients: int
+    gradients_of_block: int
+    """Of the block that runs, and of the root."""
 
 
 @dataclass
@@ -40,9 +36,13 @@ class TracedSegment:
     phase: Phase
     block: int | None
     before: int | None
-    alone: Peak = field(default_factory=Peak)
-    beside: Peak = field(default_factory=Peak)
-    of_block: Peak = field(default_factory=Peak)
+    looks: list[Look] = field(default_factory=list)
+    """After each operation that made a storage, in their order."""
+
+    @property
+    def most(self) -> int:
+        """Bytes of activations, casts and gradients at the moment when they are most."""
+        return max((sum(look[:3]) for look in self.looks), default=0)
 
     @property
     def place(self) -> tuple[str, int | None, int | None]:
@@ -164,15 +164,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes[entry.kind] -= entry.bytes
 
     def _look(self) -> None:
-        now, segment = self.bytes, self.segments[-1]
-        activations, casts = now["activation"], now["cast"]
-        for peak, gradients in (
-            (segment.alone, now["gradient"]),
-            (segment.beside, 0),
-            (segment.of_block, now["gradient_of_block"] + now["gradient_of_root"]),
-        ):
-            if activations + casts + gradients > peak.total:
-                peak.activations, peak.casts, peak.gradients = activations, casts, gradients
+        now = self.bytes
+        of_block = now["gradient_of_block"] + now["gradient_of_root"]
+        self.segments[-1].looks.append(Look(now["activation"], now["cast"], now["gradient"], of_block))
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def temporaries_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> tupl
         fixed += [v for state in trial.state.values() for v in state.values() if isinstance(v, Tensor)]
         with LiveBytes(fixed) as live:
             trial.step()
-        peaks[count] = max(segment.alone.total for segment in live.segments) / side**2
+        peaks[count] = max(segment.most for segment in live.segments) / side**2
     of_all = (peaks[6] - peaks[2]) / 4  # with two, a loop over parameters still holds a tensor of the one before
     of_all = max(0.0, round(of_all, 2))  # counters of a few bytes
     return of_all, max(0.0, round(peaks[1] - of_all, 2))
