@@ -253,7 +253,7 @@ def _pairs(
 
 
 _MICRO_BATCHES = 2.0 ** np.arange(17)
-# Which of a look's parts live together: with one rank, beside buckets, with fsdp, and with fsdp without copies.
+# Which parts of a snapshot live together: with one rank, beside buckets, with fsdp, and with fsdp without copies.
 _TOGETHER = np.array([(1, 1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1), (1, 0, 0, 1)], dtype=np.float64)
 
 
@@ -263,7 +263,7 @@ def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Ite
     Which moment this is depends on the micro-batch: with few samples the gradients of large matrices, with many samples
     the activations. Bytes of each moment grow in proportion to the samples.
     """
-    first, second = _looks(a, b)
+    first, second = _snapshots(a, b)
     slopes = (second - first) / (sizes[1] - sizes[0])
     constants = first - slopes * sizes[0]
     bytes_at = (constants @ _TOGETHER.T)[..., None] + (slopes @ _TOGETHER.T)[..., None] * _MICRO_BATCHES
@@ -279,11 +279,11 @@ def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Ite
         )
 
 
-def _looks(a: TracedSegment, b: TracedSegment) -> tuple[np.ndarray, np.ndarray]:
-    """The looks of both passes, (moments, parts) each. If the passes differ, the largest of each."""
-    if len(a.looks) == len(b.looks):
-        return np.array(a.looks, dtype=np.float64), np.array(b.looks, dtype=np.float64)
-    first, second = (np.array(side.looks, dtype=np.float64) for side in (a, b))
+def _snapshots(a: TracedSegment, b: TracedSegment) -> tuple[np.ndarray, np.ndarray]:
+    """The snapshots of both passes, (moments, parts) each. If the passes differ, the largest of each."""
+    if len(a.snapshots) == len(b.snapshots):
+        return np.array(a.snapshots, dtype=np.float64), np.array(b.snapshots, dtype=np.float64)
+    first, second = (np.array(side.snapshots, dtype=np.float64) for side in (a, b))
     most = [side[(side @ _TOGETHER.T).argmax(axis=0)] for side in (first, second)]
     return most[0], most[1]
 

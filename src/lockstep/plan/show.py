@@ -137,7 +137,7 @@ def _details(plan: Plan, option: Option) -> list[str]:
         )
         if found.compute_seconds is not None and found.compute_seconds / setting.accumulate < _HOST_BOUND_S:
             lines.append(
-                "so short a step is bound by the host, which launches each kernel: it will take longer, and "
+                "so short a step may be bound by the host, which launches each kernel: then it takes longer, and "
                 "with it the training, its energy and its price"
             )
     sent = ", ".join(f"{name} {gigabytes(size)}" for name, size in found.communication.sent_bytes.items())

@@ -19,7 +19,7 @@ from lockstep.engine.flops import Operations
 Phase = Literal["forward", "backward"]
 
 
-class Look(NamedTuple):
+class Snapshot(NamedTuple):
     """The bytes that live at one moment."""
 
     activations: int
@@ -36,13 +36,13 @@ class TracedSegment:
     phase: Phase
     block: int | None
     before: int | None
-    looks: list[Look] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
     """After each operation that made a storage, in their order."""
 
     @property
     def most(self) -> int:
         """Bytes of activations, casts and gradients at the moment when they are most."""
-        return max((sum(look[:3]) for look in self.looks), default=0)
+        return max((sum(snapshot[:3]) for snapshot in self.snapshots), default=0)
 
     @property
     def place(self) -> tuple[str, int | None, int | None]:
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if block is not None and phase == "backward":  # the gradients of the block before have been given away
             self.bytes["gradient_of_block"] = 0
         self.segments.append(TracedSegment(phase, block, before))
-        self._look()
+        self._take_snapshot()
 
     def mark_gradient(self, gradient: Tensor, of_root: bool) -> None:
         """The storage of `gradient` is that of a complete gradient from now on."""
@@ -144,7 +144,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_of(result):
             grew |= self._add(tensor, kind)
         if grew:
-            self._look()
+            self._take_snapshot()
         return result
 
     def _add(self, tensor: Tensor, kind: str) -> bool:
@@ -163,10 +163,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _free(self, entry: _Storage) -> None:
         self.bytes[entry.kind] -= entry.bytes
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         now = self.bytes
         of_block = now["gradient_of_block"] + now["gradient_of_root"]
-        self.segments[-1].looks.append(Look(now["activation"], now["cast"], now["gradient"], of_block))
+        self.segments[-1].snapshots.append(Snapshot(now["activation"], now["cast"], now["gradient"], of_block))
 
 
 @contextlib.contextmanager
