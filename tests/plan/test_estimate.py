@@ -143,6 +143,8 @@ def test_times():
     assert found.step_seconds == found.communication.seconds  # the longer of the two
     assert found.steps_per_epoch == 16  # 1000 samples in batches of 64
     assert found.training_seconds == pytest.approx(48 * found.step_seconds)
+    longer = estimate(written_facts(min_steps=100), Setting(fast, "ddp", "fp32", 4, accumulate=2))
+    assert longer.training_seconds == pytest.approx(100 * found.step_seconds)
     again = estimate(written_facts(), Setting(fast, "ddp", "fp32", 4, recompute=True))
     assert again.compute_seconds == pytest.approx(4 * 7.5e9 / 0.5e12)
 

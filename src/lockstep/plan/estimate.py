@@ -114,7 +114,9 @@ def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
     rounded = math.floor if facts.drop_last else math.ceil
     steps = None if facts.samples is None else max(1, rounded(facts.samples / setting.effective_batch))
     epoch = None if step is None or steps is None else step * steps
-    total_steps = facts.steps or (math.ceil(steps * facts.epochs) if steps and facts.epochs else None)
+    total_steps = facts.steps
+    if steps and facts.epochs:
+        total_steps = max(math.ceil(steps * facts.epochs), facts.min_steps)
     states = sum(p.elements * p.state_element_bytes + p.state_other_bytes for p in facts.parameters if p.trainable)
     parameters = sum(p.elements * p.element_bytes for p in facts.parameters) + facts.buffers_bytes
     averages = sum(_average_bytes(p) for p in facts.parameters) if facts.averages else 0

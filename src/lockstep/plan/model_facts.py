@@ -129,6 +129,8 @@ class ModelFacts:
     """Samples of an update that the config asks for."""
     epochs: float | None = None
     """Length of the training. None: the config gives steps."""
+    min_steps: int = 0
+    """The training is at least so many steps long."""
     steps: int | None = None
     learning_rate: float = 1e-3
     """The config's learning rate, for `reference_batch`."""

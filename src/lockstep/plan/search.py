@@ -12,7 +12,8 @@ from lockstep.plan.estimate import Estimate, estimate, pass_of
 from lockstep.plan.model_facts import ModelFacts
 from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
 
-_LARGEST = 1 << 16  # samples of a micro-batch that are tried
+LARGEST = 1 << 16
+"""Samples of the largest micro-batch that is tried."""
 _MOST_GPUS = 1 << 14
 _STRATEGIES: tuple[tuple[StrategyName, bool], ...] = (
     ("single", False),
@@ -166,7 +167,7 @@ def _option(facts: ModelFacts, setting: Setting, reserve: float) -> Option:
     if setting.world.memory_bytes is None or pass_of(facts, setting) is None:
         found = estimate(facts, at_micro_batch(facts, setting, per_gpu))
         return Option(setting.name, found, found.fits(reserve), None, _shortage(found, reserve))
-    largest = _largest(1, _LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
+    largest = _largest(1, LARGEST, lambda n: fits(replace(setting, micro_batch=n)))
     if largest >= per_gpu:
         return Option(setting.name, estimate(facts, at_micro_batch(facts, setting, per_gpu)), True, largest)
     # With accumulation, more may live: gradients are kept between micro-batches.

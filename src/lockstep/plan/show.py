@@ -6,7 +6,7 @@ import dataclasses
 import io
 from typing import TYPE_CHECKING, Any
 
-from lockstep.plan.search import Option, Plan, gigabytes
+from lockstep.plan.search import LARGEST, Option, Plan, gigabytes
 
 if TYPE_CHECKING:
     from lockstep.plan.estimate import Estimate
@@ -88,11 +88,15 @@ def _table(plan: Plan) -> Any:
             _number(at_peak["communication"] / factor),
             f"{'' if known else '>'}{_number(found.memory.peak_bytes / factor)}",
             {True: "yes", False: "no", None: "?"}[option.fits],
-            "" if option.largest_micro_batch is None else str(option.largest_micro_batch),
+            _largest(option.largest_micro_batch),
             _number(found.communication.total_bytes / factor),
             *("?" if value is None else f"{value:.3g}" for value in seconds),
         )
     return table
+
+
+def _largest(micro_batch: int | None) -> str:
+    return "" if micro_batch is None else f"{LARGEST}+" if micro_batch >= LARGEST else str(micro_batch)
 
 
 _HOST_BOUND_S = 0.02  # forward and backward pass of a micro-batch: thousands of kernels, of some microseconds each
