@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-FIRST = ("tasks", "verify", "images", "sources", "volumes", "observe", "plan")
+FIRST = ("tasks", "verify", "images", "sources", "volumes", "observe", "plan", "data")
 """Folders whose tests take about half of the time."""
 
 
