@@ -45,7 +45,7 @@ def evaluate(
         settings = config_file.with_kept_task(settings, run_dir, tell_first)
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or ())
         if ranks.is_launcher(nproc):
-            options = as_arguments({"--preset": preset, "--debug": debug, "--checkpoint": checkpoint or None})
+            options = as_arguments({"--preset": preset, "--debug": debug, "--checkpoint": checkpoint})
             ranks.launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
             from lockstep.observe import predictions

@@ -16,7 +16,7 @@ import typer
 from lockstep.cluster import job as jobs
 from lockstep.cluster import kubernetes, slurm, ssh
 from lockstep.commands.options import Debug, Overrides, Target, as_arguments
-from lockstep.commands.reporting import reporting
+from lockstep.commands.reporting import reporting, tell
 from lockstep.errors import Preempted, UsageError
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def for_kubernetes(
         _warn(job, settings, mount)
         if ".py:" in target or target.endswith((".yaml", ".yml")):
             file = target.partition(".py:")[0] + ".py" if ".py:" in target else target
-            _tell(f"note: the image must have {file} at this path, from its working directory")
+            tell(f"note: the image must have {file} at this path, from its working directory")
         path = output or Path(f"{name}.{kind.lower()}.yaml")
         _write_and_show(path, job, text_of, mark=kubernetes.MARK)
         _hand_over([tool, "apply", "-f", str(path)], apply, f"kubectl apply -f {shlex.quote(str(path))}")
@@ -274,10 +274,10 @@ def through_ssh(
         _warn(job, settings, there.directory)
         meeting = rendezvous or ssh.address_of(there)
         meeting = meeting if ":" in meeting else f"{meeting}:{ssh.PORT}"
-        _tell(f"{job.about}: {', '.join(names)}; they meet at {meeting}")
+        tell(f"{job.about}: {', '.join(names)}; they meet at {meeting}")
         code = ssh.run(job, there, meeting)
         if code == Preempted.exit_code:
-            _tell("stopped; the same command goes on from the newest checkpoint")
+            tell("stopped; the same command goes on from the newest checkpoint")
         if code:
             raise typer.Exit(code)
 
@@ -336,7 +336,7 @@ def _split(text: str, option: str) -> list[str]:
 
 def _warn(job: jobs.Job, settings: RunConfig, directory: str) -> None:
     for text in jobs.warnings(job, settings.batch.global_, directory):
-        _tell(f"warning: {text}")
+        tell(f"warning: {text}")
 
 
 def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str], *, mark: str) -> None:
@@ -344,20 +344,16 @@ def _write_and_show(path: Path, job: jobs.Job, text_of: Callable[[jobs.Job], str
     jobs.write(path, text_of(job), mark=mark, is_secret=bool(job.secrets))
     print(text_of(job.shown), end="", flush=True)
     for name in job.secrets:
-        _tell(f"warning: the value of {name} stands in {path}, which only you can read")
+        tell(f"warning: the value of {name} stands in {path}, which only you can read")
 
 
 def _hand_over(command: Sequence[str], wanted: bool, by_hand: str) -> None:
     """Run the scheduler's command, or say which command the user may run."""
     if not wanted:
-        _tell(f"written: {command[-1]}. Submit it with: {by_hand}")
+        tell(f"written: {command[-1]}. Submit it with: {by_hand}")
         return
     done = subprocess.run(command)
     if done.returncode:
         raise UsageError(
             f"exit code {done.returncode}; it said why above", where=by_hand, remedy="change what it names"
         )
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
