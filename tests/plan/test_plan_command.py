@@ -87,6 +87,19 @@ def test_what_the_data_tell_is_not_said_again(arguments):
     assert f"{arguments[-2]}: is for data that are not here" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["ct_small"], "this task has no classes"),
+        (["segmentation", "task.classes=[sky, road]"], "task.classes tells the classes already"),
+    ],
+)
+def test_classes_that_would_change_nothing_are_refused(arguments, why):
+    result = plan(*arguments, "--classes", "9", "--gpus", "2", "--gpu-memory", "1GB")
+    assert result.exit_code == 2
+    assert f"--classes 9: {why}" in result.stderr
+
+
 def test_pictures_have_their_largest_size():
     sizes = ["task.image_size={0: 32, 5: 64}", "train.epochs=10"]
     small, large = (

@@ -34,6 +34,7 @@ from lockstep.plan.model_facts import (
     PassFacts,
     Segment,
 )
+from lockstep.plan.search import LARGEST
 from lockstep.plan.setting import PrecisionName
 from lockstep.plan.trace import TracedPass, TracedSegment, Untraceable, trace_pass
 
@@ -253,7 +254,7 @@ def _pairs(
     return pairs
 
 
-_MICRO_BATCHES = 2.0 ** np.arange(17)
+_MICRO_BATCHES = 2.0 ** np.arange(LARGEST.bit_length())  # all that the search tries
 # Which parts of a snapshot live together: with one rank, beside buckets, with fsdp, and with fsdp without copies.
 _TOGETHER = np.array([(1, 1, 1, 0), (1, 1, 0, 0), (1, 1, 0, 1), (1, 0, 0, 1)], dtype=np.float64)
 

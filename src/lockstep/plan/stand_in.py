@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.errors import UsageError
+
 _COUNT = 8
 
 
@@ -32,7 +34,11 @@ def write(task: Mapping[str, Any], folder: Path, classes: int | None = None) -> 
         task: `kind` and its options.
         folder: a new or empty folder.
         classes: None: 10.
+
+    Raises:
+        UsageError: the task itself tells its classes, or has none.
     """
+    _check_classes(task, classes)
     writer = _WRITERS.get(str(task.get("kind")))
     return None if writer is None else writer(task, folder, _class_count(task, classes))
 
@@ -48,6 +54,18 @@ def assumption(task: Mapping[str, Any], classes: int | None = None) -> str:
         "volume_risk": "3 questions, and volumes of task.max_slices slices",
     }
     return f"there are no data: made-up samples, with {assumed[str(task['kind'])]}"
+
+
+def _check_classes(task: Mapping[str, Any], classes: int | None) -> None:
+    if classes is None:
+        return
+    if task.get("kind") == "volume_risk":
+        what = "this task has no classes: a plan without data takes 3 questions"
+    elif task.get("kind") == "segmentation" and task.get("classes"):
+        what = "task.classes tells the classes already"
+    else:
+        return
+    raise UsageError(what, where=f"--classes {classes}", remedy="leave this option out")
 
 
 def _class_count(task: Mapping[str, Any], classes: int | None) -> int:
