@@ -1,5 +1,6 @@
 """The command line in this process: commands, exit codes, and what is said of wrong input."""
 
+import datetime
 import json
 import shlex
 from pathlib import Path
@@ -40,6 +41,26 @@ def test_train_again_resumes_and_evaluate_and_predict_read_the_run(call, tmp_pat
     rows = call("predict", "runs/toy", "--samples", "2").stdout.splitlines()
     assert len(rows) == 2
     assert {"sample", "truth", "y0"} <= json.loads(rows[0]).keys()
+
+
+def test_an_automatic_run_directory_is_new_each_time(call, tmp_path, monkeypatch):
+    arguments = ["toy", "train.steps=2", "log.writers=[json_lines]", "--run-dir", "auto"]
+    first, second = call("train", *arguments), call("train", *arguments)
+    stem = f"toy-{datetime.date.today():%Y-%m-%d}"
+    for number, done in enumerate((first, second), 1):
+        assert done.exit_code == 0
+        assert (tmp_path / "runs" / f"{stem}-{number}" / "config.yaml").is_file()
+        assert f"the run directory is runs/{stem}-{number}; give --run-dir runs/{stem}-{number}" in done.stderr
+        assert (
+            f"lockstep verify toy train.steps=2 'log.writers=[json_lines]' --run-dir runs/{stem}-{number}"
+            in done.stdout
+        )
+    refused = call("train", *arguments, "--nnodes", "2", "--rendezvous", "localhost")
+    monkeypatch.setenv("RANK", "0")
+    for done in (refused, call("train", *arguments)):
+        assert done.exit_code == 2
+        assert "--run-dir: auto is for one launcher on one machine" in done.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_the_last_line_of_a_training_invites_to_verify_it(call, tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep import build, devices, resume, run_data, run_directory
 from lockstep.build import PreparedRun
-from lockstep.checkpoint import choice
+from lockstep.checkpoint import choice, manifest
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import Loader, MicroBatch, is_default, print_warning
@@ -23,7 +23,7 @@ from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
 from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
-from lockstep.observe import metric_arrays
+from lockstep.observe import ending, metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.profile import FOLDER, Profiler, Window
 from lockstep.observe.writer import WriteGuard, Writer
@@ -94,7 +94,7 @@ class TrainingRun:
         prepared, state = self.prepared, self.prepared.state
         intervals = self._check_before_first_step()
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
-        saver = self._saver()
+        saver, begun = self._saver(), state.step
         self.flag.saves = True
         profiler = self._profiler()
         if profiler is not None:
@@ -117,6 +117,7 @@ class TrainingRun:
             self._give_artifacts()
             self._tell_why_it_ended()
             loop.check_any_update(state)
+            self._tell_end(latest, since=begun)
         except Preempted:
             raise self._preempted(saver) from None
         except MemoryShortage as error:
@@ -207,6 +208,30 @@ class TrainingRun:
             stopping.reason() or f"its time is up after {trained:,.0f} s (train.max_time={stopping.max_time_s:,.0f} s)"
         )
         self.tell(f"the training ended at step {state.step} of {stop}: {why}")
+
+    def _tell_end(self, latest: Mapping[str, float], *, since: int) -> None:
+        """Give the writers the last lines of the log.
+
+        Args:
+            since: the step from which this start went on.
+        """
+        state, per_epoch, config = self.prepared.state, self.prepared.plan.steps_per_epoch, self.config
+        elapsed_s = max(self.consensus.elapsed_s, 1e-9)
+        samples = (state.step - since) / per_epoch * self.prepared.plan.length
+        rule = config.train.stop_when
+        chosen = (config.checkpoint.keep_best or "").split() or ([rule.mode, rule.metric] if rule else [])
+        text = ending.lines(
+            self.run_dir,
+            step=state.step,
+            epoch=state.step / per_epoch,
+            trained_s=self.prepared.stopping.earlier_s + elapsed_s,
+            samples_per_s=samples / elapsed_s if samples else None,
+            compared=(chosen[0], chosen[1]) if chosen else ("min", "eval/loss"),
+            kept=[checkpoint.step for checkpoint in manifest.listed(self.run_dir / "checkpoints")],
+            latest=latest,
+        )
+        for writer in self.writers:
+            writer.end(text)
 
     @property
     def _first_evaluated(self) -> EvaluationData | None:

@@ -55,6 +55,16 @@ def writer_on(output):
     return ConsoleWriter(run_info("runs/one", last_step=100), console)
 
 
+def test_the_end_of_a_training_comes_after_the_tables_of_its_last_evaluation():
+    output = io.StringIO()
+    writer = writer_on(output)
+    writer.details("a table")
+    writer.record({"step": 100, "epoch": 1.0, "eval/loss": 0.5})
+    writer.end("done: 100 steps")
+    writer.close()
+    assert output.getvalue().splitlines()[-2:] == ["a table", "done: 100 steps"]
+
+
 def test_the_first_step_is_told_before_the_first_entry_and_later_steps_are_not():
     output = io.StringIO()
     writer = writer_on(output)

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from lockstep.report.page import duration, number_text
+from lockstep.observe.ending import duration
+from lockstep.report.page import number_text
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import itertools
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +16,9 @@ import typer
 from lockstep.commands import ranks
 from lockstep.commands.options import Cold, Debug, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.commands.reporting import is_first, reporting
+from lockstep.errors import UsageError
+
+_AUTO = Path("auto")
 
 if TYPE_CHECKING:
     from lockstep.trainer import Trainer
@@ -23,7 +29,10 @@ def train(
     overrides: Overrides = None,
     nproc: Nproc = None,
     preset: Preset = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Default: runs/NAME.")] = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(help="Default: runs/NAME. auto: a new folder each time, runs/NAME-DATE-NUMBER."),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete what an earlier run left in the run directory.")
     ] = False,
@@ -102,6 +111,8 @@ def train(
                 profiling.parse(profile)
             settings = config_file.load(target, overrides or [])
             settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
+            if run_dir == _AUTO:
+                run_dir = _new_folder(settings.name, one_launcher="RANK" not in os.environ and nnodes is None)
             of_verify: dict[str, object] = {"--run-dir": run_dir, "--preset": preset}
             several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
             if several is None and not ranks.is_launcher(nproc, max_restarts):
@@ -136,6 +147,30 @@ def train(
                 max_restarts=restarts,
                 cold=cold,
             )
+
+
+def _new_folder(name: str, *, one_launcher: bool) -> Path:
+    """Make the folder of a new run: `runs/NAME-DATE-NUMBER`, such as `runs/digits-2026-11-23-1`.
+
+    Raises:
+        UsageError: several processes would each make a folder.
+    """
+    if not one_launcher:
+        remedy = "give a name, the same on all nodes"
+        raise UsageError("auto is for one launcher on one machine", where="--run-dir", remedy=remedy)
+    stem = f"{name}-{datetime.date.today():%Y-%m-%d}"
+    for number in itertools.count(1):
+        folder = Path("runs", f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            what = f"cannot be made: {error.strerror}"
+            raise UsageError(what, where=str(folder), remedy="choose another place with --run-dir") from error
+        print(f"the run directory is {folder}; give --run-dir {folder} to go on with this run", file=sys.stderr)
+        return folder
+    raise AssertionError  # the numbers do not end
 
 
 def _invite_to_verify(trainer: Trainer, target: str, overrides: Sequence[str], options: Sequence[str]) -> None:

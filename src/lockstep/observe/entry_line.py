@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 _FIRST = ["train/loss", "eval/loss", "train/lr", "train/grad_norm", "train/samples_per_s", "train/wait_share"]
 _SHORT = {"train/samples_per_s": "samples/s", "train/tflops_per_s": "TFLOP/s", "memory/peak_mb": "peak MB"}
@@ -24,17 +24,26 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
         for name in entry
         if name not in names and (name in _SHORT or not (name.startswith(_HIDDEN) or "/level-" in name))
     ]
-    families = Counter(_family(name) for name in entry)
-    for name in names:
-        if _family(name) and families[_family(name)] > _MANY:
-            continue
-        if name in ("train/skipped", "eval/bad") and not entry[name]:
-            continue
+    for name in _shown(names, entry):
         if name == "train/wait_share":
             parts.append(f"wait {entry[name]:.0%}")
         else:
             parts.append(f"{_SHORT.get(name, name.removeprefix('train/'))} {_number(entry[name])}")
     return "  ".join(parts)
+
+
+def results_text(results: Mapping[str, float]) -> str:
+    """Results of an evaluation: `loss 0.1234  accuracy 0.98 ...`, with the omissions of `entry_line`."""
+    return "  ".join(f"{name.removeprefix('eval/')} {_number(results[name])}" for name in _shown(results, results))
+
+
+def _shown(names: Iterable[str], entry: Mapping[str, float]) -> Iterator[str]:
+    """The names without members of large families, and without counters that are zero."""
+    families = Counter(_family(name) for name in entry)
+    for name in names:
+        is_zero = name in ("train/skipped", "eval/bad") and not entry[name]
+        if not is_zero and (not _family(name) or families[_family(name)] <= _MANY):
+            yield name
 
 
 def _family(name: str) -> str:

@@ -116,6 +116,10 @@ class Writer:
         """Take lines for people who want to know more, such as the table of an evaluation. By default, a message."""
         self.message(text)
 
+    def end(self, text: str) -> None:
+        """Take the last lines of a training that reached its end. By default, a message."""
+        self.message(text)
+
     def text(self, name: str, text: str, step: int) -> None:
         """Take a text, such as the report of an evaluation, after `step` steps. `name` is such as `eval/report`."""
 
@@ -212,6 +216,9 @@ class WriteGuard(Guard, Writer):
 
     def details(self, text: str) -> None:
         self.attempt(lambda: self._opened().details(text))
+
+    def end(self, text: str) -> None:
+        self.attempt(lambda: self._opened().end(text))
 
     def text(self, name: str, text: str, step: int) -> None:
         self.attempt(lambda: self._opened().text(name, text, step))

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.observe.ending import duration
 from lockstep.plan import advice_on_memory
 from lockstep.plan.advice import Advice
 from lockstep.plan.run_figures import Figures
 from lockstep.report import run as runs
-from lockstep.report.page import duration
 
 _WAIT, _SAVING, _EVALUATING, _REST = 0.05, 0.03, 0.2, 0.35  # shares of the time from which there is advice
 _SLOWER = 1.25  # a rank's forward passes take so many times as long as the median of the ranks

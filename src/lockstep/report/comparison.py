@@ -12,9 +12,10 @@ from typing import Any
 from lockstep import atomic
 from lockstep.errors import UsageError
 from lockstep.markup import Markup, element, shortened
+from lockstep.observe.ending import duration
 from lockstep.report import charts, page, run
 from lockstep.report.config_difference import differing
-from lockstep.report.page import duration, number_text, section, table
+from lockstep.report.page import number_text, section, table
 from lockstep.report.run import Run
 
 _WIDE = 40  # characters of a value on the terminal

@@ -118,15 +118,6 @@ def command(*lines: Sequence[str]) -> Markup:
     return element("pre", "\n".join(map(shlex.join, lines)), class_="command", tabindex=0)
 
 
-def duration(seconds: float) -> str:
-    """For example `2 h 05 min`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.3g} s"
-
-
 def _json(value: Any) -> str:
     """JSON that ends no script element, whatever texts it has."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -13,9 +13,10 @@ import yaml
 import lockstep
 from lockstep import atomic
 from lockstep.markup import Markup, element, shortened
+from lockstep.observe.ending import duration
 from lockstep.report import charts, commands, evaluations, page, run, timeline
 from lockstep.report.config_difference import flat
-from lockstep.report.page import code, duration, facts, folded, number_text, section, table
+from lockstep.report.page import code, facts, folded, number_text, section, table
 from lockstep.report.run import Run, is_result
 
 _SHOWN = 200  # characters of a value

@@ -6,8 +6,9 @@ import datetime
 from collections.abc import Sequence
 
 from lockstep.markup import Markup, element
+from lockstep.observe.ending import duration
 from lockstep.report import page
-from lockstep.report.page import code, duration, folded, table
+from lockstep.report.page import code, folded, table
 from lockstep.report.run import Run
 from lockstep.report.train_log import Start
 

@@ -108,10 +108,18 @@ class ConsoleWriter(Writer):
     def details(self, text: str) -> None:
         self.new_details.append(text)
 
+    def end(self, text: str) -> None:
+        self._show_details()
+        self.message(text)
+
     def close(self) -> None:
         if self.bar is not None:
             self.bar.stop()
         if self.line is not None:
             self.line.close()
-        for text in self.details_at_end:
+        self._show_details()
+
+    def _show_details(self) -> None:
+        texts, self.details_at_end = self.details_at_end, []
+        for text in texts:
             self.message(text)
