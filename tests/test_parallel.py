@@ -195,7 +195,18 @@ def test_unfreezing_is_that_of_plain_torch_also_when_resumed_inside_a_phase(name
     expected = unfrozen_by_hand()
     for weights, _ in run_ranks(world, runs.fit_kind, "Deep", {}, settings, tmp_path):
         assert runs.difference(without_calls(weights), expected) < 1e-10
-    assert "from step 8" in (tmp_path / "train.log").read_text()
+    log = (tmp_path / "train.log").read_text()
+    assert "from step 8" in log
+    model = own_tasks.Deep().model()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    last = sum(parameter.numel() for parameter in model.blocks[2].parameters()) + model.scale.numel()
+    blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+    first, second = (line.partition("  ")[2] for line in log.splitlines() if "more parameters train" in line)
+    frozen = count - blocks - model.scale.numel()
+    assert first.startswith(f"from step 6 on, {last:,} more parameters train ({', '.join(STAGES[0]['match'])}): ")
+    assert f"{last:,} of group default at learning rate 0.01; {frozen + last:,} of {count:,} parameters train" in first
+    assert second.startswith("from step 13 on, ")
+    assert second.endswith(f"; {count:,} of {count:,} parameters train now")
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])

@@ -63,6 +63,27 @@ class EpochLog:
             ]
             self._tell(f"{self._name(epoch)} {verb}: {', '.join(part for part in parts if part)}")
 
+    def begin_phase(self) -> None:
+        """Parameters begin to train with the next step: say which, how many, and how quickly each group learns."""
+        state = self.state
+        if state.unfreezing is None or not self.writers:
+            return
+        patterns, parameters = state.unfreezing.begin(state.step)
+        new, factor = {id(parameter) for parameter in parameters}, state.schedule(state.step - state.skipped)
+        groups = []
+        for group in state.optimizer.param_groups:
+            count = sum(parameter.numel() for parameter in group["params"] if id(parameter) in new)
+            if count:
+                rate = group["base_lr"] * factor
+                groups.append(f"{count:,} of group {group['name']} at learning rate {rate:.4g}")
+        training = [one for one in state.forward.parameters() if one.requires_grad or id(one) in new]
+        everything = sum(parameter.numel() for parameter in state.forward.parameters())
+        self._tell(
+            f"from step {state.step + 1} on, {sum(one.numel() for one in parameters):,} more parameters train "
+            f"({', '.join(patterns)}): {', '.join(groups)}; "
+            f"{sum(one.numel() for one in training):,} of {everything:,} parameters train now"
+        )
+
     def end(self, results: Mapping[str, float]) -> None:
         """An epoch has ended after the last step. Where lines are wanted, this is a collective.
 

@@ -207,6 +207,8 @@ class _Loop:
             self.stop, self.ends_early = step, True
         if step > self.epochs.ends_at:
             self.epochs.begin()
+        if self.state.unfreezing is not None and self.state.step and self.state.step in self.state.unfreezing.steps:
+            self.epochs.begin_phase()
         logs = intervals.due(intervals.log, step, self.stop)
         evaluates = intervals.due(intervals.evaluate, step, self.stop)
         saves = self.save_is_late or intervals.due(intervals.save, step, self.stop)

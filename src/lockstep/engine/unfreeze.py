@@ -34,11 +34,13 @@ class Unfreezing:
         self.model = model
         names = [name for name, _ in model.named_parameters()]
         self._since: dict[str, int] = {}
+        self._patterns: dict[int, list[str]] = {}
         for stage in stages:
             unused = [pattern for pattern in stage.match if not any(fnmatchcase(name, pattern) for name in names)]
             if unused or not stage.match:
                 remedy = f"use patterns over the model's parameter names, such as: {', '.join(names[:8])}"
                 raise UsageError(f"no parameter matches {unused}", where="train.unfreeze", remedy=remedy)
+            self._patterns.setdefault(stage.step, []).extend(stage.match)
             for name in _matching(names, stage.match):
                 self._since[name] = min(stage.step, self._since.get(name, stage.step))
         self.steps = frozenset(self._since.values())
@@ -49,6 +51,11 @@ class Unfreezing:
         for name, parameter in self.model.named_parameters():
             if name in self._since:
                 parameter.requires_grad_(step >= self._since[name])
+
+    def begin(self, step: int) -> tuple[list[str], list[nn.Parameter]]:
+        """The patterns whose parameters begin to train with `step`, and these parameters."""
+        named = self.model.named_parameters()
+        return self._patterns.get(step, []), [one for name, one in named if self._since.get(name) == step]
 
     def check_frozen(self, until: Mapping[str, int]) -> None:
         """Check that parameters stay frozen as long as a task needs it.
