@@ -24,6 +24,7 @@ class Library(enum.StrEnum):
     ACCELERATE = "accelerate"
     TRANSFORMERS = "transformers"
     DDP = "ddp"
+    FSDP = "fsdp"
 
 
 def skeleton(file: Path) -> str:
