@@ -494,3 +494,11 @@ def evaluation_out_of_memory(settings, run_dir, rank, least, calls):
 
     _, results = runs.fit(Large(eval_length=24), settings, Path(run_dir) if run_dir else None)
     return results, failures
+
+
+def variables_of_ranks():
+    from lockstep.distributed.world import join_world
+    from lockstep.preflight import variables
+
+    with join_world("cpu") as world:
+        return variables.of_ranks(world)

@@ -68,6 +68,7 @@ ALLOWED = {
         "observe.predictions",
         "observe.profile",
         "observe.progress",
+        "preflight",
         "plan",
         "plan.facts",
         "plan.measure",

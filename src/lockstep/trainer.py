@@ -45,6 +45,7 @@ from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
 from lockstep.preflight import run as preflight
+from lockstep.preflight import variables
 from lockstep.preflight.facts import Subject, spans_machines
 from lockstep.preflight.judgement import Finding
 from lockstep.run_data import EvaluationData
@@ -86,6 +87,8 @@ class Trainer:
     If the run keeps a moving average of the weights, the model holds the average. With FSDP, ranks hold only parts of
     the model, and this is None: use `export`.
     """
+    variables: Sequence[Mapping[str, str | None]] = ()
+    """After `preflight`, on rank 0: the environment variables of each rank that matter to a training."""
     results: Mapping[str, float] = {}
     """After `fit`: the results that it returned."""
 
@@ -188,6 +191,7 @@ class Trainer:
         )
         self.config = self.config.model_copy(update={"parallel": patience})
         with signals.listening(), self._join() as world:
+            self.variables = variables.of_ranks(world)
             return preflight.check(self._subject(task, world), world, everything=True)
 
     @contextlib.contextmanager

@@ -32,6 +32,16 @@ def test_all_ranks_that_end_well_are_done_even_where_a_request_came_too_late():
     assert decide(Ending((), asked=True), NEW, 3).action is Action.DONE
 
 
+def test_a_segmentation_fault_under_torchs_debug_variable_names_the_variable(monkeypatch):
+    fault = RankFailure(1, -signal.SIGSEGV, 1, {"last_lines": ["Fatal Python error: Segmentation fault"]})
+    monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
+    assert decide(Ending((fault,)), NEW, 3).action is Action.RESTART
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    decision = decide(Ending((fault,)), NEW, 3)
+    assert decision.action is Action.FAIL
+    assert "unset TORCH_DISTRIBUTED_DEBUG: with DETAIL" in str(decision.error)
+
+
 def test_the_cause_names_rank_and_node():
     lost = told(0, "lost the connection", node="a", lost_another=True)
     decision = decide(Ending((lost, killed(1, "b")), step=7), NEW, 3)

@@ -38,6 +38,9 @@ def preflight(
         float,
         typer.Option("--wait-for-nodes", metavar="SECONDS", envvar="LOCKSTEP_WAIT_FOR_NODES", min=1, max=31_536_000),
     ] = 60,
+    env: Annotated[
+        bool, typer.Option("--env", help="Also show the environment variables of the ranks, by rank where they differ.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Check the machines before a training, and train nothing. Exit code 3: a fault."""
@@ -48,7 +51,7 @@ def preflight(
         settings = config_file.load(target, overrides or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
         several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
-        options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--debug": debug})
+        options = as_arguments({"--run-dir": run_dir, "--preset": preset, "--env": env, "--debug": debug})
         arguments = ["preflight", target, *(overrides or []), *options]
         if several is not None:
             run_id = f"{rendezvous_id or (run_dir or Path('runs', settings.name)).resolve().name}-preflight"
@@ -57,11 +60,15 @@ def preflight(
         if ranks.is_launcher(nproc):
             ranks.launch(arguments, nproc, settings)
             return
+        from lockstep.preflight import variables
         from lockstep.trainer import Trainer
 
-        findings = Trainer(settings, run_dir=run_dir).preflight()
+        trainer = Trainer(settings, run_dir=run_dir)
+        findings = trainer.preflight()
         if is_first():
             print(table(findings), flush=True)
+            if env:
+                print(f"\n{variables.table(trainer.variables)}", flush=True)
         faults = sum(finding.level == "fault" for finding in findings)
         if faults:
             raise _fault(faults)

@@ -7,6 +7,7 @@ decide the same.
 from __future__ import annotations
 
 import enum
+import os
 import signal
 import textwrap
 from collections.abc import Sequence
@@ -211,6 +212,9 @@ def _killed(failure: RankFailure) -> tuple[LockstepError, bool, bool]:
     if output:
         what += "; the last lines of its stderr:\n" + textwrap.indent(output, "    ")
     remedy = NO_MEMORY if number == signal.SIGKILL else None
+    if number == signal.SIGSEGV and os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        remedy = "unset TORCH_DISTRIBUTED_DEBUG: with DETAIL, torch ends with this signal where DDP runs on CPUs"
+        return RankError(what, remedy=remedy), False, False
     if output:
         from lockstep.distributed import device_errors
 
