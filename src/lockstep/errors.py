@@ -7,7 +7,7 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 
 SKIP = (
@@ -112,6 +112,11 @@ def did_you_mean(name: object, known: Iterable[str], prefix: str = "") -> str:
     nearness = {candidate: _nearness(str(name).lower(), candidate.lower()) for candidate in known}
     nearest = max(nearness, key=nearness.__getitem__, default="")
     return f"did you mean {prefix}{nearest}? " if nearness.get(nearest, 0.0) >= _NEAR else ""
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """The first `most` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _nearness(name: str, candidate: str) -> float:

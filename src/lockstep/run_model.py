@@ -16,6 +16,7 @@ from lockstep import config_file, run_directory
 from lockstep.checkpoint import choice
 from lockstep.checkpoint.export import load_weights
 from lockstep.config import ParallelConfig, RunConfig, TrainConfig
+from lockstep.distributed import held_parameters
 from lockstep.distributed.factory import make_strategy
 from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy
 from lockstep.distributed.world import World
@@ -73,7 +74,8 @@ def build_model(
 
     Raises:
         TrainingError: the model has no trainable parameters, or parameters that cannot be trained.
-        UsageError: the config does not fit the model or the ranks.
+        UsageError: the config does not fit the model or the ranks; sharding would break what the task does with
+            parameters.
     """
     parallel, compute = config.parallel, config.compute
     training = steps_per_epoch is not None
@@ -85,6 +87,10 @@ def build_model(
 
     def make() -> nn.Module:
         made, notes[:] = batch_norm.without_unsupported(_check_parameters(task_checks.model(task)), world)
+        if training:
+            notes.extend(held_parameters.check_hooks(made, ranks=world.size, sharded=strategy.is_sharded))
+        if strategy.is_sharded:
+            held_parameters.check_references(made, task)
         return made
 
     model, messages = strategy.build_model(make)

@@ -18,6 +18,7 @@ from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import Loader, MicroBatch, is_default, print_warning
 from lockstep.data.order import EvaluationPlan
+from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
@@ -374,6 +375,7 @@ class TrainingRun:
             stack.callback(self.consensus.restart)
             state.strategy.sync_buffers()
             forward = stack.enter_context(state.strategy.inference())
+            stack.enter_context(restored_state(forward))
             if state.averages is not None:
                 with state.guard.update(state.step, "an evaluation"):
                     stack.enter_context(state.averages.applied())

@@ -36,3 +36,16 @@ def test_every_recorder_of_this_torch_is_asked(monkeypatch):
     content = b'{"entries": [{"profiling_name": "nccl:all_reduce"}]}'
     monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda: content, raising=False)
     assert torch_internals.recorded_collectives()[-1] == {"profiling_name": "nccl:all_reduce"}
+
+
+def test_hooks_of_a_parameter_are_seen():
+    parameter, found = torch.nn.Parameter(torch.ones(2)), []
+    for has_hooks, register in (
+        (torch_internals.has_gradient_hooks, parameter.register_hook),
+        (torch_internals.has_hooks_after_accumulation, parameter.register_post_accumulate_grad_hook),
+    ):
+        assert not has_hooks(parameter)
+        handle = register(lambda tensor: found.append(tensor))
+        assert has_hooks(parameter)
+        handle.remove()
+        assert not has_hooks(parameter)

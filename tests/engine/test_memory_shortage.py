@@ -210,7 +210,15 @@ def test_buffers_that_change_are_put_back():
     with pytest.raises(ValueError, match="full"):
         fail()
     assert {name: buffer.tolist() for name, buffer in module.named_buffers()} == before
-    module[1].register_forward_pre_hook(lambda *_: module.constant.add_(1))
+    added = module[1].register_forward_pre_hook(lambda *_: module.constant.add_(1))
+    with pytest.raises(BuffersCannotBeRestored):
+        fail()
+    added.remove()
+    with torch.no_grad():  # as an update does
+        module[0].weight.mul_(2)
+    with pytest.raises(ValueError, match="full"):
+        fail()
+    module[1].register_forward_pre_hook(lambda *_: module[0].weight.detach().mul_(2))
     with pytest.raises(BuffersCannotBeRestored):
         fail()
 

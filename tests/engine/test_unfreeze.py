@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.engine.unfreeze import Stage, Unfreezing
-from lockstep.errors import UsageError
-from tests import own_tasks
+from lockstep.errors import LockstepError, UsageError
+from tests import own_tasks, runs
+from tests.ranks import run_ranks
 
 NAMES = ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias", "head.weight", "head.bias"]
 MATCHES = {"body.*": NAMES[:4], "body.1.*": NAMES[2:4], "*.bias": NAMES[1::2], "head.weight": NAMES[4:5], "*": NAMES}
@@ -157,3 +158,76 @@ def test_what_a_task_needs_frozen_must_stay_frozen(stages, frozen, until, wrong)
     with pytest.raises(UsageError, match=wrong) as caught:
         unfreezing.check_frozen(until)
     assert caught.value.where == "train.unfreeze"
+
+
+# ---- parameters that code of the task freezes or unfreezes by itself
+
+
+class Switching(own_tasks.Deep):
+    """From its third batch on, `requires_grad` of some parameters is another: set by the loss, or inside a block."""
+
+    def __init__(self, name, trains, inside=False):
+        super().__init__(frozen=() if not trains else (name,))
+        self.name, self.trains, self.inside, self.calls = name, trains, inside, 0
+
+    def model(self):
+        model = super().model()
+        owner, _, last = self.name.rpartition(".")
+        if self.inside:
+            forward = model.get_submodule(owner).forward
+
+            def switched(*arguments):
+                if self.calls > 2:
+                    getattr(model.get_submodule(owner), last).requires_grad_(self.trains)
+                return forward(*arguments)
+
+            model.get_submodule(owner).forward = switched
+        return model
+
+    def loss(self, model, batch):
+        self.calls += 1
+        if self.calls > 2 and not self.inside:
+            model.get_parameter(self.name).requires_grad_(self.trains)
+        return super().loss(model, batch)
+
+
+def errors_of_switching(strategy, cases):
+    found = []
+    for name, trains, inside in cases:
+        with pytest.raises(LockstepError) as error:
+            runs.fit(Switching(name, trains, inside), runs.config(parallel={"strategy": strategy}))
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+def test_a_parameter_that_a_forward_pass_freezes_or_unfreezes_is_named(world, strategy):
+    """Ranks would drift apart, and clipping would leave it out."""
+    up, head = "blocks.1.up.weight", "head.weight"
+    cases = [(up, True, False), (head, False, False), (up, True, True)]
+    if strategy == "fsdp":  # which gives gathered parameters their `requires_grad` back at each gathering
+        cases = cases[:1]
+    for unfrozen, *more in run_ranks(world, errors_of_switching, strategy, cases):
+        frozen, in_a_block = (more[0], more[1:]) if more else (None, [])
+        for text in (unfrozen, *in_a_block):
+            assert "step 3, Task.loss or the model: a forward pass has changed which parameters train" in text
+            assert f"(requires_grad): unfrozen were {up}\n" in text
+        assert frozen is None or f"(requires_grad): frozen were {head}\n" in frozen
+        assert "remedy: let train.unfreeze say" in unfrozen
+
+
+def test_parameters_that_are_frozen_within_a_loss_alone_train_as_in_plain_torch():
+    task = Toggling()
+    weights, _ = runs.fit(task, runs.config())
+    plain, _ = runs.by_hand(Toggling())
+    assert runs.difference(weights, plain) < 1e-10
+
+
+class Toggling(own_tasks.Plain):
+    """A part of the loss gives no gradient to the last layer, as adversarial training does."""
+
+    def loss(self, model, batch):
+        model[2].requires_grad_(False)
+        first = model(batch[0]).square().mean(dim=1).sum()
+        model[2].requires_grad_(True)
+        return super().loss(model, batch) + 0.1 * first

@@ -93,6 +93,27 @@ class Classes(Task):
         return MetricCollection({"accuracy": MulticlassAccuracy(CLASSES, average="micro")})
 
 
+class FollowingNetwork(Network):
+    """A second body follows the first in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.slow = nn.Linear(FEATURES, 13).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            for slow, fast in zip(self.slow.parameters(), self.body.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+        return self.head((self.body(inputs) + self.slow(inputs)).tanh())
+
+
+class Following(Classes):
+    """Right: the model has a momentum encoder, which changes in each forward pass and learns nothing."""
+
+    def model(self):
+        return FollowingNetwork()
+
+
 class ShowsFirstTarget(Presenter):
     def describe(self, output):
         return {"first": round(float(output[0]), 3)}

@@ -76,6 +76,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "wide": ("Classes", "batch.global=128", "optim.reference_batch=128"),
     "tokens": ("Tokens",),
     "grouped": ("Grouped", "data.group_by_length=2"),
+    "following": ("Following",),
 }
 
 Edit = tuple[str, str, str]  # module:function of the package, its text, what stands there instead
@@ -989,6 +990,13 @@ _engine(
         "pass",
     ),
     base="momentum",
+)
+
+_engine(
+    "a pass beside the training that changes the model",
+    "resume",
+    ("distributed.single:Single.pass_of_zeros", "with restored_state(self.unwrapped):", "if True:"),
+    base="following",
 )
 
 # ---- elastic: another model after a change of the world size

@@ -1,13 +1,17 @@
-"""Buffers of a module (such as BatchNorm statistics) that a pass must not change."""
+"""What a pass beside the training must not change: buffers (such as BatchNorm statistics), parameters, attributes."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from lockstep import devices
+from lockstep.distributed.sharded_tensor import is_sharded, local
 
 _Places = list[tuple[dict[str, Tensor | None], str, Tensor | None]]  # where each buffer is, its name, the buffer
 
@@ -46,8 +50,69 @@ def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
         _restore(places, values)
 
 
+@contextlib.contextmanager
+def restored_state(module: nn.Module) -> Generator[None, None, None]:
+    """At the end, parameters, buffers, and numbers and tensors that are attributes of modules, are as they were before.
+
+    Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
+    themselves in a forward pass, whatever its mode: momentum encoders (MoCo, BYOL, DINO), `Embedding(max_norm=...)`,
+    modules that count their calls. One such pass more would train another model.
+
+    torch does not count all changes (`parameter.data.mul_(...)`), so the values are copied. With a GPU, the copies of
+    parameters are in the memory of its host. Of sharded parameters, each rank copies its rows.
+
+    Args:
+        module: without the wrapper of a strategy, which keeps numbers of its own. If it is sharded, its parameters are
+            not gathered.
+    """
+    parameters = [_KeptParameter(parameter) for parameter in module.parameters()]
+    attributes = [(owner, _attributes(owner)) for owner in module.modules()]
+    values = [(tensor, tensor.clone()) for _, kept in attributes for tensor in kept.values() if _has_values(tensor)]
+    try:
+        with restore_buffers(module):
+            yield
+    finally:
+        for parameter in parameters:
+            parameter.restore()
+        for owner, kept in attributes:
+            for name in _attributes(owner).keys() - kept.keys():
+                del vars(owner)[name]
+            vars(owner).update(kept)
+        for tensor, value in values:
+            if not torch.equal(tensor, value):
+                tensor.data.copy_(value)
+
+
+class _KeptParameter:
+    """A parameter with a copy of its values. The copy leaves no gradient and does not count as a change for torch."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter, self.trains = parameter, parameter.requires_grad
+        self.data = local(parameter.detach()).data
+        host = torch.device("cpu") if devices.of(self.data.device).has_own_memory else self.data.device
+        self.value = self.data.to(host, copy=True)
+
+    def restore(self) -> None:
+        parameter = self.parameter
+        if not is_sharded(parameter) and parameter.data_ptr() != self.data.data_ptr():
+            parameter.data = self.data  # code of the model has put another tensor there
+        self.data.copy_(self.value)
+        parameter.requires_grad_(self.trains)
+
+
+def _attributes(owner: nn.Module) -> dict[str, Any]:
+    """Numbers, texts and tensors that a module keeps as attributes."""
+    kinds = (int, float, complex, str, type(None), Tensor)
+    return {name: value for name, value in vars(owner).items() if isinstance(value, kinds) and name != "training"}
+
+
+def _has_values(attribute: Any) -> bool:
+    is_dense = isinstance(attribute, Tensor) and attribute.layout == torch.strided
+    return is_dense and not attribute.is_meta and not attribute.is_inference()
+
+
 class BuffersCannotBeRestored(Exception):
-    """A pass changed a buffer of which there is no copy."""
+    """A pass changed a buffer or a parameter of which there is no copy."""
 
 
 class ChangingBuffers:
@@ -55,7 +120,7 @@ class ChangingBuffers:
 
     Many buffers are constants: masks, tables of positions, class weights. The first step copies all buffers. Later
     steps copy the statistics of modules that normalise, because their kernels change buffers without a trace, and
-    buffers that an earlier forward pass changed: torch counts the changes of each tensor.
+    buffers that an earlier forward pass changed: torch counts the changes of each tensor. Parameters are not copied.
 
     Args:
         module: its forward passes are watched.
@@ -63,6 +128,7 @@ class ChangingBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.buffers = module, ModuleBuffers(module)
+        self.parameters = list(module.parameters())
         self.norms = [owner for owner in module.modules() if isinstance(owner, _NormBase)]
         self._known: set[int] = set()  # identities of buffers
         self._changing: set[int] = set()
@@ -72,13 +138,15 @@ class ChangingBuffers:
         """Where an exception of the class `failure` ends the block, the buffers are as they were before.
 
         Raises:
-            BuffersCannotBeRestored: instead of `failure`, where a buffer has changed that no step changed before.
+            BuffersCannotBeRestored: instead of `failure`, where a buffer has changed that no step changed before, or
+                a parameter.
         """
         places, buffers = self.buffers.places(), list(self.buffers)
         norms = {id(buffer) for owner in self.norms for buffer in owner.buffers(recurse=False)}
         always = self._changing | norms
         values = [(b, b.clone()) for b in buffers if id(b) in always or id(b) not in self._known]
         versions: dict[int, int] = {}
+        of_parameters = [parameter._version for parameter in self.parameters]
 
         def begin(*_: object) -> None:
             versions.update((id(buffer), buffer._version) for buffer in buffers)
@@ -93,7 +161,8 @@ class ChangingBuffers:
         except BaseException as error:
             if isinstance(error, failure):
                 end()
-                if (self._changing & {id(buffer) for buffer in buffers}) - {id(buffer) for buffer, _ in values}:
+                is_lost = (self._changing & {id(buffer) for buffer in buffers}) - {id(buffer) for buffer, _ in values}
+                if is_lost or of_parameters != [parameter._version for parameter in self.parameters]:
                     raise BuffersCannotBeRestored from error
                 _restore(places, values)
             raise

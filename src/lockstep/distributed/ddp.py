@@ -28,6 +28,7 @@ class DDP(Single):
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
         self.unwrapped = forward
+        self._trainable = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.forward = DistributedDataParallel(
             forward,
             bucket_cap_mb=self.options.bucket_mb,
@@ -75,7 +76,8 @@ class DDP(Single):
         try:
             self.forward.reducer._rebuild_buckets()  # private: DDP's next forward pass calls it, and raises from it
         except RuntimeError as error:
-            trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            unused = [trainable[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]
+            unused = (
+                [self._trainable[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]
+            )
             raise unused_error(unused, "Task.loss", " on this rank, though they did before") from error

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lockstep import devices
-from lockstep.distributed.buffers import ModuleBuffers, restore_buffers
+from lockstep.distributed.buffers import ModuleBuffers, restored_state
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Forward, Losses, backward_roots
 from lockstep.distributed.world import World
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, listed
 
 
 class Single:
@@ -105,13 +105,13 @@ class Single:
         ignored_heads: Sequence[str] = (),
         check: Callable[[Losses], None] | None = None,
     ) -> None:
-        """A forward and a backward pass of zeros, which leaves no gradient and no change of a buffer.
+        """A forward and a backward pass of zeros, which leaves no gradient and no change of the model.
 
         Args:
             ignored_heads: heads whose losses may be constants.
             check: is called with the losses before the backward pass.
         """
-        with restore_buffers(self.forward):
+        with restored_state(self.unwrapped):
             with precision.autocast():
                 losses: Losses = self.forward(batch)
             losses = {head: loss for head, loss in losses.items() if loss.requires_grad or head not in ignored_heads}
@@ -133,9 +133,8 @@ def _check_no_float64(model: nn.Module) -> None:
     named = (*model.named_parameters(), *model.named_buffers())
     names = [name for name, tensor in named if tensor.dtype in (torch.float64, torch.complex128)]
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         raise UsageError(
-            f"mps has no float64, and these tensors of the model are float64: {', '.join(names[:5])}{more}",
+            f"mps has no float64, and these tensors of the model are float64: {listed(names, 5)}",
             where="device=mps",
             remedy="make the model in float32, or use device=cpu",
         )
@@ -160,9 +159,8 @@ def leaves(losses: Losses) -> set[int]:
 
 def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:
     """The error about trainable parameters without gradient. `when` follows the number of parameters: " on 1 rank"."""
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return TrainingError(
-        f"{len(names)} trainable parameters got no gradient{when}: {shown}",
+        f"{len(names)} trainable parameters got no gradient{when}: {listed(names)}",
         where=where,
         remedy="use them in the loss, freeze them (requires_grad_(False)), "
         "or set parallel.find_unused_parameters=true where each batch uses other parts of the model",

@@ -176,7 +176,7 @@ class Strategy(Protocol):
         ...
 
     def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
-        """Before the first step: run a forward and a backward pass of zeros. Gradients and buffers stay as they were.
+        """Before the first step: run a forward and a backward pass of zeros. Gradients and model stay as they were.
 
         Args:
             batch: any batch of this rank.
@@ -187,14 +187,14 @@ class Strategy(Protocol):
     def try_alone(self, batch: Any, precision: Precision) -> None:
         """Run a forward and a backward pass of zeros on this rank alone, to find out whether its memory suffices.
 
-        Only for strategies that are not sharded. Gradients and buffers stay as they were.
+        Only for strategies that are not sharded. Gradients and model stay as they were.
         """
         ...
 
     def pass_of_zeros(self, batch: Any, precision: Precision) -> None:
         """Run a forward and a backward pass of zeros, on all ranks at once if the strategy is sharded.
 
-        Gradients and buffers stay as they were.
+        Gradients and model stay as they were.
         """
         ...
 

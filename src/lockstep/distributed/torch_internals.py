@@ -1,4 +1,4 @@
-"""Private functions of torch.distributed and of Python, in one place. A test calls each, and fails where it changes."""
+"""Private functions of torch and of Python, in one place. A test calls each, and fails where it changes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,16 @@ def recorded_collectives() -> list[dict[str, Any]]:
         if dump is not None:
             entries += json.loads(dump()).get("entries", [])
     return entries
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a function was given to `register_hook` of a parameter."""
+    return bool(parameter._backward_hooks)
+
+
+def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
+    """Whether a function was given to `register_post_accumulate_grad_hook` of a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
 class MainThread:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep import devices
 from lockstep.data.order import StepPlan
-from lockstep.distributed.buffers import restore_buffers
+from lockstep.distributed.buffers import restore_buffers, restored_state
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.errors import UsageError
@@ -91,7 +91,8 @@ def without_trace(forward: nn.Module) -> Generator[None, None, None]:
     """Around the forward and backward pass of a filler: no buffer is changed, because a filler does not count.
 
     BatchNorm uses its running statistics, because it raises on the single sample of a filler. SyncBatchNorm does not:
-    the other ranks wait for the statistics of this rank.
+    the other ranks wait for the statistics of this rank. Parameters that a forward pass changes do change, because they
+    change on the other ranks.
     """
     norms = [norm for norm in batch_norms(forward) if norm.training and not isinstance(norm, nn.SyncBatchNorm)]
     with restore_buffers(forward):
@@ -122,7 +123,7 @@ def check_smallest_micro_batch(
     if size > 1 or not any(norm.training for norm in batch_norms(forward)):
         return
     try:
-        with restore_buffers(forward), torch.no_grad(), precision.autocast():
+        with restored_state(forward), torch.no_grad(), precision.autocast():
             forward(read(int(plan.indices(step)[0][0])))
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):

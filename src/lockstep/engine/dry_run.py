@@ -20,7 +20,7 @@ from lockstep.checkpoint import store
 from lockstep.data.loader import Loader, MicroBatch
 from lockstep.data.order import EvaluationPlan, MicroBatchPlan, StepPlan
 from lockstep.data.randomness import restored_generators, seed_forward
-from lockstep.distributed.buffers import restore_buffers
+from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
@@ -38,7 +38,7 @@ _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that
 
 @contextlib.contextmanager
 def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator[None, None, None]:
-    """Inside: evaluation mode, without gradients. Afterwards: training mode, and buffers and random states as before.
+    """Inside: evaluation mode, without gradients. Afterwards: training mode, and model and random states as before.
 
     Args:
         compiled: whether `torch.compile` was applied to `forward`. Inside, the compiler is off, because it would
@@ -47,7 +47,7 @@ def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
-        with restore_buffers(forward), restored_generators(world.device), torch.no_grad(), as_written:
+        with restored_state(forward), restored_generators(world.device), torch.no_grad(), as_written:
             yield
     finally:
         forward.train()

@@ -26,7 +26,7 @@ from lockstep.engine import batch_norm
 class FlopCount:
     """Counts the floating-point operations of this rank's training.
 
-    The count comes from a forward and a backward pass of zeros that leaves no trace: gradients, buffers and random
+    The count comes from a forward and a backward pass of zeros that leaves no trace: gradients, model and random
     states stay as they were. So the training is the same bits with and without a count. A real pass could not be
     counted, because torch computes some operations in another way while an operation counter is on.
 

@@ -65,7 +65,8 @@ class Guard:
 
         Raises:
             StepTooLarge: on all ranks. Buffers are as they were; gradients are not.
-            MemoryShortage: on the rank whose memory did not suffice, where the others cannot give up any more.
+            MemoryShortage: on the rank whose memory did not suffice, where the others cannot give up any more; or
+                where a forward pass has changed parameters.
         """
         strategy, world = self.strategy, self.strategy.world
         can_agree = world.size > 1 and not strategy.is_sharded
@@ -174,7 +175,7 @@ class Attempt:
 
 
 def _shortage(error: BaseException, where: str, when: str = "") -> MemoryShortage:
-    cause = (str(error) or "a buffer changed that did not change before").splitlines()[0]
+    cause = (str(error) or "a pass changed a buffer or a parameter of which there is no copy").splitlines()[0]
     return MemoryShortage(
         f"out of memory{when}: {cause}",
         where=where,

@@ -33,7 +33,7 @@ from lockstep.engine.flops import FlopCount
 from lockstep.engine.out_of_memory import Guard, StepTooLarge, free_memory
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.unfreeze import Unfreezing
-from lockstep.errors import TrainingError
+from lockstep.errors import TrainingError, listed
 
 SAMPLES = ""
 """The key of W where the unit of every head is the sample."""
@@ -75,8 +75,10 @@ class TrainState:
     begin to train."""
 
     def __post_init__(self) -> None:
-        self.parameters = [p for p in self.forward.parameters() if p.requires_grad]
-        self.all_train = all(p.requires_grad for p in self.forward.parameters())
+        by_name = dict(self.strategy.model.named_parameters())
+        self.trainable = {name: p for name, p in by_name.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
+        self.parameters, self.all_train = list(self.trainable.values()), not self.frozen
 
     @property
     def forward(self) -> nn.Module:
@@ -100,6 +102,27 @@ class TrainState:
         self.strategy.rewrap()
         self.guard.reset()
         self.__post_init__()
+
+    def check_trainable(self) -> None:
+        """Check that the parameters train for which the exchange of gradients was arranged, and no others.
+
+        Raises:
+            TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
+        """
+        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad]
+        if not unfrozen and all(p.requires_grad for p in self.parameters):
+            return
+        changed = {
+            "unfrozen": unfrozen,
+            "frozen": [name for name, p in self.trainable.items() if not p.requires_grad],
+        }
+        shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)
+        raise TrainingError(
+            f"a forward pass has changed which parameters train (requires_grad): {shown}",
+            where=f"step {self.step}, Task.loss or the model",
+            remedy="let train.unfreeze say from which step on parameters train, and freeze the others in Task.model; "
+            "to keep gradients from a part of the model for one loss, use detach() or torch.no_grad()",
+        )
 
     @contextlib.contextmanager
     def guarded(self, micro_batches: Sequence[MicroBatch]) -> Generator[None, None, None]:
@@ -164,7 +187,7 @@ def train_step(
 
     Raises:
         TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
-            gradient.
+            gradient; the loss or the model has frozen or unfrozen parameters.
         StepTooLarge: see `Guard`; nothing was changed.
         MemoryShortage: see `Guard`; this process cannot go on.
     """
@@ -234,6 +257,8 @@ def forward_backward_step(
             losses: Losses = strategy.forward(micro_batch.batch)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
+        if last:
+            state.check_trainable()
         if last and state.guard.is_pending:
             state.guard.agree()
         if last and strategy.must_check_used:

@@ -17,6 +17,7 @@ from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
 from lockstep.data.tensors import map_tensors
 from lockstep.distributed import sharded_tensor
+from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.gradients import grad_norm
 from lockstep.tasks.task import Task
 from lockstep.trainer import Recorder
@@ -300,7 +301,7 @@ class TrainingRecorder(Recorder):
         if world.rank and world.device.type != "cpu":  # it arrived on the CPU
             batch = map_tensors(batch, lambda tensor: tensor.to(world.device))
         state.strategy.sync_buffers()
-        with state.strategy.inference() as forward:
+        with state.strategy.inference() as forward, restored_state(forward):
             forward.eval()
             with torch.no_grad(), state.precision.autocast():
                 disturb(state.step)  # a model that draws in evaluation draws the same on all ranks

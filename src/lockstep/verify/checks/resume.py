@@ -91,7 +91,7 @@ def resume(experiments: Experiments) -> CheckResult:
     """Killed at a random step and resumed, the training ends with the same weights and optimizer state, bit for bit.
 
     The resumed training has other states of the global generators around each step. Where the config has several loader
-    workers, it has one less. Its result must depend on neither.
+    workers, it has one less. It counts its operations, by a pass of its own. Its result must depend on none of this.
     """
     complaint = _wrong_checkpoint(experiments.undisturbed(), experiments.folder / "undisturbed")
     if complaint:
@@ -112,9 +112,10 @@ def resume(experiments: Experiments) -> CheckResult:
     if before is None:
         return not_shown(f"{words}, before a checkpoint was written")
     workers = experiments.config["data"]["workers"]
-    # All steps in one entry of the log, which must be what the undisturbed training logged step by step.
+    # All steps in one entry of the log, which must be what the undisturbed training logged step by step. The entry has
+    # a count of operations: a pass that the undisturbed training does not make.
     config = experiments.config_with_checkpoints(
-        data__workers=max(min(1, workers), workers - 1), log__every_steps=experiments.steps
+        data__workers=max(min(1, workers), workers - 1), log__every_steps=experiments.steps, log__flops=True
     )
     record = RecorderOptions(disturb_generators=True)
     recordings = experiments.train("resumed", nproc, config, changes=changes, record=record, resume="killed")
