@@ -259,15 +259,15 @@ class _Files(contextlib.ExitStack):
         Raises:
             CheckpointError: on all ranks of the node, where one of them cannot open a file.
         """
-        fault = ""
-        try:
-            for name in sorted(names):
+        fault: tuple[str, str] | None = None
+        for name in sorted(names):
+            try:
                 self.open(name)
-        except OSError as error:
-            fault = str(error)
+            except OSError as error:
+                fault = fault or (name, str(error))
         for found in [fault] if node is None else node.gather(fault):
-            if found:
-                raise CheckpointError(f"cannot be read: {found}", where=str(self.folder))
+            if found is not None:
+                raise CheckpointError(f"cannot be read: {found[1]}", where=str(self.folder / found[0]))
 
     def read(self, part: Part, buffer: memoryview) -> None:
         """Read the bytes of a part into `buffer`, which has their length.
