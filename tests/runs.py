@@ -60,6 +60,12 @@ def shared_folder():
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def mark(folder):
+    """Make a folder a run directory, for tests that put something into it before the run."""
+    folder.mkdir(exist_ok=True)
+    (folder / "environment.json").write_text('{"lockstep": "1", "torch": "2", "world": 1}')
+
+
 def fit(task, settings, run_dir=None, allow_change=()):
     """Final weights of the whole model, by name, and the last value of everything logged.
 

@@ -3,13 +3,14 @@
 import json
 import re
 import resource
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import lockstep.training_run
-from lockstep import LockstepError, Trainer
+from lockstep import LockstepError, Trainer, config_file, run_directory
 from lockstep.checkpoint import files, store
 from lockstep.distributed import signals
 from lockstep.errors import DataError
@@ -366,6 +367,68 @@ def test_changed_key_may_be_allowed_by_name(tmp_path):
     assert (
         runs.fit(own_tasks.Plain(), changed | {"train": {"steps": 9}}, tmp_path)[1]["step"] == 9
     )  # it is the run's now
+
+
+def test_a_change_that_fails_leaves_the_run_as_it_was(tmp_path, monkeypatch):
+    """The record changes when the state is loaded and all checks are made. Until then the old command goes on."""
+
+    class Keeping(own_tasks.Plain):
+        def setup(self, folder, trained):
+            folder.mkdir(exist_ok=True)
+            (folder / f"{type(self).__name__}.txt").write_text(f"{trained}")
+            if isinstance(self, Wide):
+                (folder / "Keeping.txt").unlink()
+
+    class Wide(Keeping):
+        def model(self):
+            return torch.nn.Sequential(torch.nn.Linear(10, 7), torch.nn.Linear(7, 5)).double()
+
+    def record():
+        parts = [tmp_path / name for name in ("config.yaml", "environment.json")]
+        parts += [path for name in ("source", "task") for path in sorted((tmp_path / name).rglob("*"))]
+        return {path: path.read_text() for path in parts}
+
+    settings = runs.config(train={"steps": 4}, schedule={"name": "cosine"})
+    runs.fit(Keeping(), settings, tmp_path)
+    runs.fit(Keeping(), settings, tmp_path)  # the task was trained when this start set it up
+    before = record()
+    assert tmp_path / "task/Keeping.txt" in before
+    changed = {**settings, "optim": {**settings["optim"], "lr": 0.5}}
+    best = {"checkpoint": {"keep_best": "max eval/none"}, "train": {"steps": 4, "eval_every_steps": 2}}
+    for task, other, allowed, text in (
+        (Wide(), changed, ["optim", "task"], "tensors differ from the model's"),
+        (Keeping(), {**changed, "train": {"steps": 8}}, ["optim"], "the cosine schedule had 4 steps"),
+        (Keeping(), {**changed, **best}, ["optim"], "the evaluation data set is empty"),
+    ):
+        with pytest.raises(LockstepError, match=text):
+            runs.fit(task, other, tmp_path, allow_change=allowed)
+        assert record() == before, text
+        assert not list(tmp_path.glob(".task*"))
+
+    # Killed before it has gone on: the next start puts back what the task kept.
+    shutil.copytree(tmp_path / "task", tmp_path / ".task-before")
+    (tmp_path / "task/Keeping.txt").unlink()
+    runs.fit(Keeping(), settings, tmp_path)
+    assert (tmp_path / "task/Keeping.txt").read_text() == "True"
+
+    # Killed between two files of the record: the same command goes on.
+    class Killed(BaseException):
+        pass
+
+    def kill(*_):
+        raise Killed
+
+    for place in ("to_yaml", None):
+        with monkeypatch.context() as patch:
+            patch.setattr(config_file if place else run_directory, place or "_write_environment", kill)
+            with pytest.raises(Killed):
+                runs.fit(Renamed(), changed, tmp_path, allow_change=["optim", "task"])
+    runs.fit(Renamed(), changed, tmp_path, allow_change=["optim", "task"])
+    runs.fit(Renamed(), changed, tmp_path)
+
+
+class Renamed(own_tasks.Plain):
+    """A task with other code than `Plain`."""
 
 
 def test_other_training_data_are_refused(tmp_path):

@@ -162,6 +162,7 @@ def test_damaged_logs_are_repaired_with_one_message_each_and_hold_json(tmp_path)
 @pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
 @pytest.mark.parametrize("name", ["train.log", "metrics.jsonl", "metric_arrays.jsonl", "tensorboard"])
 def test_log_that_cannot_be_opened_ends_no_training(tmp_path, capsys, name):
+    runs.mark(tmp_path)
     (tmp_path / name).touch() if name == "tensorboard" else (tmp_path / name).mkdir()
     settings = runs.config(
         train={"steps": 10, "eval_every_steps": 5}, log={"writers": ["text_log", "json_lines", "tensorboard"]}

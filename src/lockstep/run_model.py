@@ -138,8 +138,14 @@ def _load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> l
         load_weights(model, source, train.init_skip)
         return []
     retention = run_directory.retention(config_file.read_run(source))
-    checkpoint, lines = choice.choose(folder, world, retention, train.init_checkpoint, where="train.init_checkpoint")
-    load_weights(model, source, train.init_skip, checkpoint)
+    lines = choice.read(
+        folder,
+        world,
+        retention,
+        train.init_checkpoint,
+        load=lambda checkpoint: load_weights(model, source, train.init_skip, checkpoint),
+        where="train.init_checkpoint",
+    )
     return [f"train.init_from={train.init_from}: {line}" for line in lines]
 
 

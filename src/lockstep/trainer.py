@@ -6,7 +6,6 @@ import abc
 import contextlib
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import (
+    atomic,
     build,
     config_file,
     devices,
@@ -155,17 +155,26 @@ class Trainer:
         ):
             self.config, self.model = config, None
             task = task or self.task()
-            messages = remarks + run_directory.keep_source(self.run_dir, task, config, world, self.allow_change)
+            messages = remarks + run_directory.check_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
-            writers = self._writers(task, prepared)
+            git = run_directory.git_commit(config, world)
+            writers = self._writers(task, prepared, git)
             batches: Iterator[list[MicroBatch]] = prepared.batches
             if recorder is not None:
                 writers.append(recorder)
                 batches = recorder.record_steps(prepared)
             evaluated = self._evaluated_tasks(task, world)
             run = TrainingRun(
-                task, prepared, config, self.run_dir, flag, writers, evaluated_tasks=evaluated, profile=self.profile
+                task,
+                prepared,
+                config,
+                self.run_dir,
+                flag,
+                writers,
+                evaluated_tasks=evaluated,
+                profile=self.profile,
+                git=git,
             )
             try:
                 self.results = run.train(batches)
@@ -310,7 +319,7 @@ class Trainer:
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
-    def _writers(self, task: Task, prepared: PreparedRun) -> list[Writer]:
+    def _writers(self, task: Task, prepared: PreparedRun, git: Mapping[str, Any] | None) -> list[Writer]:
         if prepared.state.world.rank:
             return []
         header = task_checks.presenter(task).log_header()
@@ -321,7 +330,7 @@ class Trainer:
             stop=prepared.stop,
             built=prepared.built,
             log_header=[header] if isinstance(header, str) else header,
-            git=run_directory.git_commit(self.run_dir),
+            git=git,
             quiet=self.quiet,
         )
 
@@ -542,14 +551,21 @@ class Trainer:
         """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
         self.model = None  # its memory may be needed
         retention = run_directory.retention(self.config)
-        checkpoint, complaints = choice.choose(self._checkpoints, world, retention, self.checkpoint)
+        chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = run_model.build_model(self.config, task, world)
+        lines = choice.read(
+            self._checkpoints,
+            world,
+            retention,
+            self.checkpoint,
+            load=lambda checkpoint: resume.load_trained_weights(checkpoint, built.model, world),
+            chosen=chosen,
+        )
         if world.rank == 0 and not self.quiet:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
-            for text in (*complaints, *built.messages, *changes):
+            for text in (*lines, *built.messages, *changes):
                 print(text, file=sys.stderr)
-        resume.load_trained_weights(checkpoint, built.model, world)
         self.model = None if built.strategy.is_sharded else built.model.eval()
         return built
 
@@ -608,7 +624,8 @@ class Trainer:
 
         def write() -> None:
             if not trained:  # an earlier start without a checkpoint may have had another config
-                shutil.rmtree(self._kept, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    atomic.remove(self._kept)
             task.setup(self._kept, trained)
 
         world.on_rank0(write)

@@ -52,6 +52,8 @@ class TrainingRun:
     """For each set of evaluation data, by its name, the task that has it. The first is `task`."""
     profile: Window | None = None
     """Steps to profile."""
+    git: Mapping[str, Any] | None = None
+    """The git commit of the task's code; see `run_directory.git_commit`."""
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
@@ -94,6 +96,7 @@ class TrainingRun:
         """
         prepared, state = self.prepared, self.prepared.state
         intervals = self._check_before_first_step()
+        run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
         saver, begun = self._saver(), state.step
         self.flag.saves = True

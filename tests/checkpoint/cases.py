@@ -1,15 +1,18 @@
 """Checkpoints for tests: made by hand in this process, and what runs on ranks."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
+from lockstep import Trainer, resume
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Retention
 from lockstep.distributed import faults
 from lockstep.distributed.sharded_tensor import LocalShard
 from lockstep.distributed.world import World, join_world
+from tests import own_tasks
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 
@@ -103,3 +106,35 @@ def newest_on_ranks(folders):
             except CheckpointError as error:
                 answers.append(str(error))
     return answers
+
+
+def evaluate_while_pruned(run_dir, settings, place, more=0):
+    """The loss of a run's checkpoint, of which the chosen ones are deleted while they are read; see `place`.
+
+    Args:
+        place: `before` any file is read; or when the `index` was read.
+        more: so many checkpoints are deleted after the newest.
+    """
+    load, check_fits, deleted = resume.load_trained_weights, resume.checkpoint_state.check_fits, []
+
+    def load_while_pruned(checkpoint, model, world):
+        def delete():
+            if len(deleted) <= more:
+                deleted.append(checkpoint.step)
+                world.all_sum([0.0])
+                if world.rank == 0:
+                    store.remove(checkpoint.path)
+                world.all_sum([0.0])
+
+        def check_and_delete(*arguments):
+            check_fits(*arguments)
+            delete()
+
+        if place == "before":
+            delete()
+        with patch.object(resume.checkpoint_state, "check_fits", check_and_delete if place == "index" else check_fits):
+            load(checkpoint, model, world)
+
+    with patch.object(resume, "load_trained_weights", load_while_pruned):
+        loss = Trainer(settings, run_dir=Path(run_dir), quiet=True).evaluate(own_tasks.Classes())["loss"]
+    return loss, deleted

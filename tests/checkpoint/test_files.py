@@ -280,7 +280,7 @@ def test_only_files_with_wanted_rows_are_opened(tmp_path):
         {"weight": tensor[3:5], "own1": torch.ones(2).long()},
     )
     assert cases.bits(dict(files.read(tmp_path, index, {"weight": (7, 7)}))["weight"]) == cases.bits(tensor[7:])
-    with pytest.raises(CheckpointError, match=r"__2_0\.distcp: tensor weight cannot be read"):
+    with pytest.raises(CheckpointError, match=r"__2_0\.distcp: cannot be read: .*No such file"):
         list(files.read(tmp_path, index, {"weight": (3, 6)}))
 
 

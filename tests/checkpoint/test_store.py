@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep import atomic
 from lockstep.checkpoint import files, store
 from lockstep.checkpoint.store import Checkpoint, Retention
 from lockstep.errors import CheckpointError
@@ -367,7 +368,7 @@ def test_interrupted_removal_leaves_no_half_of_a_checkpoint(folder, monkeypatch,
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.shutil, "rmtree", rmtree)
+        patch.setattr(atomic.shutil, "rmtree", rmtree)
         with pytest.raises(Killed):
             store.remove(path)
     assert steps(folder) == [1]

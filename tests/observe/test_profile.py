@@ -98,6 +98,7 @@ def test_steps_that_are_not_trained_are_a_warning(tmp_path):
 
 
 def test_a_profile_that_cannot_be_written_ends_nothing(tmp_path):
+    runs.mark(tmp_path)
     (tmp_path / "profile").write_text("in the way")
     assert trained(tmp_path, "2-3")[1]["step"] == 12
     assert "warning: the profile was not written: FileExistsError" in (tmp_path / "train.log").read_text()

@@ -221,6 +221,7 @@ def test_weights_that_a_model_lacks_are_told_and_a_model_of_another_kind_is_refu
 
 def test_what_a_start_without_checkpoint_left_does_not_outlive_a_change_of_config(few, tmp_path):
     task = {"kind": "text", "scratch": few["scratch"], "max_length": 16, "eval_fraction": 0.0}
+    runs.mark(tmp_path / "run")
     text_task(**few).setup(tmp_path / "run" / "task", trained=False)  # and then it was killed
     rows = [(text, label.upper()) for text, label in ROWS]
     settings = runs.config(

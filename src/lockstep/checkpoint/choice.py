@@ -1,7 +1,11 @@
-"""Which checkpoint of a run is evaluated, predicts, is exported, or gives the first weights of another run."""
+"""Which checkpoint of a run is evaluated, predicts, is exported, or gives the first weights of another run.
+
+The run may go on meanwhile, and delete the checkpoint that was chosen. Then another is chosen, on all ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint import store
@@ -10,6 +14,43 @@ from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError, UsageError
 
 NEWEST, BEST = "newest", "best"
+
+
+def read(
+    folder: Path,
+    world: World,
+    retention: Retention,
+    wanted: str | int | None = None,
+    *,
+    load: Callable[[Checkpoint], object],
+    where: str = "--checkpoint",
+    chosen: tuple[Checkpoint, list[str]] | None = None,
+) -> list[str]:
+    """Choose a checkpoint as `choose` does, and load it. If it is deleted meanwhile, choose and load again.
+
+    Args:
+        load: loads a checkpoint. All ranks call it, perhaps several times. Where it has collectives, they must end on
+            all of their ranks if a file is gone.
+        chosen: what `choose` returned, if it was called already.
+
+    Returns:
+        the lines of `choose`.
+
+    Raises:
+        CheckpointError: see `choose`; or each of several checkpoints was deleted while it was read.
+    """
+    for _ in range(store.ATTEMPTS):
+        checkpoint, lines = chosen or choose(folder, world, retention, wanted, where=where)
+        chosen, is_gone = None, False
+        try:
+            load(checkpoint)
+        except (CheckpointError, OSError):
+            is_gone = not store.is_there(checkpoint.path)
+            if not is_gone:
+                raise
+        if not world.all_max(int(is_gone)):
+            return lines
+    raise store.deleted_too_often(folder)
 
 
 def choose(
@@ -21,6 +62,8 @@ def choose(
     where: str = "--checkpoint",
 ) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that is wanted, the same on every rank. Its files are compared with their checksums.
+
+    A checkpoint that is deleted while it is compared is not chosen.
 
     Args:
         folder: of the checkpoints.
@@ -40,21 +83,24 @@ def choose(
         raise UsageError(f"{text!r} is no checkpoint", where=where, remedy="use newest, best or a step")
     if text == NEWEST:
         return _newest(folder, world)
-    number: int | None = world.on_rank0(
-        lambda: _step(folder, retention, text, where=where, must_be_known=wanted is not None)
-    )
-    if number is None:  # nothing was evaluated yet
-        checkpoint, lines = _newest(folder, world)
-        return checkpoint, [*lines, f"using the newest checkpoint, of step {checkpoint.step}: none is evaluated yet"]
-    checkpoint = next(one for one in store.listed(folder) if one.step == number)
-    faults = store.check_together(checkpoint, world)
-    if faults:
-        raise CheckpointError(
-            f"the checkpoint is damaged: {'; '.join(faults)}",
-            where=str(checkpoint.path),
-            remedy="use the newest, or another step: lockstep checkpoints RUN_DIR --check lists them",
+    for _ in range(store.ATTEMPTS):
+        chosen: Checkpoint | None = world.on_rank0(
+            lambda: _wanted(folder, retention, text, where=where, must_be_known=wanted is not None)
         )
-    return checkpoint, [describe(checkpoint, retention, text, where=where)]
+        if chosen is None:  # nothing was evaluated yet
+            checkpoint, lines = _newest(folder, world)
+            line = f"using the newest checkpoint, of step {checkpoint.step}: none is evaluated yet"
+            return checkpoint, [*lines, line]
+        faults = store.check_together(chosen, world)
+        if not faults:
+            return chosen, [describe(chosen, retention, text, where=where)]
+        if not store.is_gone(chosen.path, world):
+            raise CheckpointError(
+                f"the checkpoint is damaged: {'; '.join(faults)}",
+                where=str(chosen.path),
+                remedy="use the newest, or another step: lockstep checkpoints RUN_DIR --check lists them",
+            )
+    raise store.deleted_too_often(folder)
 
 
 def describe(checkpoint: Checkpoint, retention: Retention, wanted: str, *, where: str = "--checkpoint") -> str:
@@ -75,14 +121,14 @@ def _newest(folder: Path, world: World) -> tuple[Checkpoint, list[str]]:
     return checkpoint, complaints
 
 
-def _step(folder: Path, retention: Retention, wanted: str, *, where: str, must_be_known: bool) -> int | None:
-    """The step of the wanted checkpoint. None: no checkpoint is evaluated, and the best need not be known."""
+def _wanted(folder: Path, retention: Retention, wanted: str, *, where: str, must_be_known: bool) -> Checkpoint | None:
+    """The wanted checkpoint. None: no checkpoint is evaluated, and the best need not be known."""
     found = store.listed(folder)
-    steps = [checkpoint.step for checkpoint in found]
     if wanted != BEST:
-        if int(wanted) in steps:
-            return int(wanted)
-        known = ", ".join(map(str, reversed(steps))) or "none"
+        by_step = {checkpoint.step: checkpoint for checkpoint in found}
+        if int(wanted) in by_step:
+            return by_step[int(wanted)]
+        known = ", ".join(map(str, reversed(by_step))) or "none"
         raise UsageError(
             f"there is no checkpoint of step {wanted}",
             where=where,
@@ -90,7 +136,7 @@ def _step(folder: Path, retention: Retention, wanted: str, *, where: str, must_b
         )
     best = retention.best_of(found)
     if best is not None or not must_be_known:
-        return best.step if best is not None else None
+        return best
     what, remedy = "no checkpoint is evaluated", "use the newest, or a step"
     if retention.best is None:
         what = "the run does not say by which result the best is chosen"

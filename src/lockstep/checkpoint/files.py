@@ -199,11 +199,12 @@ def read(
             for all. All of them read at the same time, and to the end.
 
     Raises:
-        CheckpointError: a file is damaged, or lacks rows.
+        CheckpointError: a file is damaged, is not there, or lacks rows.
     """
     wanted = dict.fromkeys(index) if wanted is None else wanted
     parts = {name: _parts(index[name], rows) for name, rows in wanted.items()}
     with _Files(folder) as files:
+        files.open_all({part["file"] for of_tensor in parts.values() for part in of_tensor}, node)
         shared = SharedParts(files.read, index, parts, node)
         first = {name: entry["parts"][0] for name, entry in index.items()}
         for name in sorted(wanted, key=lambda name: place(first[name])):
@@ -251,6 +252,22 @@ class _Files(contextlib.ExitStack):
         if name not in self.opened:
             self.opened[name] = self.enter_context((self.folder / name).open("rb"))
         return self.opened[name]
+
+    def open_all(self, names: Iterable[str], node: NodeGroup | None) -> None:
+        """Open the files that this rank reads, before ranks wait for each other. Opened files outlive their deletion.
+
+        Raises:
+            CheckpointError: on all ranks of the node, where one of them cannot open a file.
+        """
+        fault: tuple[str, str] | None = None
+        for name in sorted(names):
+            try:
+                self.open(name)
+            except OSError as error:
+                fault = fault or (name, str(error))
+        for found in [fault] if node is None else node.gather(fault):
+            if found is not None:
+                raise CheckpointError(f"cannot be read: {found[1]}", where=str(self.folder / found[0]))
 
     def read(self, part: Part, buffer: memoryview) -> None:
         """Read the bytes of a part into `buffer`, which has their length.

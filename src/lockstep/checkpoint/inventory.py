@@ -19,8 +19,11 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
         False if a checkpoint is damaged.
     """
     checkpoints = store.listed(folder)
-    reasons = retention.reasons(checkpoints)
     faults = {checkpoint.step: store.check(checkpoint) for checkpoint in checkpoints} if check or prune else {}
+    # A run that goes on may have deleted some of them meanwhile.
+    checkpoints = [one for one in checkpoints if not faults.get(one.step) or store.is_there(one.path)]
+    faults = {checkpoint.step: faults[checkpoint.step] for checkpoint in checkpoints if checkpoint.step in faults}
+    reasons = retention.reasons(checkpoints)
     for checkpoint in checkpoints:
         state = ""
         if checkpoint.step in faults:
@@ -36,9 +39,15 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
     if not checkpoints and not unreadable:
         print(f"no checkpoint in {folder}")
     if prune:
-        for path in store.prune(folder, retention, valid=lambda checkpoint: not faults[checkpoint.step]):
+
+        def is_valid(checkpoint: Checkpoint) -> bool:
+            if checkpoint.step not in faults:  # it was saved meanwhile
+                faults[checkpoint.step] = store.check(checkpoint)
+            return not faults[checkpoint.step]
+
+        for path in store.prune(folder, retention, valid=is_valid):
             print(f"deleted {path.name}")
-    return not unreadable and not any(faults.values())
+    return not unreadable and not any(faults[checkpoint.step] for checkpoint in checkpoints if faults)
 
 
 def _line(checkpoint: Checkpoint) -> str:

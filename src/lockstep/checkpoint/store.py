@@ -9,10 +9,10 @@ same step are added to the manifest later.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from lockstep.distributed.nodes import NodeGroup
 from lockstep.distributed.world import World
 from lockstep.errors import CheckpointError
 
+ATTEMPTS = 20
+"""So often a reader chooses another checkpoint, if the run deletes the chosen one meanwhile."""
 _STAGING = ".staging-"
 
 
@@ -128,33 +130,58 @@ def _of_all_ranks(faults: list[str], world: World) -> list[str]:
     return list(dict.fromkeys(fault for rank in world.broadcast(world.gather(faults)) for fault in rank))
 
 
+def is_there(path: Path) -> bool:
+    """False for a checkpoint that was deleted."""
+    return (path / MANIFEST).exists()
+
+
+def is_gone(path: Path, world: World) -> bool:
+    """True on all ranks if one of them does not see a checkpoint any more. All ranks call it."""
+    return bool(world.all_max(int(not is_there(path))))
+
+
+def deleted_too_often(folder: Path) -> CheckpointError:
+    """The error where each checkpoint that was chosen was deleted before it was read."""
+    return CheckpointError(
+        f"each of {ATTEMPTS} checkpoints was deleted while it was read: the run saves and deletes them too quickly",
+        where=str(folder),
+        remedy="raise checkpoint.keep_last or checkpoint.every_steps of the run, or read it when it has ended",
+    )
+
+
 def newest(folder: Path, world: World) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is not damaged, the same on every rank. Each rank checks a part of the files.
+
+    The checkpoints are listed again where one is deleted while it is checked.
 
     Returns:
         the checkpoint, or None if there is none; and messages on damaged checkpoints that were passed over.
 
     Raises:
-        CheckpointError: there are checkpoints, and all are damaged.
+        CheckpointError: there are checkpoints, and all are damaged; or they are deleted too quickly to be checked.
     """
-    names: list[str] = world.broadcast([path.name for path in reversed(manifests.folders(folder))])
-    complaints: list[str] = []
-    for name in names:
-        manifest = manifests.read(folder / name)
-        if isinstance(manifest, dict):
-            candidate = Checkpoint(folder / name, manifest)
-            mine = check(candidate, world.rank, world.size)
+    for _ in range(ATTEMPTS):
+        complaints: list[str] = []
+        names: list[str] = world.broadcast([path.name for path in reversed(manifests.folders(folder))])
+        for name in names:
+            manifest = manifests.read(folder / name)
+            if isinstance(manifest, dict):
+                candidate = Checkpoint(folder / name, manifest)
+                mine = check(candidate, world.rank, world.size)
+            else:
+                mine = [manifest or f"{MANIFEST} is not there"]
+            faults = _of_all_ranks(mine, world)
+            if not faults:
+                return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
+            if is_gone(folder / name, world):
+                break
+            complaints.append(f"{name}: {'; '.join(faults)}")
         else:
-            mine = [manifest or f"{MANIFEST} is not there"]
-        faults = _of_all_ranks(mine, world)
-        if not faults:
-            return candidate, [f"passed over a damaged checkpoint: {complaint}" for complaint in complaints]
-        complaints.append(f"{name}: {'; '.join(faults)}")
-    if complaints:
-        raise CheckpointError(
-            "\n".join(complaints), where=str(folder), remedy="no valid checkpoint is left; start anew with --fresh"
-        )
-    return None, []
+            if complaints:
+                remedy = "no valid checkpoint is left; start anew with --fresh"
+                raise CheckpointError("\n".join(complaints), where=str(folder), remedy=remedy)
+            return None, []
+    raise deleted_too_often(folder)
 
 
 def read_contents(checkpoint: Checkpoint, node: NodeGroup | None) -> None:
@@ -211,16 +238,20 @@ def clear_leftovers(folder: Path) -> list[Path]:
     """Delete what killed processes left behind. Call it only while no checkpoint is being written."""
     leftovers = sorted(folder.glob(f"{_STAGING}*"))
     for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            atomic.remove(path)
     return leftovers
 
 
 def remove(checkpoint: Path) -> None:
-    """Delete a checkpoint, so that a kill in between leaves no half of it under its name."""
+    """Delete a checkpoint, so that a kill in between leaves no half of it under its name.
+
+    It may be gone already. Of a link to a checkpoint only the link is deleted.
+    """
     doomed = checkpoint.with_name(f"{_STAGING}deleted-{checkpoint.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    checkpoint.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        atomic.remove(doomed)
+    with contextlib.suppress(FileNotFoundError):
+        checkpoint.rename(doomed)
+    with contextlib.suppress(OSError):  # the rest is a leftover, which the next start deletes
+        atomic.remove(doomed)

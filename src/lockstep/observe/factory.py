@@ -7,7 +7,7 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lockstep import plugins
 from lockstep.errors import UsageError, did_you_mean
@@ -41,9 +41,14 @@ def files_of_writers(names: Sequence[str]) -> set[str]:
     """What the built-in writers, and those of these names, write into a run directory.
 
     Raises:
-        UsageError: see `find_writer`.
+        UsageError: see `find_writer`; or a writer names a place outside of the run directory, or all of it.
     """
     kinds = {*(_built_in_writer(name) for name in _built_in()), *(find_writer(name) for name in names)}
+    for kind in kinds:
+        for file in map(PurePath, kind.files):
+            if not file.parts or file.is_absolute() or ".." in file.parts:
+                what = f"{str(file)!r} is not inside the run directory, and --fresh would delete it"
+                raise UsageError(what, where=f"{kind.__name__}.files", remedy="name files of the run directory")
     return {FOLDER, *(file for kind in kinds for file in kind.files)}
 
 

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import inspect
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -80,7 +79,7 @@ def read(folder: Path) -> Parts:
 def write(folder: Path, parts: Mapping[str, str]) -> None:
     """Write these parts into `folder`, in the place of all that it holds."""
     if not parts:
-        shutil.rmtree(folder, ignore_errors=True)
+        atomic.remove(folder)
         return
     with atomic.staged_folder(folder, replace=True) as staging:
         for name, text in parts.items():
@@ -310,7 +309,8 @@ def _strip(tree: ast.AST) -> None:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list) and body:
-            body[:] = [statement for statement in body if not _does_nothing(statement)] or [ast.Pass()]
+            nothing = ast.Pass(lineno=body[0].lineno, col_offset=0)
+            body[:] = [statement for statement in body if not _does_nothing(statement)] or [nothing]
 
 
 def _does_nothing(node: ast.AST) -> bool:
