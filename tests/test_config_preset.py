@@ -138,12 +138,12 @@ def test_a_preset_applies_to_a_run_that_was_recorded(tmp_path):
 
 def test_what_people_should_know_is_said():
     recipe = config_file.load("ag_news")
-    g5 = config_preset.read("g5")
-    first, second = g5.notes(recipe, g5.apply(recipe))
-    assert "precision=bf16 instead of fp32" in first
+    p3 = config_preset.read("p3")
+    first, second = p3.notes(recipe, p3.apply(recipe))
+    assert "precision=fp16 instead of bf16" in first
     assert "batch.per_rank" in second
-    local = config_preset.read("local")
-    assert local.notes(recipe, local.apply(recipe)) == []
+    local, in_fp32 = config_preset.read("local"), recipe.model_copy(update={"precision": "fp32"})
+    assert local.notes(in_fp32, local.apply(in_fp32)) == []
 
 
 @pytest.mark.parametrize(

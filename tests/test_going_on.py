@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import pytest
 
@@ -85,6 +86,26 @@ def test_length_of_a_curve_is_free_until_it_matters(tmp_path):
             run_dir=tmp_path,
             quiet=True,
         ).fit(own_tasks.Plain())
+
+
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 3}, {"warmup_share": 0.3}], ids=["none", "steps", "share"])
+def test_a_curve_without_length_goes_on_in_a_longer_training(tmp_path, warmup):
+    for name in ("constant", "step"):
+        options = {"name": name, "step_epochs": 0.5, **warmup}
+        longer = {**curve(tmp_path / name, 10, **options), **curve(tmp_path / name, 14, **options)}
+        assert longer == {**curve(tmp_path / "at-once", 14, **options | {"total_steps": 10})}
+        assert curve(tmp_path / name, 16, **options)[14] == longer[14]  # the warm-up is kept for good
+        shutil.rmtree(tmp_path / "at-once")
+
+
+def test_a_run_in_its_warm_up_may_become_longer_or_shorter(tmp_path):
+    shared = {"name": "linear", "warmup_share": 0.5}
+    begun = curve(tmp_path / "begun", 4, total_steps=10, **shared)
+    for steps in (20, 7):
+        folder = shutil.copytree(tmp_path / "begun", tmp_path / f"to-{steps}")
+        goes_on = curve(folder, steps, **shared)
+        assert begun.items() <= goes_on.items()
+        assert goes_on == curve(tmp_path / f"whole-{steps}", steps, name="linear", warmup_steps=5)
 
 
 @pytest.mark.parametrize(("warmup", "told"), [(20, True), (30, True), (19, False), (0, False)])

@@ -93,7 +93,7 @@ def prepare_run(
     plan = step_plan(config, data, world, micro_batch)
     train, compute = config.train, config.compute
     stop = train.steps or max((train.epochs or 1) * plan.steps_per_epoch, train.min_steps or 0)
-    fingerprint = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
+    fingerprint, warnings = agreed_fingerprint(data, world, in_worker=config.data.workers > 0)
     step = checkpoint.step if checkpoint else 0
     built = build_model(config, task, world, steps_per_epoch=plan.steps_per_epoch, step=step, init=checkpoint is None)
     built.messages += [*grouping(plan), *remarks]
@@ -131,7 +131,7 @@ def prepare_run(
         fingerprint=fingerprint,
         evaluated=checkpoint.metrics if checkpoint else {},
         may_be_infinite={},
-        warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
+        warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),
         stopping=Stopping(StopRule(**train.stop_when.model_dump()) if train.stop_when else None, train.max_time),
     )
 

@@ -14,12 +14,12 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep import shortages
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def fit(
     from lockstep.distributed import launch
     from lockstep.observe import live_line
 
-    with tempfile.TemporaryDirectory(prefix="lockstep-fit-", ignore_cleanup_errors=True) as name, _as_it_was():
-        folder = Path(name)
+    with shortages.temporary_folder("lockstep-fit-") as folder, _as_it_was():
         is_terminal = sys.stdout.isatty() and sys.stdout is sys.__stdout__  # which no notebook has captured
         _write_training(folder, config, task, options, prints_to_file=not is_terminal)
         if "ipykernel" in sys.modules and not is_terminal:
@@ -116,7 +115,7 @@ def fit(
         sys.stdout.flush()
         launch.prepare(ranks, modules=modules_of(config))
         with contextlib.nullcontext() if is_terminal else _shown(folder / _OUTPUT):
-            launch.launch([name], ranks, max_restarts, main=run_rank, ends_process=False)
+            launch.launch([str(folder)], ranks, max_restarts, main=run_rank, ends_process=False)
         results: dict[str, float] = json.loads((folder / _RESULTS).read_text())
         return results
 
@@ -144,7 +143,8 @@ def run_rank(arguments: Sequence[str]) -> None:
     except Preempted as stopped:
         launch.report_failure(stopped, str(stopped))
         sys.exit(stopped.exit_code)
-    except Exception as error:
+    except Exception as raised:
+        error = shortages.explanation(raised) or raised
         launch.report_failure(error, str(error) if isinstance(error, LockstepError) else short_traceback(error))
         sys.exit(error.exit_code if isinstance(error, LockstepError) else 1)
     finally:

@@ -87,15 +87,20 @@ def _check_schedule(
 ) -> list[str]:
     """Compare the length of the schedule's curve with the length that a checkpoint was trained with.
 
+    A warm-up that is a share of the length stays as long as it was when the run began.
+
     Returns:
         a warning, where the lengths differ and `allow_change` allows it.
 
     Raises:
         UsageError: on the config's curve, the updates so far would have had other learning rates.
     """
-    now = state.schedule
-    then = dataclasses.replace(now, total_steps=manifest.get("schedule_steps", now.length))
+    then = dataclasses.replace(state.schedule, total_steps=manifest.get("schedule_steps", state.schedule.length))
+    # Runs of earlier versions did not keep their warm-up. It was that of the curve's length.
+    share, warmup = manifest.get("schedule_warmup", (then.warmup_share, then.warmup))
+    then = dataclasses.replace(then, warmup_share=share, kept_warmup=warmup)
     done = manifest["step"] - manifest["skipped"]
+    now = state.schedule = state.schedule.with_warmup_of(then)
     if now.same_until(then, done):
         return []
     train = config.train
@@ -167,6 +172,7 @@ def _manifest(prepared: PreparedRun, config: RunConfig, evaluated: dict[str, flo
         "config": config_digest(config),
         "versions": {"lockstep": lockstep.__version__, "torch": torch.__version__, "world": state.world.size},
         "schedule_steps": state.schedule.length,
+        "schedule_warmup": [state.schedule.warmup_share, state.schedule.warmup],
         "warnings": prepared.warnings,
         "evaluations": prepared.stopping.results,
         "evaluations_of": prepared.stopping.rule.metric if prepared.stopping.rule else None,

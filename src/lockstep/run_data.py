@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +11,12 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from lockstep.config import RunConfig
-from lockstep.data.fingerprint import fingerprint
+from lockstep.data import fingerprint
 from lockstep.data.loader import Loader, MicroBatches
 from lockstep.data.order import EvaluationPlan, StepPlan
+from lockstep.data.randomness import restored_generators
 from lockstep.distributed.world import World
-from lockstep.engine import task_checks
+from lockstep.engine import same_samples, task_checks
 from lockstep.errors import DataError, UsageError
 from lockstep.tasks.task import Task
 
@@ -152,30 +155,57 @@ def _sample_lengths(data: Dataset[Any], where: str) -> Any:
     return found
 
 
-def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> dict[str, Any]:
-    """The fingerprint of the training data. With several nodes, each node reads its own.
+def agreed_fingerprint(data: Dataset[Any], world: World, *, in_worker: bool) -> tuple[dict[str, Any], list[str]]:
+    """The fingerprint of the training data, and warnings about them. Each rank reads a few samples of its own data.
 
     Raises:
-        UsageError: the nodes have different data.
+        UsageError: the nodes or the ranks have different data.
     """
-    readers = world.nodes.first_ranks if world.size > 1 else [0]
-    own = fingerprint(data, in_worker) if world.rank in readers else None
-    gathered = world.gather(own) if len(readers) > 1 else [own]
+    indices = fingerprint.looked_at(len(data))  # type: ignore[arg-type]
+    is_first = world.size == 1 or world.rank in world.nodes.first_ranks
+    # The generators of other ranks stay as they are: no rank draws other numbers because it is looked at.
+    with contextlib.nullcontext() if is_first else restored_generators(world.device):
+        digests = fingerprint.digests(data, indices, in_worker)
+    own = fingerprint.of_digests(len(data), digests)  # type: ignore[arg-type]
+    if world.size == 1:
+        return own, []
+    gathered = world.gather(own)
+    first: dict[str, Any] = world.on_rank0(lambda: _first_of_nodes(gathered or [], world))
 
-    def same() -> dict[str, Any]:
-        assert gathered is not None  # on rank 0
-        first: dict[str, Any] = gathered[0] or {}
-        others = {rank: gathered[rank] or {} for rank in readers if gathered[rank] != first}
-        if others:
-            names = world.nodes.names
-            counts = {names[rank]: found["samples"] for rank, found in others.items()}
-            differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
-            what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
-            raise UsageError(
-                f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
-                where="data.train",
-                remedy="give all nodes the same data under this path, or put the data on a shared disk",
-            )
-        return first
+    def read(index: int) -> Any:
+        with restored_generators(world.device):
+            return fingerprint.sample(data, index, in_worker)
 
-    return world.on_rank0(same)
+    readable = ["" if digest == fingerprint.UNREADABLE else digest for digest in digests]
+    remarks = same_samples.check(readable, indices, read, what="training", where="Task.train_data", world=world)
+    return first, remarks
+
+
+def _first_of_nodes(gathered: Sequence[dict[str, Any]], world: World) -> dict[str, Any]:
+    """The fingerprint of rank 0.
+
+    Args:
+        gathered: fingerprints by rank.
+
+    Raises:
+        UsageError: the first ranks of the nodes have different data, or a rank has another number of samples.
+    """
+    first, names = gathered[0], world.nodes.names
+    others = {rank: gathered[rank] for rank in world.nodes.first_ranks if gathered[rank] != first}
+    if others:
+        counts = {names[rank]: found["samples"] for rank, found in others.items()}
+        differ = [f"{count} samples on node {name}" for name, count in counts.items() if count != first["samples"]]
+        what = "; ".join(differ) or f"other samples on node {', '.join(counts)}"
+        raise UsageError(
+            f"the nodes have different training data: {first['samples']} samples on node {names[0]}, {what}",
+            where="data.train",
+            remedy="give all nodes the same data under this path, or put the data on a shared disk",
+        )
+    numbers = [f"{found['samples']} on rank {rank}" for rank, found in enumerate(gathered)]
+    if any(found["samples"] != first["samples"] for found in gathered):
+        raise UsageError(
+            f"{same_samples.DIFFERENT} training data: the number of samples is {', '.join(numbers)}",
+            where="Task.train_data",
+            remedy=same_samples.REMEDY,
+        )
+    return first

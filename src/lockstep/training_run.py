@@ -340,6 +340,7 @@ class TrainingRun:
                 forward,
                 prepared.batches.loader,
                 prepared.plan,
+                world=state.world,
                 precision=state.precision,
                 must_run=bool(self.evaluated),
             )

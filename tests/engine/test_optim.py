@@ -7,6 +7,7 @@ from torch import nn
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.errors import UsageError
+from lockstep.observe.model_summary import model_summary
 
 
 def make_model():
@@ -208,6 +209,16 @@ def test_layer_decay_gives_each_level_below_the_top_a_lower_rate():
     found = rates(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
     wanted = {"embed": 0.0625, "layers.0": 0.125, "layers.1": 0.25, "layers.2": 0.5, "head": 1.0}
     assert found == {name: wanted[name.rpartition(".")[0]] for name, _ in model.named_parameters()}
+
+
+def test_the_head_of_the_log_says_where_learning_rates_differ():
+    model = make_deep()
+    summary = model_summary(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    assert "  learning rates differ: 5 groups, from 0.0625 (default/level-0) to 1 (default/level-4)" in summary
+    assert not [line for line in model_summary(model, build_optimizer(model, "AdamW", 1.0)) if "differ" in line]
+    model.embed.requires_grad_(False)
+    summary = model_summary(model, build_optimizer(model, "AdamW", 1.0, layer_decay=0.5, blocks=BLOCKS))
+    assert "  learning rates differ: 4 groups, from 0.125 (default/level-1) to 1 (default/level-4)" in summary
 
 
 def test_layer_decay_divides_groups_but_not_those_with_a_rate_of_their_own():

@@ -211,13 +211,23 @@ def test_what_has_no_length_is_the_same_with_any(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 7}, {"warmup_share": 0.25}], ids=["none", "steps", "share"])
 @pytest.mark.parametrize("end_factor", [0.0, 0.3, 1.0])
-def test_two_lengths_are_the_same_until_their_rates_differ(name, warmup, end_factor):
-    one, other = (Schedule(name, total, 5, warmup_steps=warmup, end_factor=end_factor) for total in (20, 30))
-    for updates in range(20):
-        assert one.same_until(other, updates) == (ours(one, updates) == ours(other, updates))
-    assert one.same_until(dataclasses.replace(other, total_steps=20), 20)
+@pytest.mark.parametrize("new", [30, 12], ids=["longer", "shorter"])
+def test_two_lengths_are_the_same_until_their_rates_differ(name, warmup, end_factor, new):
+    begun, changed = (Schedule(name, total, 5, end_factor=end_factor, **warmup) for total in (20, new))
+    changed = changed.with_warmup_of(begun)
+    assert changed.warmup == begun.warmup
+    assert changed.length == new
+    for updates in range(min(20, new) + 1):
+        assert changed.same_until(begun, updates) == (ours(changed, updates) == ours(begun, updates))
+    assert changed.same_until(dataclasses.replace(begun, total_steps=new, kept_warmup=begun.warmup), 20)
+
+
+def test_a_warm_up_is_kept_only_where_its_share_is_kept():
+    begun = Schedule("linear", 20, warmup_share=0.25)
+    assert Schedule("linear", 40, warmup_share=0.1).with_warmup_of(begun).warmup == 4
+    assert Schedule("linear", 40, warmup_steps=3).with_warmup_of(begun).warmup == 3
 
 
 # ---- purity

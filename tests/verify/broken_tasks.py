@@ -411,6 +411,13 @@ class ClassesInHashOrder(Classes):
         return inputs, [int(name[1:]) for name in {f"c{number}" for number in range(CLASSES)}].index(label)
 
 
+class DataOfEachRank(Classes):
+    """Every rank draws the data set by itself."""
+
+    def train_data(self):
+        return Clouds(self.length, 1 + int(os.environ["RANK"]))
+
+
 class FreshGenerator(Classes):
     """Augmentation draws from numpy.random.default_rng(), which nothing seeds."""
 

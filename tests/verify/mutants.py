@@ -1065,6 +1065,7 @@ _engine(
 
 # ---- samples: lost, repeated, shared
 
+_task("data set drawn by each rank", "samples", "DataOfEachRank", says="the ranks have different training data")
 _engine(
     "tail repeated to fill the last batch",
     "samples",

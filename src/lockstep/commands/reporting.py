@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import typer
 
+from lockstep import shortages
 from lockstep.errors import LockstepError, Preempted, exits_are_failures, short_traceback
 
 
@@ -52,7 +53,8 @@ def reporting(debug: bool) -> Iterator[None]:
         raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    except Exception as error:
+    except Exception as raised:
+        error = shortages.explanation(raised) or raised
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
         from lockstep.distributed import launch, signals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,31 +25,69 @@ def fingerprint(data: Any, in_worker: bool = False) -> dict[str, Any]:
     Raises:
         DataError: this process was killed again and again.
     """
-    length = len(data)
-    indices = sorted({0, (length - 1) // 2, length - 1}) if length else []
+    return of_digests(len(data), digests(data, looked_at(len(data)), in_worker))
 
-    def make() -> DataLoader[str]:
-        options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
-        return DataLoader(_Digests(data), batch_size=None, sampler=indices, **options)
 
-    digests = worker_deaths.read_all(make, f"samples {indices}")
+def looked_at(length: int) -> list[int]:
+    """The indices of the first, the middle and the last sample."""
+    return sorted({0, (length - 1) // 2, length - 1}) if length else []
+
+
+def of_digests(length: int, digests: Sequence[str]) -> dict[str, Any]:
+    """The fingerprint of a data set of this length, from the digests of its samples `looked_at`."""
     return {"samples": length, "digest": hashlib.sha256("".join([str(length), *digests]).encode()).hexdigest()}
 
 
-class _Digests(Dataset[str]):
+def digests(data: Any, indices: Sequence[int], in_worker: bool = False) -> list[str]:
+    """Digests of raw samples, each read under a seed of its own; see `fingerprint`."""
+    return _read_all(_Digests(data), indices, in_worker)
+
+
+def sample(data: Any, index: int, in_worker: bool = False) -> Any:
+    """A raw sample, read under the seed with which its digest is made."""
+    return _read_all(_Samples(data), [index], in_worker)[0]
+
+
+def digest_of(value: Any) -> str:
+    """SHA-256 (hexadecimal) of a sample or a batch."""
+    digest = hashlib.sha256()
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+UNREADABLE = hashlib.sha256(b"unreadable").hexdigest()
+"""In the place of the digest of a sample that cannot be read."""
+
+
+def _read_all(data: Dataset[Any], indices: Sequence[int], in_worker: bool) -> list[Any]:
+    def make() -> DataLoader[Any]:
+        options: dict[str, Any] = {"num_workers": int(in_worker), "generator": torch.Generator()}
+        return DataLoader(data, batch_size=None, sampler=indices, collate_fn=_as_it_is, **options)
+
+    return worker_deaths.read_all(make, f"samples {list(indices)}")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class _Samples(Dataset[Any]):
     def __init__(self, data: Any) -> None:
         self.data = data
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int) -> Any:
         torch.default_generator.manual_seed(index)
         random.seed(index)
         np.random.seed(index % 2**32)
-        digest = hashlib.sha256()
+        return self.data[index]
+
+
+class _Digests(_Samples):
+    def __getitem__(self, index: int) -> str:
         try:
-            _add(digest, self.data[index])
+            return digest_of(super().__getitem__(index))
         except Exception:  # the loader decides whether an unreadable sample is an error
-            digest.update(b"unreadable")
-        return digest.hexdigest()
+            return UNREADABLE
 
 
 def _add(digest: Any, value: Any) -> None:

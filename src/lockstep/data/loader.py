@@ -315,11 +315,8 @@ class Loader:
 
     def _workers_lost(self, how: str, plans: Plans, done: int) -> DataError:
         indices = next(iter(_after(plans, done))).indices
-        return DataError(
-            f"{how}, {worker_deaths.MOST_DEATHS} times in a row",
-            where=f"while samples {list(indices[:8])}{' ...' if len(indices) > 8 else ''} and later ones were read",
-            remedy=worker_deaths.REMEDY,
-        )
+        listed = f"{list(indices[:8])}{' ...' if len(indices) > 8 else ''}"
+        return worker_deaths.killed_again(how, f"while samples {listed} and later ones were read")
 
     def read_apart(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], tuple[Any, Any]]:
         """Read samples for people to look at. No random state of this process changes.

@@ -13,12 +13,13 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lockstep import shortages
 from lockstep.errors import DataError
 
 _TORCH = "torch.utils.data._utils.signal_handling"  # where torch's handler of SIGCHLD is
 MOST_DEATHS = 3
 """How many workers may be killed without a micro-batch in between."""
-REMEDY = (
+_REMEDY = (
     "lower data.workers if the memory of the machine is short (the system log has a line of the out-of-memory killer); "
     "else a sample crashes the code that reads it: data.workers=0 shows where"
 )
@@ -36,8 +37,16 @@ def start(loader: DataLoader[Any]) -> tuple[Iterator[Any], Sequence[BaseProcess]
 
     Returns:
         the iterator, and processes of which some are the workers.
+
+    Raises:
+        ShortageError: shared memory has no room for the queues of workers.
     """
-    batches = iter(loader)
+    try:
+        batches = iter(loader)
+    except OSError as error:
+        if shortages.is_full(error):  # the locks of queues are files in shared memory, without a name in the error
+            raise shortages.of_shared_memory() from error
+        raise
     if threading.current_thread() is threading.main_thread():
         handler = signal.getsignal(signal.SIGCHLD)
         if getattr(handler, "__module__", None) == _TORCH:
@@ -67,8 +76,24 @@ def read_all(make: Callable[[], DataLoader[Any]], what: str) -> list[Any]:
                 raise
             deaths += 1
             if deaths == MOST_DEATHS:
-                how = f"{describe(processes, error)}, {MOST_DEATHS} times in a row"
-                raise DataError(how, where=f"while {what} were read", remedy=REMEDY) from error
+                raise killed_again(describe(processes, error), f"while {what} were read") from error
+
+
+def killed_again(how: str, where: str) -> DataError:
+    """The error where workers were killed `MOST_DEATHS` times in a row.
+
+    Args:
+        how: see `describe`.
+        where: what was read.
+    """
+    full = signal.SIGBUS.name in how
+    known = DataError(
+        f"{how}, {MOST_DEATHS} times in a row" + (f"; {shortages.of_shared_memory().what}" if full else ""),
+        where=where,
+        remedy=f"if /dev/shm is too small, {shortages.ROOM_FOR_BATCHES}" if full else _REMEDY,
+    )
+    known.retryable = not full
+    return known
 
 
 def caused(error: Exception, processes: Sequence[BaseProcess]) -> bool:

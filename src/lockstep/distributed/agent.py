@@ -26,7 +26,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from lockstep.distributed import heartbeat, warm_process
+from lockstep.distributed import heartbeat, launch_folder, warm_process
 from lockstep.distributed.rank_output import RankOutput, call_with_stderr
 
 _LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
@@ -212,7 +212,7 @@ class RankAgent(SimpleElasticAgent):
         for rank in self._kill():
             if not self._report(rank).exists():
                 extra = {"stopped": True, "timestamp": str(int(time.time()))}
-                self._report(rank).write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
+                self._write_report(rank, extra)
 
     def _kill(self) -> list[int]:
         """Kill the ranks that run, and return them."""
@@ -225,7 +225,12 @@ class RankAgent(SimpleElasticAgent):
         lines, report = self.output.tails[rank].last(_QUOTED_LINES), self._report(rank)
         if lines and not report.exists():
             extra = {"last_lines": lines, "timestamp": str(int(time.time()))}
-            report.write_text(json.dumps({"message": {"message": "", "extraInfo": extra}}))
+            self._write_report(rank, extra)
+
+    def _write_report(self, rank: int, extra: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the disk is full; the exit code says the rest
+            content = json.dumps({"message": {"message": "", "extraInfo": extra}})
+            launch_folder.write(self._report(rank), content.encode())
 
     def _warm_process_is_gone(self) -> bool:
         """Whether the warm process has ended. Ranks whose exit codes are unknown are the first to show it."""

@@ -9,6 +9,8 @@ import mmap
 import os
 from pathlib import Path
 
+from lockstep.distributed import launch_folder
+
 FOLDER = "LOCKSTEP_HEARTBEATS"
 """Environment variable: the folder in which the launcher looks for the heartbeats of its ranks."""
 
@@ -61,7 +63,7 @@ def own() -> Heartbeat:
         heartbeat = Heartbeat()
     else:
         path = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
-        path.write_bytes(bytes(ctypes.sizeof(Heartbeat)))
+        launch_folder.write(path, bytes(ctypes.sizeof(Heartbeat)))
         with path.open("r+b") as file:
             heartbeat = Heartbeat.from_buffer(mmap.mmap(file.fileno(), 0))
     heartbeat.step = -1

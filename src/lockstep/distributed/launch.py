@@ -10,14 +10,13 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lockstep.distributed import heartbeat, warm_process
+from lockstep.distributed import heartbeat, launch_folder, warm_process
 from lockstep.distributed.decision import NOT_BEGUN, Action, Decision, Ending, History, RankFailure, decide
 from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, STOPPED_AT_ONCE, is_another, not_ignored, tell
 from lockstep.errors import LockstepError, Preempted, RankError
@@ -71,8 +70,7 @@ def launch(
         if stop.asked:
             raise Preempted("stopped between two starts; the checkpoints stay")
         os.environ[RESTARTS] = str(start)
-        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
-            stop.folder = Path(name)
+        with launch_folder.made(nproc) as stop.folder:
             failures = _run_once(arguments, nproc, stop.folder, main)
             step = furthest_step(stop.folder)
         gone = warm_process.how_it_ended() if failures else None
@@ -197,8 +195,8 @@ class Forwarding:
 
     def _tell_ranks(self, name: str) -> None:
         assert self.folder is not None
-        with contextlib.suppress(FileNotFoundError):  # between two starts, `launch` looks at `asked`
-            (self.folder / STOP_FILE).write_text(name)
+        with contextlib.suppress(OSError):  # between two starts, `launch` looks at `asked`; the ranks get a signal
+            launch_folder.write(self.folder / STOP_FILE, name.encode())
         self._send(signal.SIGUSR1)
 
     def _send(self, number: signal.Signals) -> None:
@@ -235,8 +233,11 @@ def report_failure(error: BaseException, text: str) -> None:
         # Renamed when it is complete: this process may be killed while it writes, and the agent cannot read half a
         # file.
         unfinished = Path(f"{path}.{os.getpid()}")
-        unfinished.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
-        unfinished.rename(path)
+        try:
+            launch_folder.write(unfinished, json.dumps({"message": {"message": text, "extraInfo": extra}}).encode())
+            unfinished.rename(path)
+        except OSError as fault:  # the exit code says the rest
+            tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(the launcher cannot be told of it: {fault})")
 
 
 def _report_of(failure: ProcessFailure) -> dict[str, Any]:

@@ -19,15 +19,13 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.distributed import agent, heartbeat, warm_process
+from lockstep.distributed import agent, heartbeat, launch_folder, warm_process
 from lockstep.distributed.decision import Action, Decision, Ending, History, decide
 from lockstep.distributed.launch import (
     LOST_NODE,
@@ -155,9 +153,9 @@ class NodeRun:
         if now.number:  # rank 0 may be on another node than before
             os.environ[LOST_NODE] = str(min(_LOST_S, self.session.nodes.wait_s))
         os.environ[NODE] = self.session.name
-        with tempfile.TemporaryDirectory(prefix="lockstep-", ignore_cleanup_errors=True) as name:
-            folder = self.stop.folder = Path(name)
-            os.environ[heartbeat.FOLDER] = name
+        with launch_folder.made(self.nproc) as folder:
+            self.stop.folder = folder
+            os.environ[heartbeat.FOLDER] = str(folder)
             start = agent.Start(
                 rank=now.rank,
                 sizes=now.sizes,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lockstep import devices
+from lockstep import devices, shortages
 from lockstep.distributed import device_errors, flight_recorder, heartbeat, torch_internals
 from lockstep.distributed.failure import FailureBoard
 from lockstep.distributed.heartbeat import Heartbeat
@@ -290,7 +290,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
     patience = datetime.timedelta(seconds=timeout_s) if folder is None else datetime.timedelta(days=7)
     world = World(rank, size, local_rank, place, heartbeat.own(), timeout=patience)
     if size == 1:
-        with _watched(world, None, timeout_s, folder), device_errors.explained():
+        with _watched(world, None, timeout_s, folder), device_errors.explained(), shortages.explained():
             yield world
         return
     # A process has one store. Each world has a part of it, because the same ranks may join and leave several times.
@@ -304,7 +304,7 @@ def join_world(device: str = "auto", timeout_s: float = 600.0, folder: Path | No
         _watched(world, PrefixStore("watchdog", store), timeout_s, folder),
     ):
         try:
-            with device_errors.explained():
+            with device_errors.explained(), shortages.explained():
                 _check_own_rank(world, PrefixStore("ranks", store))
                 _check_own_device(world, PrefixStore("devices", store))
                 dist.init_process_group(

@@ -23,7 +23,7 @@ from lockstep.data.randomness import restored_generators, seed_forward
 from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.world import World
-from lockstep.engine import metric_sync, task_checks
+from lockstep.engine import metric_sync, same_samples, task_checks
 from lockstep.engine.evaluate import check_names, measure, predicted, split
 from lockstep.engine.same_output import check_same_output
 from lockstep.errors import DataError, UsageError, did_you_mean
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.tasks.task import Task
 
 _SAMPLES = 8
+_TRAINING_DATA = "Task.train_data or Task.prepare"
 _APART = 0.1  # a loss is a mean only if it differs from the sum by more than this share of the losses
 _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that rounding explains, by precision
 
@@ -58,10 +59,11 @@ def look_at_losses(
     loader: Loader,
     plan: StepPlan,
     *,
+    world: World,
     precision: Precision,
     must_run: bool,
 ) -> list[str]:
-    """Check that the loss is a sum over its units, and not a mean.
+    """Check that all ranks read the same samples, and that the loss is a sum over its units, and not a mean.
 
     The loss of some samples of the first step is compared with the losses of their two halves.
 
@@ -71,13 +73,24 @@ def look_at_losses(
             Otherwise they are left to the first step, which calls the loss in training mode.
 
     Returns:
-        a warning, where the loss is a mean; else nothing.
+        a warning, where the loss is a mean or the samples change; else nothing.
+
+    Raises:
+        UsageError: the ranks have different samples.
     """
     indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch_at(0)))].tolist()
     if len(indices) < 2:
         return []
     half = len(indices) // 2
     parts = read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
+    remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
+    return remarks + _look_at_sums(forward, plan, parts, precision=precision, must_run=must_run)
+
+
+def _look_at_sums(
+    forward: nn.Module, plan: StepPlan, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
+) -> list[str]:
+    """A warning, where the loss is a mean. See `look_at_losses`; `parts` are some samples and their two halves."""
     if any(part.filler for part in parts):  # no sample of a part can be read
         return []
     tensors: list[dict[str, Any]] = []
@@ -143,7 +156,9 @@ def look_at_evaluation(
     metrics, update = task_checks.metrics(task)
     by_head, output = measure(task, forward, micro_batch, precision=precision, wants_output=False)
     names = ["loss", *(f"loss/{head}" for head in by_head if len(by_head) > 1), "samples", "bad"]
-    messages = []
+    messages = same_samples.check_batch(
+        micro_batch, loader, what="evaluation", where="Task.eval_data or Task.prepare", world=world
+    )
     if metrics is not None:
         if output is None:
             with precision.autocast():

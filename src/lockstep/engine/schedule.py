@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Schedule:
     factor. A training that ends earlier sees the beginning of the curve. `constant` and `step` have no length."""
     warmup_share: float | None = None
     """Warm-up as a share of the curve's length, rounded up to whole updates. None: `warmup_steps` counts."""
+    kept_warmup: int | None = None
+    """Updates of the warm-up with which the training began, where its share is of another length now."""
 
     @property
     def length(self) -> int:
@@ -49,15 +51,26 @@ class Schedule:
         """Length of the warm-up, in updates."""
         if self.warmup_share is None:
             return self.warmup_steps
+        if self.kept_warmup is not None:
+            return self.kept_warmup
         return math.ceil(self.warmup_share * self.length - 1e-9)  # 0.1 * 30 is a little above 3
 
     def same_until(self, other: Schedule, updates: int) -> bool:
-        """Whether the first `updates` updates have the same factors with `other`, which differs only in length."""
-        if self.length == other.length or updates == 0 or (self.name not in _WITH_LENGTH and not self.warmup_share):
+        """Whether the first `updates` updates have the same factors with `other`.
+
+        The two differ only in length, and have the same warm-up; see `with_warmup_of`.
+        """
+        if self.length == other.length or updates == 0 or self.name not in _WITH_LENGTH:
             return True
-        # Warm-ups of different lengths differ from the first update on. After the warm-up, curves of different lengths
-        # separate once and do not meet again. So the first and the last update decide.
-        return self(0) == other(0) and self(updates - 1) == other(updates - 1)
+        # The curves separate once, and do not meet again but where one rises and the other falls (`one_cycle`). They
+        # are not equal at two updates in a row then.
+        return all(self(update) == other(update) for update in range(max(0, updates - 2), updates))
+
+    def with_warmup_of(self, other: Schedule) -> Schedule:
+        """This schedule with the warm-up of `other`, of another length, where both have the same share of warm-up."""
+        if self.warmup_share is None or self.warmup_share != other.warmup_share or self.warmup == other.warmup:
+            return self
+        return replace(self, kept_warmup=other.warmup)
 
     def __call__(self, update: int) -> float:
         if self.total_steps is not None and self.name in _WITH_LENGTH:

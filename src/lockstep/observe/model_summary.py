@@ -17,6 +17,8 @@ def model_summary(
 ) -> list[str]:
     """Lines on each parameter group: number of parameters, how many are trained, learning rate, weight decay.
 
+    Where the learning rates differ, a line has the lowest and the highest.
+
     Args:
         sharded_over: number of ranks that the parameters are sharded over; None: they are not sharded.
         blocks: names of the modules that are sharded separately.
@@ -29,6 +31,7 @@ def model_summary(
             f"  group {group['name']}: {trained:,} trainable{frozen}, lr {group['base_lr']:.4g}, "
             f"weight decay {group.get('weight_decay', 0):g}"
         )
+    lines += _rates(optimizer)
     if sharded_over is not None:
         names = ", ".join(blocks[:3]) + (f", ..., {blocks[-1]}" if len(blocks) > 3 else "")
         units = (
@@ -52,6 +55,17 @@ def idle_ranks_warning(global_batch: int, ranks: int) -> list[str]:
 
 def _count(parameters: Iterable[Any]) -> int:
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _rates(optimizer: Optimizer) -> list[str]:
+    """A line that says that parameters have different learning rates, where they do."""
+    trained = [group for group in optimizer.param_groups if any(p.requires_grad for p in group["params"])]
+    rates = {group["base_lr"]: group["name"] for group in trained}
+    if len(rates) < 2:
+        return []
+    least, most = min(rates), max(rates)
+    ends = f"from {least:.4g} ({rates[least]}) to {most:.4g} ({rates[most]})"
+    return [f"  learning rates differ: {len(trained)} groups, {ends}"]
 
 
 def warm_up_warning(schedule: Schedule, last_step: int, warmup_share: float | None) -> list[str]:

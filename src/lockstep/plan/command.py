@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lockstep import shortages
 from lockstep.errors import DataError, UsageError
 from lockstep.plan import stand_in
 from lockstep.plan.facts import facts_of
@@ -126,8 +126,8 @@ def facts_with_or_without_data(
     except (DataError, UsageError) as error:
         if made_up is None or not _concerns_data(config, error):
             raise
-        with tempfile.TemporaryDirectory() as folder:
-            train = stand_in.write(config.task, Path(folder, "data"), made_up.classes)
+        with shortages.temporary_folder() as folder:
+            train = stand_in.write(config.task, folder / "data", made_up.classes)
             if train is None:
                 raise
             data = config.data.model_copy(update={"cache": None, "cache_size": None, "eval": None})

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -16,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep import run_data, run_model
+from lockstep import run_data, run_model, shortages
 from lockstep.data.order import MicroBatchPlan, StepPlan
 from lockstep.data.tensors import map_tensors
 from lockstep.distributed.precision import Precision
@@ -71,9 +69,9 @@ def facts_of(
     Raises:
         DataError, UsageError: the task's data or model cannot be made.
     """
-    with tempfile.TemporaryDirectory() as folder, _quiet():
+    with shortages.temporary_folder() as folder, _quiet():
         run_model.seed_everything(config)
-        task.setup(Path(folder), False)
+        task.setup(folder, False)
         data = task_checks.data(task.train_data(), "Task.train_data")
         length = len(data)  # type: ignore[arg-type]
         batches = {n: _batch(config, task, data, n) for n in dict.fromkeys((*_SIZES, *_REAL_SIZES))}

@@ -11,17 +11,15 @@ import contextlib
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep import build, devices
+from lockstep import build, devices, shortages
 from lockstep.data.loader import MicroBatch
 from lockstep.distributed.sharded_tensor import local
 from lockstep.distributed.world import World
@@ -54,8 +52,8 @@ def measure(config: RunConfig) -> Measured | None:
     Raises:
         LockstepError: the config, the data or the model cannot be used.
     """
-    with tempfile.TemporaryDirectory(prefix="lockstep-measure-") as folder:
-        trainer = Trainer(_short(config), run_dir=Path(folder) / "run", quiet=True)
+    with shortages.temporary_folder("lockstep-measure-") as folder:
+        trainer = Trainer(_short(config), run_dir=folder / "run", quiet=True)
         with trainer._join() as world:
             trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(world.size)})
             task = trainer.task()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep import devices
+from lockstep.engine import same_samples
 from lockstep.verify import compare, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.compare import Difference
@@ -41,6 +42,8 @@ class ExperimentFailed(Exception):
     def __init__(self, name: str, error: str, *, known: bool = False, refused: bool = False) -> None:
         super().__init__(f"{name}: {error}")
         self.error, self.known, self.refused = error, known, refused
+        self.has_different_data = same_samples.DIFFERENT in error
+        """The ranks did not have the same samples."""
 
 
 def _once(method: Method) -> Method:

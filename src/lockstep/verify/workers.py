@@ -14,7 +14,6 @@ import os
 import pickle
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from lockstep import shortages
 from lockstep.distributed import warm_process
 
 _TIMEOUT_S = 1800.0  # of one function on all ranks
@@ -115,7 +115,7 @@ class Workers:
     def _start(self, count: int) -> None:
         """Start processes until `count` are alive. Processes that ended are replaced."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="lockstep-ranks-"))
+            self._folder = shortages.new_temporary_folder("lockstep-ranks-")
         for place in range(count):
             if place < len(self._workers) and self._workers[place][0].is_alive():
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.verify import worker_functions
-from lockstep.verify.experiments import Experiments
+from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.reference import order
 from lockstep.verify.result import CheckResult, fault, passed
@@ -19,7 +19,12 @@ _FEWEST_SHUFFLED = 8  # fewer samples may have the same order in two epochs by c
 
 def samples(experiments: Experiments) -> CheckResult:
     """Ranks use each sample once per epoch, none twice, and those that seed, step and global batch determine."""
-    recordings = experiments.undisturbed()
+    try:
+        recordings = experiments.undisturbed()
+    except ExperimentFailed as failed:
+        if failed.has_different_data:
+            return fault(failed.error)
+        raise
     length, config, batch = experiments.train_samples, experiments.config, experiments.global_batch
     length = min(length, experiments.data_sizes()[0])
     drop_last, skips = config["data"]["drop_last"], config["data"]["on_error"] != "raise"

@@ -1,0 +1,149 @@
+"""A machine that has too little of something: which sentence says so, and what goes on all the same."""
+
+import errno
+import gc
+import os
+import resource
+import signal
+import tempfile
+
+import pytest
+
+from lockstep import shortages
+from lockstep.data import worker_deaths
+from lockstep.distributed import launch, launch_folder
+from lockstep.errors import DataError, Preempted
+from lockstep.shortages import ShortageError
+from tests.own_tasks import Plain
+from tests.runs import config, fit
+
+
+def full(path=None):
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path and str(path))
+
+
+def temporary_files_in(folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "ulimit -n: too many open files: a process may have"),
+        (RuntimeError("[enforce fail at loop.cc:48] rv != -1. pipe: Too many open files"), "ulimit -n"),
+        (RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)"), "/dev/shm"),
+        (full(f"{tempfile.gettempdir()}/pymp-x/listener"), "temporary files cannot be written: No space left"),
+    ],
+)
+def test_what_the_machine_lacks_has_a_sentence_with_the_limit_and_a_remedy(error, expected):
+    with pytest.raises(ShortageError, match=expected) as raised, shortages.explained():
+        raise error
+    assert raised.value.remedy
+    assert not raised.value.retryable
+
+
+@pytest.mark.parametrize("error", [full("/elsewhere/file"), DataError("Too many open files"), RuntimeError("another")])
+def test_other_errors_stay_as_they_are(error):
+    assert shortages.explanation(error) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's half-made DataLoader
+def test_a_training_that_may_open_no_more_files_says_so():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)
+    os.close(free)
+
+    class Opens(Plain):
+        def model(self):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, hard))  # before the loader starts its workers
+            return super().model()
+
+    try:
+        with pytest.raises(ShortageError, match=f"a process may have {free + 2} of them"):
+            fit(Opens(), config(data={"workers": 2}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    gc.collect()
+
+
+def test_loader_workers_without_shared_memory_say_so():
+    class Loader:
+        def __iter__(self):
+            raise full()  # as a lock of `multiprocessing` does
+
+    with pytest.raises(ShortageError, match="/dev/shm: shared memory is full: it has"):
+        worker_deaths.start(Loader())
+    error = worker_deaths.killed_again("loader worker 1 was killed by SIGBUS", "while sample 1 was read")
+    assert "shared memory is full" in error.what
+    assert not error.retryable
+    assert worker_deaths.killed_again("loader worker 1 was killed by SIGKILL", "").retryable
+
+
+def test_a_folder_that_is_not_used_for_temporary_files_is_named_once(tmp_path, monkeypatch, capsys):
+    temporary_files_in(tmp_path / "missing", monkeypatch)
+    for _ in range(2):
+        with shortages.temporary_folder() as folder:
+            assert folder.is_dir()
+        assert not folder.exists()
+    assert capsys.readouterr().err.count(f"note: TMPDIR={tmp_path / 'missing'} does not exist") == 1
+
+
+def test_no_folder_for_temporary_files_is_an_error(tmp_path, monkeypatch):
+    temporary_files_in(tmp_path / "missing", monkeypatch)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    with pytest.raises(ShortageError, match="no folder for temporary files can be written") as raised:
+        shortages.new_temporary_folder("x")
+    assert raised.value.where == str(tmp_path / "missing")
+
+
+class Disk:
+    """A disk without room, except for what files give back that are deleted."""
+
+    def __init__(self, monkeypatch, path_type):
+        self.room, self.write, self.unlink = 0, path_type.write_bytes, path_type.unlink
+        monkeypatch.setattr(path_type, "write_bytes", lambda path, content: self._write(path, content))
+        monkeypatch.setattr(path_type, "unlink", lambda path, **options: self._delete(path, **options))
+
+    def _write(self, path, content):
+        if len(content) > self.room:
+            raise full()
+        self.room -= len(content)
+        return self.write(path, content)
+
+    def _delete(self, path, **options):
+        self.room += path.stat().st_size if path.exists() else 0
+        self.unlink(path, **options)
+
+
+def test_a_launch_on_a_full_disk_ends_before_it_starts_ranks(tmp_path, monkeypatch):
+    temporary_files_in(tmp_path, monkeypatch)
+    Disk(monkeypatch, type(tmp_path))
+    with pytest.raises(ShortageError, match=f"TMPDIR={tmp_path}: temporary files cannot be written: No space left"):
+        launch.launch([], nproc=2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_reports_and_requests_to_stop_use_the_room_that_was_kept(tmp_path, monkeypatch, capfd):
+    before = {number: signal.getsignal(number) for number in launch.ASKING}
+    temporary_files_in(tmp_path, monkeypatch)
+    with launch_folder.made(2) as folder:
+        disk = Disk(monkeypatch, type(tmp_path))
+        try:
+            stop = launch.Forwarding(ends_process=False)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        stop.folder = folder
+        stop.pass_on("SIGTERM")
+        assert (folder / "stop").read_text() == "SIGTERM"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error-0.json"))
+        launch.report_failure(Preempted("stopped, saved"), "stopped, saved")
+        assert "stopped, saved" in (folder / "error-0.json").read_text()
+        for kept in folder.glob("kept-room-*"):
+            kept.unlink()
+        disk.room = 0
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error-1.json"))
+        launch.report_failure(Preempted("stopped, saved"), "stopped, saved")  # and the rank keeps its exit code
+        assert not (folder / "error-1.json").exists()
+        assert "stopped, saved\n(the launcher cannot be told of it" in capfd.readouterr().err
