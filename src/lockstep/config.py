@@ -210,7 +210,8 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
     init_from: str | None = None
-    """Weights to begin with: a safetensors file, a folder with such a file, or the directory of a run."""
+    """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
+    run. A file of torch.save may have a state of the optimizer, which is taken too."""
     init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
     """Which checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
     its best checkpoint, else the newest."""

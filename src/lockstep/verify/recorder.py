@@ -161,6 +161,7 @@ class TrainingRecorder(Recorder):
                 self.config,
                 steps_per_epoch=prepared.plan.steps_per_epoch,
                 blocks=prepared.built.blocks,
+                state=state.optimizer.state,
             )
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
