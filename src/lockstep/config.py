@@ -203,6 +203,9 @@ class TrainConfig(Section):
     """Epochs between evaluations. 0 or None: no evaluation."""
     eval_every_steps: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
     """Steps between evaluations. 0: no evaluation."""
+    probe_every: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
+    """Steps between two comparisons of the ranks, which are also compared before each save: their states, and their
+    losses of one batch. 0: never."""
     stop_when: Annotated[StopConfig | None, DOES_NOT_DETERMINE] = None
     """Ends the training before its last step, by the results of its evaluations."""
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
