@@ -228,6 +228,7 @@ def test_checkpoints_are_listed_checked_and_pruned(call, tmp_path):
 
 
 def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
+    import torch
     from safetensors.torch import load_file
 
     assert call("train", "mine.py:Mine", "train.steps=2", "log.writers=[text_log,json_lines]").exit_code == 0
@@ -238,6 +239,8 @@ def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
         "weight": (1, 4),
         "bias": (1,),
     }
+    assert call("export", "runs/mine", "all.pt", "--optimizer").stdout.strip() == str(tmp_path / "all.pt")
+    assert torch.load("all.pt", weights_only=True)["optimizer"]["param_groups"][0]["param_names"] == ["weight", "bias"]
     again = call("export", "runs/mine", "out")
     assert again.exit_code == 2
     assert "exists and is not empty" in again.stderr

@@ -111,7 +111,7 @@ ALLOWED = {
     "local_ranks": {"errors", "shortages", "devices", "distributed", "observe", "tasks", "trainer"},
     "config_preset": {"errors", "config", "config_file", "config_layers"},
     "verify.reference": {"tasks.task", "verify.reference"},  # shares nothing with what it judges
-    "verify.checks": {"verify"},
+    "verify.checks": {"engine", "verify"},
     "verify": {
         "errors",
         "shortages",

@@ -135,6 +135,17 @@ def test_what_a_step_sends_does_not_depend_on_the_batch():
     assert on_two("14_scaling")[:2] == [[23, 9640, 23 * 9640], [3, 9640, 3 * 9640]]
 
 
+@pytest.mark.parametrize(("wrong", "odd"), [("", []), (" --wrong", [2])])
+def test_a_probe_finds_the_rank_that_differs(wrong, odd):
+    own, same, others, tensor = output_of(
+        f"torchrun --nproc-per-node 4 examples/tricks/15_probe.py{wrong}"
+    ).splitlines()
+    assert len(set(numbers(own))) == 4
+    assert len(numbers(same)) == 4
+    assert numbers(others) == odd
+    assert tensor == ("the first tensor that differs on ranks [2]: 1.weight" if wrong else "no tensor differs")
+
+
 def test_all_tricks_by_hand_and_in_lockstep_learn_the_digits():
     assert on_two("98_all_by_hand")[-1][-1] > 0.85
     assert on_two("99_lockstep")[-1][-1] > 0.85

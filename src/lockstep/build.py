@@ -37,7 +37,7 @@ from lockstep.run_data import (
     make_loader,
     step_plan,
 )
-from lockstep.run_model import BuiltModel, build_model, make_optimizer, seed_everything
+from lockstep.run_model import BuiltModel, build_model, load_first_state, make_optimizer, seed_everything
 from lockstep.tasks.task import Task
 
 
@@ -120,6 +120,7 @@ def prepare_run(
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, compute.halve_on_oom and devices.of(world.device).has_own_memory),
     )
+    load_first_state(built, train, state.optimizer, precision)
     checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)

@@ -203,6 +203,9 @@ class TrainConfig(Section):
     """Epochs between evaluations. 0 or None: no evaluation."""
     eval_every_steps: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
     """Steps between evaluations. 0: no evaluation."""
+    probe_every: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
+    """Steps between two comparisons of the ranks, which are also compared before each save: their states, and their
+    losses of one batch. 0: never."""
     stop_when: Annotated[StopConfig | None, DOES_NOT_DETERMINE] = None
     """Ends the training before its last step, by the results of its evaluations."""
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
@@ -210,7 +213,8 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
     init_from: str | None = None
-    """Weights to begin with: a safetensors file, a folder with such a file, or the directory of a run."""
+    """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
+    run. A file of torch.save may have a state of the optimizer, which is taken too."""
     init_checkpoint: Annotated[str, BeforeValidator(_checkpoint)] | None = None
     """Which checkpoint of the run that `init_from` names: newest, best or a step. None: the best where that run keeps
     its best checkpoint, else the newest."""

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from lockstep import config_file, run_directory
-from lockstep.checkpoint import choice
+from lockstep.checkpoint import choice, torch_file, torch_optimizer
 from lockstep.checkpoint.export import load_weights
+from lockstep.checkpoint.torch_file import TorchFile
 from lockstep.config import ParallelConfig, RunConfig, TrainConfig
 from lockstep.distributed import held_parameters
 from lockstep.distributed.factory import make_strategy
+from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import DDPOptions, Forward, FSDPOptions, Strategy
 from lockstep.distributed.world import World
 from lockstep.engine import batch_norm, task_checks
@@ -47,6 +49,8 @@ class BuiltModel:
     unfreezing: Unfreezing | None
     messages: list[str]
     """Lines about the model for the log."""
+    begun_from: TorchFile | None = None
+    """The file of `torch.save` from which the weights are. It may have a state of the optimizer, too."""
 
 
 def seed_everything(config: RunConfig) -> None:
@@ -118,14 +122,16 @@ def build_model(
         )
     forward = Forward(model, task.loss, calls_vary=task.calls_vary, uses_graphs=compute.uses_cuda_graphs)
     strategy.wrap(forward, list(blocks.values()))
-    messages = list(messages)
+    built = BuiltModel(
+        model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=list(messages)
+    )
     if init and config.train.init_from:
-        messages += _load_first_weights(model, config.train, world)
-    return BuiltModel(model=model, strategy=strategy, blocks=list(blocks), unfreezing=unfreezing, messages=messages)
+        _load_first_weights(built, config.train, world)
+    return built
 
 
-def _load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> list[str]:
-    """Load the weights of `train.init_from` into `model`. Returns lines that say which checkpoint of a run this is."""
+def _load_first_weights(built: BuiltModel, train: TrainConfig, world: World) -> None:
+    """Load the weights of `train.init_from`. Adds lines that say which weights these are."""
     source = Path(train.init_from or "").expanduser()
     folder = source / "checkpoints"
     if not folder.is_dir():
@@ -135,18 +141,52 @@ def _load_first_weights(model: nn.Module, train: TrainConfig, world: World) -> l
                 where="train.init_checkpoint",
                 remedy="leave it out, or let train.init_from name a run directory",
             )
-        load_weights(model, source, train.init_skip)
-        return []
+        built.begun_from = torch_file.read(source) if torch_file.is_torch_file(source) else None
+        left = load_weights(built.model, source, train.init_skip, torch_file=built.begun_from)
+        place = f"the weights are from {built.begun_from.place}" if built.begun_from is not None else ""
+        stay = f"these stay as Task.model made them: {', '.join(left)}" if left else ""
+        built.messages += [f"train.init_from={train.init_from}: {text}" for text in (place, stay) if text]
+        return
     retention = run_directory.retention(config_file.read_run(source))
     lines = choice.read(
         folder,
         world,
         retention,
         train.init_checkpoint,
-        load=lambda checkpoint: load_weights(model, source, train.init_skip, checkpoint),
+        load=lambda checkpoint: load_weights(built.model, source, train.init_skip, checkpoint),
         where="train.init_checkpoint",
     )
-    return [f"train.init_from={train.init_from}: {line}" for line in lines]
+    built.messages += [f"train.init_from={train.init_from}: {line}" for line in lines]
+
+
+def load_first_state(
+    built: BuiltModel, train: TrainConfig, optimizer: torch.optim.Optimizer, precision: Precision
+) -> None:
+    """Load what the file of `train.init_from` has besides weights: a state of the optimizer, and a loss scale.
+
+    Adds a line that says what was taken and what was not.
+    """
+    file, built.begun_from = built.begun_from, None
+    if file is None:
+        return
+    kind, texts = type(optimizer).__name__, []
+    if file.optimizer is not None:
+        try:
+            if train.init_skip:
+                raise torch_optimizer.NotTaken("train.init_skip leaves out some of its weights")
+            count = torch_optimizer.load(file.optimizer, built.model, optimizer, saved_class=file.optimizer_class)
+            texts.append(f"the state of {kind} is taken, of {count} parameters; its settings are the config's")
+        except torch_optimizer.NotTaken as error:
+            texts.append(f"the optimizer's state is not taken: {error}")
+    if file.scaler is not None:
+        taken = precision.load_foreign(file.scaler)
+        texts.append(
+            f"the loss scale is {'' if taken else 'not '}taken" + f" (precision={precision.name})" * (not taken)
+        )
+    texts.append("a new training begins at step 0")
+    if file.others:
+        texts.append(f"not taken: {', '.join(file.others)}")
+    built.messages.append(f"train.init_from={train.init_from}: {'; '.join(texts)}")
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:

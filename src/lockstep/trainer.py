@@ -29,8 +29,9 @@ from lockstep import (
     run_model,
 )
 from lockstep.build import PreparedRun
-from lockstep.checkpoint import choice, store
+from lockstep.checkpoint import choice, store, torch_file
 from lockstep.checkpoint.export import export_weights
+from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, all_values
 from lockstep.data.loader import MicroBatch
 from lockstep.devices import backends, determinism
@@ -547,8 +548,41 @@ class Trainer:
                 print(f"warning: {text}", file=sys.stderr)
             return file
 
+    def export_training_state(self, file: str | Path, task: Task | None = None) -> Path:
+        """Write one file with which plain torch goes on: `torch.load(file, weights_only=True)`.
+
+        It has the keys of `resume.as_torch`. Rank 0 holds the whole state in host memory.
+
+        Returns:
+            the file.
+
+        Raises:
+            LockstepError: the file exists or cannot be written, or there is no checkpoint.
+        """
+        with self._join() as world:
+            task = task or self.task()
+            config = self.config
+
+            def write(checkpoint: Checkpoint, built: BuiltModel) -> None:
+                sharded = built.strategy.is_sharded
+                optimizer = run_model.make_optimizer(config, built.model, built.blocks, sharded=sharded)
+                world.on_rank0(
+                    lambda: torch_file.write(resume.as_torch(checkpoint, built.model, optimizer, config), Path(file))
+                )
+
+            self._built(task, world, write)
+            return Path(file).resolve()
+
     def _trained(self, task: Task, world: World) -> BuiltModel:
         """The model with the weights of `self.checkpoint` (their moving average, where there is an average)."""
+        built = self._built(
+            task, world, lambda checkpoint, made: resume.load_trained_weights(checkpoint, made.model, world)
+        )
+        self.model = None if built.strategy.is_sharded else built.model.eval()
+        return built
+
+    def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
+        """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
         self.model = None  # its memory may be needed
         retention = run_directory.retention(self.config)
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
@@ -559,14 +593,13 @@ class Trainer:
             world,
             retention,
             self.checkpoint,
-            load=lambda checkpoint: resume.load_trained_weights(checkpoint, built.model, world),
+            load=lambda checkpoint: load(checkpoint, built),
             chosen=chosen,
         )
         if world.rank == 0 and not self.quiet:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
             for text in (*lines, *built.messages, *changes):
                 print(text, file=sys.stderr)
-        self.model = None if built.strategy.is_sharded else built.model.eval()
         return built
 
     # ---- shared by the methods above

@@ -23,6 +23,7 @@ from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
+from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
 from lockstep.observe import ending, metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
@@ -172,7 +173,16 @@ class TrainingRun:
             stop_requested=self.consensus,
             epoch_header=partial(epoch_header, self.task),
             on_out_of_memory=self.halve_micro_batch,
+            probe=self._probe(),
         )
+
+    def _probe(self) -> ReplicaProbe | None:
+        state, every = self.prepared.state, self.config.train.probe_every
+        if every and state.world.size == 1:
+            self.tell("note: train.probe_every compares nothing on one rank")
+        if not every or state.world.size == 1:
+            return None
+        return ReplicaProbe(state, every, partial(_tell, self.writers))
 
     @property
     def _loaders(self) -> list[Loader]:

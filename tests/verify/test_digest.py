@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.verify import digest as module
-from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.engine import digest as module
+from lockstep.engine.digest import digest
+from lockstep.verify.digest import digest_of_batch
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 REALS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

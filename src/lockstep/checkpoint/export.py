@@ -1,4 +1,7 @@
-"""Exports weights for use without Lockstep, and loads weights to start from. Safetensors only: nothing is unpickled."""
+"""Exports weights for use without Lockstep, as safetensors, and loads weights to start from.
+
+`torch_file` reads and writes files of `torch.save`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from torch import Tensor, nn
 from lockstep import atomic
 from lockstep.checkpoint.run_weights import RunWeights
 from lockstep.checkpoint.store import Checkpoint
+from lockstep.checkpoint.torch_file import TorchFile, unwrapped
 from lockstep.distributed.sharded_tensor import is_sharded, local_shard
 from lockstep.errors import CheckpointError, UsageError
 
@@ -105,12 +110,17 @@ def export_weights(
 
 
 def load_weights(
-    model: nn.Module, source: Path, skip: Sequence[str] = (), checkpoint: Checkpoint | None = None
+    model: nn.Module,
+    source: Path,
+    skip: Sequence[str] = (),
+    checkpoint: Checkpoint | None = None,
+    torch_file: TorchFile | None = None,
 ) -> list[str]:
     """Copy weights by name into the parameters and persistent buffers of `model`, in their dtype and on their device.
 
     The file must have every tensor of the model's state_dict, with its shape, and no others, except names that match a
-    pattern in `skip`. Of tied parameters one name is enough. All tensors are checked before the first is loaded: on an
+    pattern in `skip`. What wrappers put in front of all names in a file (`module.`) is left out. Of tied parameters one
+    name is enough. All tensors are checked before the first is loaded: on an
     error nothing is loaded. If the model is sharded, every rank reads its own rows.
 
     Args:
@@ -119,6 +129,7 @@ def load_weights(
             `model.safetensors.index.json`.
         skip: shell patterns. Matching tensors of the model stay as they are; matching tensors of the file are ignored.
         checkpoint: of the run in `source`, where `source` is a run directory.
+        torch_file: what is in `source`, where `source` is a file of `torch.save`.
 
     Returns:
         names of the model that were skipped, sorted, without names that are tied to a loaded name.
@@ -127,29 +138,51 @@ def load_weights(
         UsageError: there is no such file, it is damaged or of another model, or a pattern matches nothing.
     """
     with contextlib.ExitStack() as opened:
-        stored = _open_tensors(source, opened) if checkpoint is None else _tensors_of(checkpoint)
         own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+        if checkpoint is not None:
+            stored = _tensors_of(checkpoint)
+        else:
+            files = (
+                _open_tensors(source, opened) if torch_file is None else dict.fromkeys(torch_file.keys(), torch_file)
+            )
+            stored = {name: _Stored(files[key], key) for name, key in unwrapped(files, own).items()}
         loaded = _names_to_load(own, stored, skip, source)
         with torch.no_grad():
             for name in loaded:
                 shard = local_shard(own[name])
                 if is_sharded(own[name]):
                     end = shard.start + len(shard.local) if shard.shape else None
-                    shard.local.copy_(stored[name].get_slice(name)[shard.start : end])
+                    shard.local.copy_(stored[name].slice()[shard.start : end])
                 else:
-                    shard.local.copy_(stored[name].get_tensor(name))
+                    shard.local.copy_(stored[name].tensor())
     filled = {_memory(own[name]) for name in loaded}
     return sorted(name for name in own if _memory(own[name]) not in filled)
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of an open file, or of what has its methods."""
+
+    file: Any
+    name: str
+    """Its name there."""
+
+    def tensor(self) -> Tensor:
+        whole: Tensor = self.file.get_tensor(self.name)
+        return whole
+
+    def slice(self) -> Any:
+        return self.file.get_slice(self.name)
+
+
 def _names_to_load(
-    own: Mapping[str, Tensor], stored: Mapping[str, Any], skip: Sequence[str], source: Path
+    own: Mapping[str, Tensor], stored: Mapping[str, _Stored], skip: Sequence[str], source: Path
 ) -> list[str]:
     """The names of the tensors to load, after it is sure that all of them can be loaded.
 
     Args:
         own: tensors of the model.
-        stored: for each tensor of the file, the open file that holds it.
+        stored: the tensors of the file.
         skip: shell patterns over the names that are left out.
 
     Raises:
@@ -202,9 +235,9 @@ def _free_mib(folder: Path) -> int:
     return 0
 
 
-def _tensors_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def _tensors_of(checkpoint: Checkpoint) -> dict[str, _Stored]:
     weights = RunWeights(checkpoint)
-    return dict.fromkeys(weights.keys(), weights)
+    return {name: _Stored(weights, name) for name in weights.keys()}  # noqa: SIM118
 
 
 def _open_tensors(source: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
@@ -243,7 +276,9 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
     try:
         return opened.enter_context(safe_open(path, framework="pt"))
     except FileNotFoundError as error:
-        remedy = f"give a safetensors file, or a folder with {_WEIGHTS} or {_INDEX} and the files it names"
+        remedy = (
+            f"give a file of safetensors or torch.save, or a folder with {_WEIGHTS} or {_INDEX} and the files it names"
+        )
         raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
     except (OSError, SafetensorError) as error:
         remedy = "it is damaged, or of another format: fetch or export it again, as safetensors"
@@ -252,13 +287,13 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         ) from error
 
 
-def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, Any]) -> str | None:
+def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:
     """Why a tensor cannot be loaded; None if it can.
 
     Args:
         first: the first loaded name of the same tensor of the model; `name` itself unless tensors are tied.
     """
-    tensor, stored_slice = own[name], stored[name].get_slice(name)
+    tensor, stored_slice = own[name], stored[name].slice()
     shape, dtype = stored_slice.get_shape(), stored_slice.get_dtype()
     if shape != list(tensor.shape):
         return f"{name} (file {shape}, model {list(tensor.shape)})"
@@ -267,7 +302,7 @@ def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mappin
         tensor.is_complex(),
     ):
         return f"{name} (file {dtype}, model {tensor.dtype})"
-    if first != name and not torch.equal(*(stored[key].get_tensor(key).to(tensor.dtype) for key in (name, first))):
+    if first != name and not torch.equal(*(stored[key].tensor().to(tensor.dtype) for key in (name, first))):
         return f"{name} (in the model the same tensor as {first}, in the file another)"
     return None
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.checkpoint import files
 from lockstep.checkpoint.store import Checkpoint
 
-_DTYPES = {
+DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -71,7 +71,7 @@ class RunSlice:
     def get_dtype(self) -> str:
         """The name of the type in safetensors files; torch's name for types that these files do not have."""
         name = str(self.entry["dtype"])
-        return _DTYPES.get(name, name)
+        return DTYPES.get(name, name)
 
     def __getitem__(self, rows: slice) -> Tensor:
         if rows.start is None and rows.stop is None:

@@ -13,15 +13,19 @@ from lockstep.commands.reporting import reporting, tell_first
 
 def export(
     run_dir: RunDir,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty folder; with --optimizer a new file.")],
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Write one file for torch.load, with the optimizer's state.")
+    ] = False,
     checkpoint: Checkpoint = None,
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's weights as safetensors, for use without Lockstep."""
+    """Write a checkpoint's weights as safetensors, or with --optimizer all its state, for use without Lockstep."""
     with reporting(debug):
         from lockstep import config_file
 
         settings = config_file.with_kept_task(config_file.read_run(run_dir), run_dir, tell_first)
         from lockstep.trainer import Trainer
 
-        print(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).export(out))
+        trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
+        print(trainer.export_training_state(out) if optimizer else trainer.export(out))

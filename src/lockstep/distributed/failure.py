@@ -93,9 +93,9 @@ class FailureBoard:
             )
             lost.lost_another = True
             return lost
-        other = RankError(
-            f"rank {first['rank']} failed: {first['text']}", where=where, remedy=f"the fault is on rank {first['rank']}"
-        )
+        is_alike = error is not None and str(error) == first["text"]  # all ranks found the same, maybe of another rank
+        remedy = None if is_alike else f"the fault is on rank {first['rank']}"
+        other = RankError(f"rank {first['rank']} failed: {first['text']}", where=where, remedy=remedy)
         other.origin, other.retryable = (int(first["rank"]), str(first["text"])), bool(first["retryable"])
         other.retries_differently = bool(first["retries_differently"])
         return other

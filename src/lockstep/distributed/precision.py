@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -84,6 +85,13 @@ class Precision:
             integers = ("growth_interval", "_growth_tracker")
             state = state | {"scale": state["scale"] / self.ranks}
             self.scaler.load_state_dict({key: int(value) if key in integers else value for key, value in state.items()})
+
+    def load_foreign(self, state: object) -> bool:
+        """Load what `GradScaler.state_dict` returned in another program. Returns whether it could be loaded."""
+        if not isinstance(state, Mapping) or self.scaler.state_dict().keys() != state.keys() or not state:
+            return False
+        self.load({key: float(value) for key, value in state.items()})
+        return True
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context of a forward pass."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from lockstep.engine.epoch_log import EpochLog
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.out_of_memory import StepTooLarge
+from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.engine.step import StepResult, TrainState, train_step
 from lockstep.engine.stopping import Stopping
 from lockstep.engine.training_log import TrainingLog
@@ -72,6 +73,8 @@ class Hooks:
     """What the task says where an epoch begins. Called on ranks with writers only."""
     on_out_of_memory: Callable[[], None] | None = None
     """Cut the batches from this step on into smaller micro-batches. None: a step that does not fit is an error."""
+    probe: ReplicaProbe | None = None
+    """Compares the ranks after steps and before saves. None: they are not compared."""
 
 
 def fit(
@@ -137,6 +140,8 @@ def fit(
             loop.add(result, micro_batches, waited, due)
             if due.log:
                 log.window_entry()
+            if hooks.probe is not None:
+                loop.compare_ranks(hooks.probe, micro_batches)
             if due.epoch_end and not due.evaluate:
                 epochs.end({})
             log.progress()
@@ -229,9 +234,26 @@ class _Loop:
                 with self.log.window.excluded(), state.guard.update(state.step, "the count of operations"):
                     state.flops.count(micro_batches[0])
 
+    def compare_ranks(self, probe: ReplicaProbe, micro_batches: list[MicroBatch]) -> None:
+        """After a step: compare the ranks, if that is due."""
+        with self.log.window.excluded() if probe.due() else contextlib.nullcontext(), self._with_checkpoints():
+            probe.after_step(micro_batches)
+
+    @contextlib.contextmanager
+    def _with_checkpoints(self) -> Generator[None, None, None]:
+        """Where a comparison fails inside, the error says what is saved."""
+        try:
+            yield
+        except TrainingError as error:
+            _add_to_message(error, self.hooks.describe_checkpoints())
+            raise
+
     def save(self, results: dict[str, float]) -> None:
         """Save the state, with the results of the evaluation of this step, if there was any."""
         with self.log.window.excluded(saving=True):
+            if self.hooks.probe is not None:
+                with self._with_checkpoints():
+                    self.hooks.probe.before_save()
             self.log.memory.measured("saving", self.hooks.save)(results)
         self.saved_at, self.saved_s = self.state.step, self.hooks.elapsed_s()
 

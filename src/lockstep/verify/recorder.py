@@ -15,21 +15,19 @@ from torch import Tensor, nn
 from lockstep import devices
 from lockstep.build import PreparedRun
 from lockstep.data.loader import MicroBatch
-from lockstep.data.tensors import map_tensors
 from lockstep.distributed import sharded_tensor
-from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.gradients import grad_norm
+from lockstep.engine import replica_probe
+from lockstep.engine.replica_probe import StateDigests
 from lockstep.tasks.task import Task
 from lockstep.trainer import Recorder
 from lockstep.verify.comparable_task import ComparableTask
-from lockstep.verify.digest import digest, digest_of_batch
+from lockstep.verify.digest import digest_of_batch
 from lockstep.verify.generators import disturb
 from lockstep.verify.reference.data import EVERY_HEAD, numbers
 from lockstep.verify.reference.gradient import GradientComparison, reference_gradient
 from lockstep.verify.reference.optimizer import ReferenceOptimizer
 from lockstep.verify.step_operations import Communication, StepOperations
-
-StateDigests = dict[str, tuple[int, int, int]]  # by tensor: its first row on this rank, its number of rows here, digest
 
 
 @dataclass(frozen=True)
@@ -161,6 +159,7 @@ class TrainingRecorder(Recorder):
                 self.config,
                 steps_per_epoch=prepared.plan.steps_per_epoch,
                 blocks=prepared.built.blocks,
+                state=state.optimizer.state,
             )
             recording.reference_differences = self._reference_optimizer.differences
             recording.wrongly_trainable = self._reference_optimizer.wrongly_trainable
@@ -236,7 +235,7 @@ class TrainingRecorder(Recorder):
         if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
             self.recording.digests[state.step] = self._digest_state(prepared)
         if state.step in options.probe_steps:
-            self.recording.probes[state.step] = self._probe(prepared, micro_batches[0].batch)
+            self.recording.probes[state.step] = replica_probe.losses_of_one_batch(state, micro_batches[0].batch)
         if options.disturb_generators:
             disturb(2 * state.step - 1)
 
@@ -276,40 +275,11 @@ class TrainingRecorder(Recorder):
 
     def _digest_state(self, prepared: PreparedRun) -> StateDigests:
         """Digests of weights, buffers, optimizer state and averages on this rank."""
-        state, model = prepared.state, prepared.built.model
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        values: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
-        for parameter, slots in state.optimizer.state.items():
-            values |= {f"optimizer.{names[id(parameter)]}.{slot}": value for slot, value in slots.items()}
-        if state.averages is not None:
-            values |= {f"ema.{name}": value for name, value in state.averages.tensors.items()}
-        # Buffers that no checkpoint holds.
-        values |= {f"buffer.{name}": buffer for name, buffer in model.named_buffers() if f"model.{name}" not in values}
+        state = prepared.state
         state.strategy.sync_buffers()  # as before the next step, an evaluation and a checkpoint
-        digests: StateDigests = {}
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                shard = sharded_tensor.local_shard(value)
-                digests[name] = (shard.start, len(shard.local) if shard.local.ndim else 1, digest(shard.local))
-                self.recording.shapes[name] = shard.shape
-        return digests
-
-    def _probe(self, prepared: PreparedRun, batch: Any) -> list[dict[str, str]]:
-        """The losses of rank 0's batch on every rank, as exact hexadecimal numbers; the same list on all ranks."""
-        state, world = prepared.state, prepared.state.world
-        batch = world.broadcast(batch)
-        if world.rank and world.device.type != "cpu":  # it arrived on the CPU
-            batch = map_tensors(batch, lambda tensor: tensor.to(world.device))
-        state.strategy.sync_buffers()
-        with state.strategy.inference() as forward, restored_state(forward):
-            forward.eval()
-            with torch.no_grad(), state.precision.autocast():
-                disturb(state.step)  # a model that draws in evaluation draws the same on all ranks
-                losses = forward(batch)
-            forward.train()
-        own = {head: float(loss).hex() for head, loss in losses.items()}
-        of_all_ranks: list[dict[str, str]] = world.broadcast(world.gather(own))
-        return of_all_ranks
+        tensors = replica_probe.tensors_of_state(state)
+        self.recording.shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return replica_probe.digests_of(tensors)
 
     @contextlib.contextmanager
     def _record_operations(self, prepared: PreparedRun) -> Iterator[None]:

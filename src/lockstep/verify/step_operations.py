@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep import devices
 from lockstep.distributed.pretended import pretended_world
 from lockstep.distributed.sharded_tensor import is_sharded
-from lockstep.verify.digest import digest
+from lockstep.engine.digest import digest
 
 _TORCH = str(Path(torch.__file__).parent)
 _VERIFY = str(Path(__file__).parent)

@@ -35,7 +35,11 @@ def test_the_last_bit_of_one_head_on_one_rank_is_a_fault():
     other = math.nextafter(2.0, 3.0)
     result = probed({"a": 1.5, "b": 2.0}, {"a": 1.5, "b": 2.0}, {"a": 1.5, "b": other}, nproc=3)
     assert result.status == "fault"
-    assert "after step 6 the b of one batch is 2 on rank 0 and 2 on rank 2" in result.reason
+    assert (
+        "after step 6 rank 2 differs from ranks 0 and 1 in the b of one batch: 2 and 2.0000000000000004"
+        in result.reason
+    )
+    assert [row["b"] for row in result.rows if row["step"] == 6] == ["2", "2", "2.0000000000000004"]
     assert result.value == other - 2.0
 
 
@@ -88,25 +92,30 @@ def test_replicas_of_shards_are_compared_with_each_other():
     four = held(UPPER, LOWER, UPPER, LOWER)
     assert _differing(four, 1) == []
     assert _incomplete(four, 1) is None
-    assert _differing(held(UPPER, LOWER, UPPER, LOWER | {"model.b": (2, 1, 99)}), 1) == [("model.b", (1, 3))]
+    other = held(UPPER, LOWER, UPPER, LOWER | {"model.b": (2, 1, 99)})
+    assert _differing(other, 1) == [("model.b", (1, 3), "ranks 1 and 3 differ")]
 
 
 def test_a_tensor_that_differs_is_named_with_its_ranks():
-    assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, 99)}), 1) == [("model.b", (0, 1))]
+    assert _differing(held(WHOLE, WHOLE | {"model.b": (0, 3, 99)}), 1) == [("model.b", (0, 1), "ranks 0 and 1 differ")]
     assert _differing(held(WHOLE, WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)}), 1) == [
-        ("model.a", (0, 2)),
-        ("model.b", (0, 2)),
+        ("model.a", (0, 2), "rank 2 differs from ranks 0 and 1"),
+        ("model.b", (0, 2), "rank 2 differs from ranks 0 and 1"),
     ]
     result = replicated(WHOLE, WHOLE | {"model.b": (0, 3, 99), "model.a": (0, 6, 98)})
     assert result.status == "fault"
     assert (result.reason, result.value) == (
-        "model.a differs between ranks 0 and 1 since step 1, with 1 other tensors",
+        "since step 1 ranks 0 and 1 differ in model.a, with 1 other tensors",
         2.0,
     )
+    digests = [(row["tensor"], row["rank"], row["digest"][-2:]) for row in result.rows]
+    assert digests[:2] == [("model.a", 0, "0b"), ("model.a", 1, "62")]
 
 
 def test_a_counter_that_differs_between_shards_is_found():
-    assert _differing(held(UPPER, LOWER | {"optimizer.a.step": (0, 1, 14)}), 1) == [("optimizer.a.step", (0, 1))]
+    assert _differing(held(UPPER, LOWER | {"optimizer.a.step": (0, 1, 14)}), 1) == [
+        ("optimizer.a.step", (0, 1), "ranks 0 and 1 differ")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +161,7 @@ def test_the_first_step_that_differs_is_named():
             4: WHOLE | {"model.a": (0, 6, 50 + number)},
         }
     assert (
-        "model.b differs between ranks 0 and 1 since step 3"
-        in replicas.replicas(experiments({"undisturbed": ranks})).reason
+        "since step 3 ranks 0 and 1 differ in model.b" in replicas.replicas(experiments({"undisturbed": ranks})).reason
     )
 
 

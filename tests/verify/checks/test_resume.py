@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.engine.digest import digest
 from lockstep.verify import compare
 from lockstep.verify.checks import resume
 from lockstep.verify.compare import Difference, first_difference_of_runs
-from lockstep.verify.digest import digest
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.task_probe import TaskProbe

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
+from lockstep.engine.replica_probe import Difference, differing, other_losses
 from lockstep.verify import compare
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import Recording
 from lockstep.verify.result import CheckResult, fault, not_shown, passed
 
+_SHOWN = 8  # ranks, and tensors, in the rows of a check
+_64 = (1 << 64) - 1
 ONE_RANK = "one rank has no other rank to be compared with; give --nproc 2 or more"
 
 
@@ -21,19 +25,27 @@ def probe(experiments: Experiments) -> CheckResult:
     if complaint:
         return fault(complaint, value=math.inf, bound=0.0, what="difference of the losses of one batch")
     probes = experiments.undisturbed()[0].probes
+    rows = [
+        {"step": step, "rank": rank} | {head: f"{float.fromhex(loss):.17g}" for head, loss in own.items()}
+        for step, losses in sorted(probes.items())
+        for rank, own in enumerate(losses[:_SHOWN])
+    ]
     for step, losses in sorted(probes.items()):
-        rank = next((rank for rank, loss in enumerate(losses) if loss != losses[0]), None)
-        if rank is not None:
-            head = next(head for head in losses[0] if losses[rank][head] != losses[0][head])
-            first, other = float.fromhex(losses[0][head]), float.fromhex(losses[rank][head])
+        found = other_losses(losses)
+        if found is not None:
+            head, who = found
+            values = [float.fromhex(own[head]) for own in losses]
+            other = next(value for value in values if value.hex() != values[0].hex())
             return fault(
-                f"after step {step} the {head} of one batch is {first:.9g} on rank 0 and {other:.9g} on rank {rank}",
-                value=abs(first - other),
+                f"after step {step} {who} in the {head} of one batch: {values[0]:.17g} and {other:.17g}",
+                value=abs(values[0] - other),
                 bound=0.0,
                 what="difference of the losses of one batch",
+                rows=rows,
             )
     steps = ", ".join(map(str, sorted(probes)))
-    return passed(f"one batch has the same loss on {experiments.nproc} ranks after steps {steps}", value=0.0, bound=0.0)
+    text = f"one batch has the same loss on {experiments.nproc} ranks after steps {steps}"
+    return passed(text, value=0.0, bound=0.0, rows=rows)
 
 
 def replicas(experiments: Experiments) -> CheckResult:
@@ -45,15 +57,15 @@ def replicas(experiments: Experiments) -> CheckResult:
     if complaint:
         return fault(complaint, value=float(count), bound=0.0, what="tensors that differ")
     for step in sorted(recordings[0].digests):
-        differing = _differing(recordings, step)
-        if differing:
-            name, ranks = differing[0]
+        others = _differing(recordings, step)
+        if others:
+            first = others[0]
             return fault(
-                f"{name} differs between ranks {ranks[0]} and {ranks[1]} since step {step}, "
-                f"with {len(differing) - 1} other tensors",
-                value=float(len(differing)),
+                f"since step {step} {first.who} in {first.name}, with {len(others) - 1} other tensors",
+                value=float(len(others)),
                 bound=0.0,
                 what="tensors that differ",
+                rows=_rows(recordings, step, [one.name for one in others]),
             )
         incomplete = _incomplete(recordings, step)
         if incomplete:
@@ -65,33 +77,45 @@ def replicas(experiments: Experiments) -> CheckResult:
             )
     tensors, steps = len(recordings[0].shapes), len(recordings[0].digests.keys() - {0})
     state = "one whole copy between the ranks" if recordings[0].sharded else "the same on all ranks"
+    last = max(recordings[0].digests, default=0)
     return passed(
-        f"{tensors} tensors are {state} after each of {steps} steps", value=0.0, bound=0.0, what="tensors that differ"
+        f"{tensors} tensors are {state} after each of {steps} steps",
+        value=0.0,
+        bound=0.0,
+        what="tensors that differ",
+        rows=_rows(recordings, last, list(recordings[0].digests.get(last, {}))),
     )
+
+
+def _rows(recordings: list[Recording], step: int, names: list[str]) -> list[dict[str, Any]]:
+    """The digests of some tensors after a step, by rank, with the rows of the tensor that the rank holds."""
+    rows: list[dict[str, Any]] = []
+    for name in names[:_SHOWN]:
+        for rank, recording in enumerate(recordings[:_SHOWN]):
+            if name in recording.digests.get(step, {}):
+                start, count, number = recording.digests[step][name]
+                place = f"{start} to {start + count}"
+                rows.append(
+                    {"step": step, "tensor": name, "rank": rank, "rows": place, "digest": f"{number & _64:016x}"}
+                )
+    return rows
 
 
 def _initial_difference(recordings: list[Recording]) -> tuple[str, int]:
     """A complaint about initial weights that differ between ranks, and their number; empty where none differs."""
-    differing = _differing(recordings, 0)
-    if not differing:
+    others = _differing(recordings, 0)
+    if not others:
         return "", 0
-    name, ranks = differing[0]
+    first, ranks = others[0], others[0].ranks
     return (
-        f"the initial weights differ: {name.removeprefix('model.')} and {len(differing) - 1} other tensors are not the "
-        f"same on ranks {ranks[0]} and {ranks[1]} before the first step"
-    ), len(differing)
+        f"the initial weights differ: {first.name.removeprefix('model.')} and {len(others) - 1} other tensors are "
+        f"not the same on ranks {ranks[0]} and {ranks[1]} before the first step"
+    ), len(others)
 
 
-def _differing(recordings: list[Recording], step: int) -> list[tuple[str, tuple[int, int]]]:
-    """Tensors of which two ranks hold the same rows with other values, each with a pair of such ranks."""
-    differing: dict[str, tuple[int, int]] = {}
-    first_digests: dict[tuple[str, int, int], tuple[int, int]] = {}
-    for rank, recording in enumerate(recordings):
-        for name, (start, rows, digest) in recording.digests.get(step, {}).items():
-            first_rank, first_digest = first_digests.setdefault((name, start, rows), (rank, digest))
-            if digest != first_digest:
-                differing.setdefault(name, (first_rank, rank))
-    return list(differing.items())
+def _differing(recordings: list[Recording], step: int) -> list[Difference]:
+    """Tensors of which two ranks hold the same rows with other values."""
+    return differing([recording.digests.get(step, {}) for recording in recordings])
 
 
 def _incomplete(recordings: list[Recording], step: int) -> str | None:

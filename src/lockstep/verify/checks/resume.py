@@ -8,10 +8,10 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+from lockstep.engine.digest import digest
 from lockstep.verify import compare, worker_functions
 from lockstep.verify.checks.replicas import ONE_RANK, compare_with_one_process
 from lockstep.verify.comparable_task import TaskChanges
-from lockstep.verify.digest import digest
 from lockstep.verify.experiments import ExperimentFailed, Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference.checkpoint import SavedState, complete, newest

@@ -23,16 +23,30 @@ class ReferenceOptimizer:
         config: of the training, as `RunConfig` writes it, with a number as its global batch and as its steps.
         steps_per_epoch: steps of an epoch.
         blocks: names of the model's repeated blocks, for `optim.layer_decay`.
+        state: the optimizer's state with which the training begins, by parameter.
     """
 
     def __init__(
-        self, model: nn.Module, config: Mapping[str, Any], *, steps_per_epoch: int, blocks: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        config: Mapping[str, Any],
+        *,
+        steps_per_epoch: int,
+        blocks: Sequence[str] = (),
+        state: Mapping[Tensor, Mapping[str, Any]] | None = None,
     ) -> None:
         self.model, self.config, self.steps_per_epoch = model, config, steps_per_epoch
         self.copies = {
             name: parameter.detach().clone().requires_grad_() for name, parameter in self.model.named_parameters()
         }
         self.optimizer = self._make_optimizer(blocks)
+        for name, parameter in self.model.named_parameters():
+            slots = (state or {}).get(parameter, {})
+            if slots:
+                self.optimizer.state[self.copies[name]] = {
+                    slot: value.detach().clone() if isinstance(value, Tensor) else value
+                    for slot, value in slots.items()
+                }
         decay = config["train"]["ema_decay"]
         self.averages = {name: copy.detach().clone() for name, copy in self.copies.items()} if decay else {}
         self.decay = decay or 0.0
