@@ -443,6 +443,9 @@ class LogConfig(Section):
     """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
     flops: bool = True
     """Whether entries say how many floating-point operations are computed in a second."""
+    train_metrics: bool = True
+    """Whether entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
+    where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
     memory: Literal["line", "table"] = "line"
     """How people are told of the memory of the ranks: in a `line` at the end, or also in a `table` by rank and purpose,
     after the first entry and at the end. `metrics.jsonl` has all figures."""

@@ -92,14 +92,15 @@ class EpochLog:
         """
         if not self.lines:
             return
-        losses, steps = self.window.epoch_losses(), self.state.step - self.begun_at  # 0: a resumed run evaluates first
+        trained = self.window.epoch_results()
+        steps = self.state.step - self.begun_at  # 0: a resumed run evaluates first
         if not self.writers:
             return
         parts = []
-        if steps and losses:
+        if steps and trained:
             whole = self.begun_at % self.plan.steps_per_epoch == 0
             which = "" if whole else f" (of the last {steps} steps)"
-            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in losses.items()) + which)
+            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in trained.items()) + which)
         shown = {name: value for name, value in results.items() if not name.startswith(_HIDDEN)}
         if shown:
             parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
