@@ -9,7 +9,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import LOST_NODE, RESTARTS
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.observe import metric_arrays, model_table
+from lockstep.observe import evaluations_file, metric_arrays, model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
 from lockstep.tasks.task import Task
@@ -37,6 +37,7 @@ _OURS = (
     "task",
     "source",
     metric_arrays.FILE,
+    evaluations_file.FILE,
     model_table.FILE,
     "samples",
     "pictures",
@@ -333,3 +334,15 @@ def _environment(world: World) -> dict[str, Any]:
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}
+
+
+def note_evaluation(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
+    """Keep the results of an evaluation of the checkpoint of `step` with the run. Where this fails, a warning says so.
+
+    Args:
+        changes: to the run's config, as KEY=VALUE.
+    """
+    try:
+        evaluations_file.append(folder, step=step, changes=changes, results=results)
+    except OSError as error:  # such as a run that may only be read
+        print(f"warning: {evaluations_file.FILE} cannot be written: {error.strerror}", file=sys.stderr)
