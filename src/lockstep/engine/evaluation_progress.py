@@ -31,9 +31,8 @@ class EvaluationProgress:
     def tick(self) -> None:
         """Count a micro-batch of this rank. The other ranks have done as many."""
         self.done += 1
-        now = time.perf_counter()
-        if now - self.told >= _EVERY_S:
+        now, samples = time.perf_counter(), self.done * self.plan.micro_batch * self.ranks
+        if now - self.told >= _EVERY_S and samples < self.plan.count:
             self.told = now
-            samples = min(self.done * self.plan.micro_batch * self.ranks, self.plan.count)
             name = f" {self.name}" if self.name else ""
             self.tell(f"evaluating{name}: {samples:,} of {self.plan.count:,} samples after {now - self.begun:,.0f} s")
