@@ -1,10 +1,11 @@
-"""Time per step with and without metrics of the training (log.train_metrics), in one process, in turns.
+"""CPU time per step with and without metrics of the training (log.train_metrics), in one process, in turns.
 
     python benchmarks/train_metrics.py [--recipes digits segmentation] [--rounds 15] [KEY=VALUE ...]
 
 A round is a training of `--steps` steps through Lockstep's own loop, without evaluation, once with and once without the
 metrics; the order changes from round to round. What counts is the median over rounds of the difference and of the ratio
-of their times per step. Import, model and data are outside the clock.
+of their CPU times per step, with one thread: on a shared machine these vary less than times on the clock. Import, model
+and data set are not counted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def seconds_per_step(trainer, world, with_metrics):
     prepared.state.metrics = TrainMetrics(task, world) if with_metrics else None
     if with_metrics:
         prepared.state.metrics._make()  # imports torchmetrics
-    begun = time.perf_counter()
+    begun = time.process_time()
     loop.fit(
         prepared.state,
         prepared.batches,
@@ -34,7 +35,7 @@ def seconds_per_step(trainer, world, with_metrics):
         intervals=loop.Intervals(log=50),
         hooks=loop.Hooks(),
     )
-    return (time.perf_counter() - begun) / prepared.stop
+    return (time.process_time() - begun) / prepared.stop
 
 
 def main():
