@@ -69,7 +69,7 @@ class Sides:
         return self.task.collate([self.task.prepare(data[index], 0, True) for index in indices])
 
     def concatenated(self, batch: dict[str, Any]) -> None:
-        self._backward(self.task.loss(self.model, batch), batch)
+        self._backward(self.task.loss(self.model, batch)[0], batch)
 
     def chunks(self, batch: dict[str, Any]) -> None:
         self.model.slices_per_chunk = self.chunk
@@ -87,7 +87,7 @@ class Sides:
 
     def micro_batches_of_one(self, batch: dict[str, Any]) -> None:
         for single in self._singles(batch):
-            self._backward(self.task.loss(self.model, single), batch)
+            self._backward(self.task.loss(self.model, single)[0], batch)
 
     def _singles(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The volumes of a batch, each as a batch of its own."""

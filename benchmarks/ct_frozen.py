@@ -61,7 +61,7 @@ class Side:
         start = time.perf_counter()
         places = [(number * SAMPLES + sample) % len(self.data) for sample in range(SAMPLES)]
         batch = self.task.collate([self.task.prepare(self.data[place], 0, True) for place in places])
-        loss: Any = self.task.loss(self.model, batch)
+        loss: Any = self.task.loss(self.model, batch)[0]
         (loss / max(1.0, float(self.task.weight(batch)))).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -95,5 +95,5 @@ def gradient_by_hand(task, *, micro=None):
     units = sum(float(task.weight(batch)) for batch in batches)
     model.train()
     for batch in batches:
-        (task.loss(model, batch) / units).backward()
+        (task.loss(model, batch)[0] / units).backward()
     return model

@@ -1,10 +1,14 @@
 """Several sets of evaluation data by name, and the evaluation of a run on other data."""
 
 import json
+import re
 
 import pytest
+import torch
 
 from lockstep import LockstepError, Trainer, cli
+from lockstep.engine import evaluation_progress
+from lockstep.observe import evaluations_file
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -72,10 +76,39 @@ def test_a_run_is_evaluated_on_other_data(tmp_path, config, monkeypatch):
     results = json.loads(done.stdout)
     assert results["eval/samples"] == 10
     assert results["eval/mean"] == pytest.approx(3.0)
+    some = CliRunner().invoke(cli.app, ["evaluate", str(tmp_path / "run"), "data.eval='3'", "data.eval_limit=4"])
+    assert some.exit_code == 0, some.stderr
+    assert "note: evaluated on 4 of 10 samples, evenly spread (data.eval_limit)" in some.stderr
+    few = json.loads(some.stdout)
+    assert (few["eval/samples"], few["eval/of_samples"]) == (4, 10)
+    ends = torch.linspace(-1, 1, 10)[[0, 2, 5, 7]] + 3
+    assert few["eval/mean"] == pytest.approx(float(ends.mean()))
+    kept = evaluations_file.read(tmp_path / "run")
+    assert [(entry["step"], entry["changes"]) for entry in kept] == [
+        (4, ["data.eval='3'", "batch.micro=2"]),
+        (4, ["data.eval='3'", "data.eval_limit=4"]),
+    ]
+    assert all(kept[-1][name] == value for name, value in few.items())
     done = CliRunner().invoke(cli.app, ["evaluate", str(tmp_path / "run"), "optim.lr=3"])
     assert done.exit_code == 2
     assert "optim.lr belongs to the training of this run" in done.stderr
     assert "only these keys can be changed: data.eval," in done.stderr
+
+
+def test_a_training_says_on_which_samples_it_is_evaluated_how_far_it_is_and_what_memory_that_took(
+    tmp_path, config, monkeypatch
+):
+    monkeypatch.setattr(evaluation_progress, "_EVERY_S", 0.0)
+    config["data"]["eval_limit"], config["batch"]["micro"] = 5, 2
+    fit(config, tmp_path)
+    log = (tmp_path / "train.log").read_text()
+    assert log.count("note: evaluated on 5 of 12 samples of far, evenly spread (data.eval_limit)") == 1
+    for samples in (2, 4):
+        assert log.count(f"evaluating near: {samples} of 5 samples after ") == 2
+    assert len(re.findall(r"memory around this evaluation: [\d,]+ MiB before, [\d,]+ MiB after; ", log)) == 2
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluated = [entry for entry in entries if "eval/far/loss" in entry]
+    assert [(entry["eval/far/samples"], entry["eval/far/of_samples"]) for entry in evaluated] == [(5, 12)] * 2
 
 
 def test_a_set_that_cannot_be_opened_is_an_error_before_any_is_evaluated(tmp_path, config, monkeypatch):

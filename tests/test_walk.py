@@ -14,6 +14,7 @@ ENGINE = {
     "data/loader.py",
     "data/order.py",
     "data/randomness.py",
+    "data/tensors.py",
     "devices/__init__.py",
     "devices/cpu.py",
     "devices/unqueued.py",
@@ -27,6 +28,7 @@ ENGINE = {
     "engine/loop.py",
     "engine/schedule.py",
     "engine/step.py",
+    "engine/train_metrics.py",
 }
 TASK = {
     "images/augment.py",
@@ -34,9 +36,11 @@ TASK = {
     "images/normalise.py",
     "images/picture.py",
     "sources/digits.py",
+    "tasks/class_metrics.py",
     "tasks/class_weights.py",
     "tasks/classification/convnet.py",
     "tasks/classification/task.py",
+    "tasks/counting.py",
     "tasks/image_models.py",
     "tasks/image_options.py",
 }

@@ -28,6 +28,7 @@ from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import TrainState
 from lockstep.engine.stopping import Stopping, StopRule
+from lockstep.engine.train_metrics import TrainMetrics
 from lockstep.observe import factory
 from lockstep.observe.model_summary import idle_ranks_warning, model_summary, warm_up_warning
 from lockstep.observe.writer import RunInfo, Writer
@@ -116,6 +117,7 @@ def prepare_run(
         coefficients=task_checks.coefficients(task),
         must_agree_on_weights=config.data.on_error == "skip",
         flops=FlopCount(built.strategy, precision, compiled=compute.compile is not None) if config.log.flops else None,
+        metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, compute.halve_on_oom and devices.of(world.device).has_own_memory),

@@ -77,6 +77,9 @@ class DataConfig(Section):
     eval: str | Annotated[dict[str, str], AfterValidator(_named_sets)] | None = None
     """Source of the evaluation data; or several sources by name, such as `{clean: a.csv, noisy: b.csv}`. With names,
     the results are `eval/clean/accuracy` and so on."""
+    eval_limit: Annotated[PositiveInt | None, DOES_NOT_DETERMINE] = None
+    """Evaluate at most so many samples of each set, spread evenly over it: the same samples each time. The results then
+    also have `eval/of_samples`, the size of the set. None: all samples."""
     fold: Annotated[str, Field(pattern=r"^[1-9]\d*/[1-9]\d*$")] | None = None
     """`2/5`: evaluate on the second of five folds of the training data, and train on the others. For tasks that make
     folds."""
@@ -447,6 +450,9 @@ class LogConfig(Section):
     """Whether a new run describes its model in `model.txt`, and gives its graph to the writers."""
     flops: bool = True
     """Whether entries say how many floating-point operations are computed in a second."""
+    train_metrics: bool = True
+    """Whether entries and the lines of epochs have the task's metrics of the training itself, such as `train/accuracy`,
+    where `Task.loss` returns outputs with its losses. They are of the batches as they are trained: augmented."""
     memory: Literal["line", "table"] = "line"
     """How people are told of the memory of the ranks: in a `line` at the end, or also in a `table` by rank and purpose,
     after the first entry and at the end. `metrics.jsonl` has all figures."""

@@ -99,8 +99,13 @@ def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World,
     return Loader(micro_batches, config.data.workers, world.device, channels_last=config.compute.channels_last)
 
 
-def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None) -> EvaluationData:
+def evaluation_data(
+    config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None, *, limit: int | None = None
+) -> EvaluationData:
     """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
+
+    Args:
+        limit: at most so many samples, spread evenly. None: all samples.
 
     Raises:
         DataError: the task has no evaluation data, or an empty data set.
@@ -110,8 +115,15 @@ def evaluation_data(config: RunConfig, task: Task, world: World, data: Dataset[A
     else:
         data = task_checks.data(data, "the data to predict")
     micro_batch = config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
-    plan = EvaluationPlan(len(data), micro_batch, _sample_lengths(data, "the evaluation data"))  # type: ignore[arg-type]
+    lengths = _sample_lengths(data, "the evaluation data")
+    plan = EvaluationPlan(len(data), micro_batch, lengths, limit)  # type: ignore[arg-type]
     return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)
+
+
+def limited(plan: EvaluationPlan, name: str = "") -> str:
+    """A line on an evaluation of some samples. `name` is that of the evaluation data, where there are several."""
+    of = f" of {name}" if name else ""
+    return f"note: evaluated on {plan.count:,} of {plan.length:,} samples{of}, evenly spread (data.eval_limit)"
 
 
 class NoEvaluationData(DataError):

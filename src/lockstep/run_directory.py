@@ -364,3 +364,15 @@ def _environment(world: World) -> dict[str, Any]:
     about |= {"cpus": os.cpu_count(), "device_memory": devices.of(world.device).memory()}
     variables = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)}
     return versions | devices.of(world.device).libraries() | about | {"variables": variables}
+
+
+def note_evaluation(folder: Path, step: int, changes: Sequence[str], results: Mapping[str, float]) -> None:
+    """Keep the results of an evaluation of the checkpoint of `step` with the run. Where this fails, a warning says so.
+
+    Args:
+        changes: to the run's config, as KEY=VALUE.
+    """
+    try:
+        evaluations_file.append(folder, step=step, changes=changes, results=results)
+    except OSError as error:  # such as a run that may only be read
+        print(f"warning: {evaluations_file.FILE} cannot be written: {error.strerror}", file=sys.stderr)

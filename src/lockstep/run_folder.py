@@ -14,7 +14,7 @@ import yaml
 from lockstep import atomic
 from lockstep.checkpoint import manifest
 from lockstep.errors import UsageError
-from lockstep.observe import metric_arrays, model_table
+from lockstep.observe import evaluations_file, metric_arrays, model_table
 
 MARKER = "environment.json"
 """The file that marks a run directory. It is the first file of a run, and the last that is deleted."""
@@ -50,6 +50,7 @@ OURS: Mapping[str, str] = {
     "source": "",
     MICRO_BATCH: "",
     metric_arrays.FILE: "",
+    evaluations_file.FILE: "",
     model_table.FILE: "",
     "report.html": "",
     "config.yaml": "",

@@ -75,9 +75,9 @@ class RunPictures:
 
     def samples_to_draw(self, evaluated: EvaluationData) -> tuple[int, ...]:
         """Indices of the evaluation samples that are drawn: spread over the data, the same in every evaluation."""
-        length = evaluated.plan.length
-        count = min(self._number_of_samples(), length)
-        return tuple(number * length // count for number in range(count))
+        plan = evaluated.plan
+        count = min(self._number_of_samples(), plan.count)
+        return tuple(plan.index(number * plan.count // count) for number in range(count))
 
     def draw_samples(self, step: int, evaluated: EvaluationData, outputs: Mapping[int, Any]) -> None:
         """Draw the samples that `samples_to_draw` named.

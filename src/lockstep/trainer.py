@@ -41,6 +41,7 @@ from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine import task_checks
+from lockstep.engine.evaluation_progress import EvaluationProgress
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
@@ -112,6 +113,8 @@ class Trainer:
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
+        self.loaded_step: int | None = None
+        """The step of the checkpoint that was evaluated, or that gave predictions. None: there was none yet."""
         self.checkpoint = checkpoint
 
     # ---- training
@@ -361,7 +364,7 @@ class Trainer:
     def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
         """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
         try:
-            return run_data.evaluation_data(self.config, task, world)
+            return run_data.evaluation_data(self.config, task, world, limit=self.config.data.eval_limit)
         except LockstepError as error:
             source = self.config.data.eval_sources[name] or self.config.data.train
             if source and not os.path.exists(os.path.expanduser(source)):
@@ -382,19 +385,29 @@ class Trainer:
     ) -> dict[str, float]:
         """Loss and metrics of `task` on the evaluation data `evaluated`, which are called `name`."""
 
+        def tell(text: str) -> None:
+            if world.rank == 0 and not self.quiet:
+                print(text, file=sys.stderr, flush=True)
+
         def show(values: dict[str, Any], outputs: list[tuple[int, Any]]) -> None:
             text = report(task, evaluated, values, outputs)
-            if text and not self.quiet:
-                print(f"{name}:\n{text}" if name else text, file=sys.stderr)
+            if text:
+                tell(f"{name}:\n{text}" if name else text)
 
+        plan = evaluated.plan
+        if plan.count < plan.length:
+            tell(run_data.limited(plan, name))
+        progress = EvaluationProgress(tell, plan, world.data_size, name)
         return evaluation.evaluate(
             task,
             forward,
             evaluated.loader,
-            plan=evaluated.plan,
+            plan=plan,
             world=world,
             precision=precision,
+            tick=progress.tick,
             show=show,
+            smaller=progress.restart,
             show_samples=samples_of_report(task, evaluated),
             halves=self.config.compute.halve_on_oom,
         )
@@ -588,14 +601,12 @@ class Trainer:
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
         built = run_model.build_model(self.config, task, world)
-        lines = choice.read(
-            self._checkpoints,
-            world,
-            retention,
-            self.checkpoint,
-            load=lambda checkpoint: load(checkpoint, built),
-            chosen=chosen,
-        )
+
+        def load_into(checkpoint: Checkpoint) -> None:
+            load(checkpoint, built)
+            self.loaded_step = checkpoint.step
+
+        lines = choice.read(self._checkpoints, world, retention, self.checkpoint, load=load_into, chosen=chosen)
         if world.rank == 0 and not self.quiet:
             changes = run_directory.changed_source(self.run_dir, task, self.config)
             for text in (*lines, *built.messages, *changes):

@@ -23,6 +23,7 @@ from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
+from lockstep.engine.evaluation_progress import EvaluationProgress
 from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
 from lockstep.observe import ending, metric_arrays
@@ -257,9 +258,12 @@ class TrainingRun:
         state = self.prepared.state
         try:
             evaluated = {
-                name: run_data.evaluation_data(self.config, task, state.world)
+                name: run_data.evaluation_data(self.config, task, state.world, limit=self.config.data.eval_limit)
                 for name, task in self.evaluated_tasks.items()
             }
+            for name, data in evaluated.items():
+                if data.plan.count < data.plan.length:
+                    self.tell(run_data.limited(data.plan, name))
             for data in evaluated.values() if state.strategy.is_sharded else ():
                 # An evaluation that does not fit begins again with the run, with what fits in training.
                 most = min(data.plan.micro_batch, self.prepared.plan.micro_batch)
@@ -403,7 +407,10 @@ class TrainingRun:
         state, evaluated, task = self.prepared.state, self.evaluated[name], self.evaluated_tasks[name]
         is_first = evaluated is self._first_evaluated
 
+        progress = EvaluationProgress(self.tell, evaluated.plan, state.world.data_size, name)
+
         def tick() -> None:
+            progress.tick()
             if self.consensus():
                 raise Preempted
 
@@ -436,11 +443,14 @@ class TrainingRun:
             show_samples=tuple(dict.fromkeys((*reported, *drawn))),
             worst=worst,
             halves=self.config.compute.halve_on_oom,
-            smaller=partial(self._evaluate_less_at_once, evaluated),
+            smaller=partial(self._evaluate_less_at_once, evaluated, progress),
         )
 
-    def _evaluate_less_at_once(self, evaluated: EvaluationData, plan: EvaluationPlan) -> None:
+    def _evaluate_less_at_once(
+        self, evaluated: EvaluationData, progress: EvaluationProgress, plan: EvaluationPlan
+    ) -> None:
         before, evaluated.plan = evaluated.plan.micro_batch, plan
+        progress.restart(plan)
         self.tell(
             f"out of memory in the evaluation after step {self.prepared.state.step}: it begins again with "
             f"micro-batches of {plan.micro_batch} instead of {before}"

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep import locks
 from lockstep.errors import UsageError
+from lockstep.observe import evaluations_file
 from lockstep.report import charts, evaluations, run, run_page
 from tests import own_tasks, runs
 from tests.report import cases
@@ -203,6 +204,20 @@ def test_several_sets_of_evaluation_data(tmp_path):
         ["eval/clean/f1", "eval/noisy/f1"],
         ["eval/clean/iou/Sky"],
     ]
+
+
+def test_what_lockstep_evaluate_found_is_shown_the_last_first(tmp_path):
+    folder = write_run(tmp_path)
+    evaluations_file.append(folder, step=10, changes=[], results={"eval/accuracy": 0.5, "eval/samples": 7})
+    with (folder / evaluations_file.FILE).open("a") as file:
+        file.write('{"step": 20, "cut')
+    changes = [f"data.eval={NASTY}"]
+    evaluations_file.append(folder, step=20, changes=changes, results={"eval/accuracy": 0.625, "eval/iou/Sky": 1})
+    read = page(folder)
+    place = read.rows.index(["at", "step", "changes", "eval/accuracy", "eval/samples"])
+    last, first = read.rows[place + 1 : place + 3]
+    assert last[1:] == ["20", f"data.eval={NASTY}", "0.625", "-"]
+    assert first[1:] == ["10", "", "0.5", "7"]
 
 
 def test_a_hang_is_shown(tmp_path):

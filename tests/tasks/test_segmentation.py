@@ -165,7 +165,7 @@ def test_losses_are_their_definitions_and_units_come_from_labels_alone(folder):
     batch["masks"][2] = -1
     model = trained_model(task)
     with torch.no_grad():
-        found = task.loss(model, batch)
+        found, _ = task.loss(model, batch)
         logits = task._logits(model, batch["images"])
         logits = functional.interpolate(logits, size=(16, 16), mode="bilinear")
     expected = plain_losses(logits, batch["masks"], task._weights.tensor.double())
@@ -182,7 +182,7 @@ def test_a_batch_without_valid_pixels_has_a_loss_of_zero_with_a_gradient(folder)
     batch = task.collate([task.prepare(task.train_data()[0], 0, True)])
     batch["masks"].fill_(-1)
     model = task.model()
-    found = task.loss(model, batch)
+    found, _ = task.loss(model, batch)
     sum(found.values()).backward()
     assert all(float(value.detach()) == 0 for value in found.values())
     assert all(float(value) == 0 for value in task.weight(batch).values())

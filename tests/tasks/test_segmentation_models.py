@@ -76,7 +76,7 @@ def test_new_models_of_transformers_train_and_give_every_parameter_a_gradient(fo
     task.setup(tmp_path / "task", trained=True)
     model = task.model()
     item = task.collate([task.prepare(task.train_data()[1], 0, True) for _ in range(2)])
-    task.loss(model, item).backward()
+    task.loss(model, item)[0].backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 

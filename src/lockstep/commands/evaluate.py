@@ -12,6 +12,7 @@ from lockstep.commands.reporting import is_first, reporting, tell_first
 
 _OF_EVALUATION = (
     "data.eval",
+    "data.eval_limit",
     "data.workers",
     "data.on_error",
     "batch.micro",
@@ -37,7 +38,7 @@ def evaluate(
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
-    """Evaluate a checkpoint of a run; prints one JSON object."""
+    """Evaluate a checkpoint of a run; prints one JSON object, and adds it to evaluations.jsonl of the run."""
     with reporting(debug):
         from lockstep import config_file
 
@@ -48,9 +49,13 @@ def evaluate(
             options = as_arguments({"--preset": preset, "--debug": debug, "--checkpoint": checkpoint})
             ranks.launch(["evaluate", str(run_dir), *(overrides or []), *options], nproc, settings, cold=cold)
         else:
+            from lockstep import run_directory
             from lockstep.observe import predictions
             from lockstep.trainer import Trainer
 
-            results = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint).evaluate()
+            trainer = Trainer(settings, run_dir=run_dir, checkpoint=checkpoint)
+            results = {f"eval/{name}": value for name, value in trainer.evaluate().items()}
             if is_first():
-                print(predictions.text({f"eval/{name}": value for name, value in results.items()}))
+                print(predictions.text(results))
+                assert trainer.loaded_step is not None
+                run_directory.note_evaluation(run_dir, trainer.loaded_step, overrides or (), results)

@@ -288,13 +288,24 @@ class EvaluationPlan:
     lengths: npt.NDArray[np.integer] | None = None
     """Length of each sample, if known. Samples of similar length then share a micro-batch, and micro-batches are
     shuffled, so that ranks get about the same work."""
+    limit: int | None = None
+    """Evaluate at most so many samples, spread evenly over the data set: the same samples each time. None: all."""
+
+    @property
+    def count(self) -> int:
+        """Number of samples that are evaluated."""
+        return self.length if self.limit is None else min(self.limit, self.length)
+
+    def index(self, place: int) -> int:
+        """The sample at `place`, from 0 to `count` - 1, of those that are evaluated."""
+        return place * self.length // self.count
 
     def first(self, count: int) -> tuple[int, ...]:
         """The indices of the first samples of the first micro-batch: at most `count`, and all of them in that batch."""
         if not self.length:
             return ()
         if self.lengths is None:
-            return tuple(range(min(count, self.micro_batch, self.length)))
+            return tuple(self.index(place) for place in range(min(count, self.micro_batch, self.count)))
         return self.by_rank(1)[0][0].indices[:count]
 
     def in_turns(self, rank: int, world: int) -> Iterator[MicroBatchPlan]:
@@ -318,13 +329,11 @@ class EvaluationPlan:
 
     def _micro_batches(self) -> list[tuple[int, ...]]:
         """The samples of each micro-batch of a single process, in its order."""
-        order = (
-            np.arange(self.length)
-            if self.lengths is None
-            else np.argsort(-np.asarray(self.lengths, dtype=np.int64), kind="stable")
-        )
+        order = np.arange(self.count) * self.length // max(self.count, 1)  # see `index`
+        if self.lengths is not None:
+            order = order[np.argsort(-np.asarray(self.lengths[order], dtype=np.int64), kind="stable")]
         micros = [
-            tuple(order[start : start + self.micro_batch].tolist()) for start in range(0, self.length, self.micro_batch)
+            tuple(order[start : start + self.micro_batch].tolist()) for start in range(0, self.count, self.micro_batch)
         ]
         if self.lengths is not None and micros:
             micros = [micros[place] for place in permute(np.arange(len(micros)), len(micros), seed=0)]

@@ -56,9 +56,8 @@ class FSDPOptions:
 
 
 _TUPLES = (
-    "return the loss alone; several losses are a dict of scalar tensors by head. In evaluation (if not model.training) "
-    "the pair (loss, output) is allowed, too, where `output` is the result of `predict`: put several outputs into one "
-    "tuple or dict"
+    "return the loss alone, or the pair (loss, output), where `output` is the result of `predict`: put several outputs "
+    "into one tuple or dict. Several losses are a dict of scalar tensors by head"
 )
 
 
@@ -100,6 +99,17 @@ class Forward(nn.Module):
         self.loss = loss
         self.calls_vary = calls_vary
         self.uses_graphs = uses_graphs
+        self.keeps_output = False
+        """Whether the next call in training keeps the output that `loss` returns with the losses; see `take_output`."""
+        self._output: Any = None
+
+    def take_output(self) -> Any:
+        """The output of the last call, if it was to be kept. None: `loss` returned the losses alone.
+
+        Outputs do not pass through the wrappers: DDP and FSDP prepare a backward pass from all that a module returns.
+        """
+        output, self._output, self.keeps_output = self._output, None, False
+        return output
 
     def forward(self, batch: Any, call: Callable[[nn.Module, Any], Any] | None = None) -> Any:
         """Loss sums by head; a single loss is the head `loss`. With `call`: the result of `call(model, batch)`."""
@@ -110,10 +120,11 @@ class Forward(nn.Module):
             returned = tree_map_only(Tensor, torch.clone, returned)
         if call is not None:
             return returned
-        if isinstance(returned, tuple) and returned[1:] != (None,) and self.model.training:
-            what = f"it returned a tuple of {len(returned)} while the model trains"
-            raise TrainingError(what, where="Task.loss", remedy=_TUPLES)
-        losses, _ = split_output(returned)
+        losses, output = split_output(returned)
+        if isinstance(output, Tensor) and output.ndim == 0:  # a second loss, which would not be trained
+            raise TrainingError("it returned a tuple of two scalars", where="Task.loss", remedy=_TUPLES)
+        if self.keeps_output and self.model.training:
+            self._output = output
         return by_head(losses)
 
 

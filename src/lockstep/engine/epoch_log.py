@@ -13,7 +13,7 @@ from lockstep.engine.step import TrainState
 if TYPE_CHECKING:
     from lockstep.observe.writer import Writer
 
-_HIDDEN = ("eval/samples", "eval/bad", "eval/loss/")
+_HIDDEN = ("eval/samples", "eval/bad", "eval/of_samples", "eval/loss/")
 
 
 class EpochLog:
@@ -92,14 +92,16 @@ class EpochLog:
         """
         if not self.lines:
             return
-        losses, steps = self.window.epoch_losses(), self.state.step - self.begun_at  # 0: a resumed run evaluates first
+        trained = self.window.epoch_results()
+        steps = self.state.step - self.begun_at  # 0: a resumed run evaluates first
         if not self.writers:
             return
         parts = []
-        if steps and losses:
+        if steps and trained:
             whole = self.begun_at % self.plan.steps_per_epoch == 0
             which = "" if whole else f" (of the last {steps} steps)"
-            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in losses.items()) + which)
+            shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
+            parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
         shown = {name: value for name, value in results.items() if not name.startswith(_HIDDEN)}
         if shown:
             parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Tick = Callable[[], None]
 Show = Callable[[dict[str, Any], list[tuple[int, Any]]], None]
 """Gets the values of the metrics, and pairs (index, output) of the samples that were asked for."""
-_RESULTS = ("loss", "samples", "bad")
+_RESULTS = ("loss", "samples", "bad", "of_samples")
 Finish = Callable[[tuple[int, ...], Any], Any]
 """Gets the indices of a micro-batch and its output. Returns what travels to rank 0: an output, or a list with an item
 for each sample."""
@@ -85,7 +85,8 @@ def evaluate(
 
     Returns:
         `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
-        (unreadable and left out). An empty data set has only `samples` and `bad`.
+        (unreadable and left out). An empty data set has only `samples` and `bad`. Where `plan` has a limit, there is
+        also `of_samples`: the size of the data set.
 
     Raises:
         TrainingError: a single sample does not fit into memory.
@@ -96,7 +97,8 @@ def evaluate(
         tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
         micro_batches = _micro_batches(forward, loader, plan=plan, world=world, tick=tick)
         if Attempt(world, sharded=sharded, enabled=halves).run(tally.add, micro_batches):
-            return tally.results(show)
+            results = tally.results(show)
+            return results if plan.limit is None else results | {"of_samples": plan.length}
         tally.forget()
         if plan.micro_batch == 1:
             remedy = "use more ranks with parallel.strategy=fsdp, or precision=bf16"

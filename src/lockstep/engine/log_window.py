@@ -18,6 +18,7 @@ from lockstep.engine.evaluate import combine
 from lockstep.engine.health import Health
 from lockstep.engine.memory import RANKS_SHOWN, MemoryGauge, mib
 from lockstep.engine.step import SAMPLES, StepResult, TrainState
+from lockstep.engine.train_metrics import TrainMetrics
 from lockstep.errors import TrainingError
 
 
@@ -32,13 +33,20 @@ class _Fault(NamedTuple):
 class LogWindow:
     """Collects the results of steps without waiting for the device. `entry` reads the results and reduces them."""
 
-    def __init__(self, world: World, coefficients: Mapping[str, float], steps_per_epoch: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        coefficients: Mapping[str, float],
+        steps_per_epoch: int,
+        metrics: TrainMetrics | None = None,
+    ) -> None:
         self.world, self.coefficients, self.steps_per_epoch = world, coefficients, steps_per_epoch
+        self.metrics = metrics
         self.device, self.gauge = devices.of(world.device), MemoryGauge(world.device)
         self.health = Health(world.nodes) if world.size > 1 else None
         self.started = time.perf_counter()
         self.sums_epochs = False
-        """Whether `epoch_losses` will be called."""
+        """Whether `epoch_results` will be called."""
         self.reset()
         self._reset_epoch()
 
@@ -122,9 +130,10 @@ class LogWindow:
         by_rank[rank::size] = here
         flops = state.flops.take() if state.flops is not None else None
         sums_here = [_total(values) if counts_samples else 0.0 for values in sums.values()]
+        has_metrics = self.metrics is not None and self.metrics.has_news()
         packed = [float(fault is not None), float(len(unreadable)), window_s, flops or 0.0, float(flops is None)]
-        reduced = self.world.all_sum([*packed, *by_rank, *sums_here])
-        fault_count, unreadable_count, total_s, all_flops, unknown_flops, *rest = reduced
+        reduced = self.world.all_sum([float(has_metrics), *packed, *by_rank, *sums_here])
+        metrics_count, fault_count, unreadable_count, total_s, all_flops, unknown_flops, *rest = reduced
         waits, alone, peaks, reserved, totals = _cut(rest, size, len(here))
         if fault_count:
             self._raise_first(fault)
@@ -134,6 +143,10 @@ class LogWindow:
         entry: dict[str, float] = {"step": state.step, "epoch": round(state.step / self.steps_per_epoch, 4)}
         entry["time_s"] = round(time.perf_counter() - self.started, 3)
         entry |= {f"train/{name}": value for name, value in losses.items()}
+        if self.metrics is not None:
+            results = self.metrics.results() if metrics_count else {}
+            entry |= {f"train/{name}": value for name, value in results.items()}
+            messages += self.metrics.take_notes()
         entry |= _learning_rates(state.optimizer)
         norm = next((result.grad_norm for result in reversed(self.results) if result.applied), None)
         if norm is not None:  # of the last update
@@ -166,18 +179,22 @@ class LogWindow:
         self.reset()
         return entry, messages
 
-    def epoch_losses(self) -> dict[str, float]:
+    def epoch_results(self) -> dict[str, float]:
         """Close an epoch and begin a new epoch. All ranks call it after the same step, if `sums_epochs`.
 
         Returns:
             `loss`, and `loss/<head>` where there are several heads: means over the units of all steps since the last
-            call, on all ranks. Empty where there was no unit.
+            call, on all ranks. Then the metrics of the same steps. Empty where there was no unit.
         """
         self._add_to_epoch()
         sums, units = self.epoch_sums, self.epoch_units
         self._reset_epoch()
-        totals = self.world.all_sum(list(sums.values())) if sums else []
-        return combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
+        has_metrics = self.metrics is not None and self.metrics.has_news(epoch=True)
+        metrics_count, *totals = self.world.all_sum([float(has_metrics), *sums.values()])
+        results = combine(dict(zip(sums, totals, strict=True)), units, self.coefficients)
+        if self.metrics is not None and metrics_count:
+            results |= self.metrics.results(epoch=True)
+        return results
 
     def _add_to_epoch(self) -> None:
         """Add the steps of this window to the sums of the epoch that do not have them yet."""

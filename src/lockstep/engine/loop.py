@@ -110,7 +110,7 @@ def fit(
         Preempted: on all ranks, after saving.
         TrainingError: a loss or a gradient is not finite; names the step, the rank and the samples.
     """
-    window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch)
+    window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch, state.metrics)
     memory = MemoryMonitor(state, stop=stop, evaluates=intervals.evaluate > 0)
     log = TrainingLog(state, window, memory, writers, dict(evaluated or {}), memory_tables)
     epochs = EpochLog(

@@ -6,6 +6,7 @@ a rank has no samples. For metrics that keep a mean it also computes a mean of m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from torchmetrics import Metric, MetricCollection
 
     from lockstep.tasks.task import MetricsUpdate
+
+State = tuple[int, dict[str, Any]]
+"""Of a metric: the number of its updates, and its state by name."""
+_MERGE_AGAIN = ("sum", "mean", "max", "min")  # reductions of torchmetrics that take their own result, too
 
 
 def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device) -> MetricsUpdate:
@@ -36,6 +41,20 @@ def place(metrics: MetricCollection, update: MetricsUpdate, device: torch.device
     return update_on_cpu
 
 
+def states(metrics: MetricCollection) -> list[State]:
+    """The state of each metric, copied to the CPU. This waits for the device."""
+    return [
+        (part.update_count, {name: _to_cpu(value) for name, value in part.metric_state.items()})
+        for part in parts_of(metrics)
+    ]
+
+
+def joined(metrics: MetricCollection, several: Sequence[list[State]]) -> list[State]:
+    """The states that the metrics would have after the updates of all `several`, in this order."""
+    parts = parts_of(metrics)
+    return [_joined(part, [one[number] for one in several]) for number, part in enumerate(parts)]
+
+
 def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], dict[str, Any]]:
     """Merge the states of all ranks in the order of ranks, and compute the metrics on rank 0. All ranks call it.
 
@@ -43,22 +62,18 @@ def compute(metrics: MetricCollection, world: World) -> tuple[dict[str, float], 
         the numbers by name, as `flatten` names them, on every rank; and the values as the metrics computed them, on
         rank 0 only. Both are empty where no rank saw a sample.
     """
-    parts = _metric_parts(metrics)
-    states = [
-        (part.update_count, {name: _to_cpu(value) for name, value in part.metric_state.items()}) for part in parts
-    ]
-    gathered = world.data_gather(states)
+    gathered = world.data_gather(states(metrics))
     values: dict[str, Any] = {}
     if gathered is not None:
         metrics.to("cpu")
-        for number, part in enumerate(parts):
-            _merge(part, [rank_states[number] for rank_states in gathered])
-        if any(part.update_count for part in parts):
+        merge(metrics, gathered)
+        if any(part.update_count for part in parts_of(metrics)):
             values = metrics.compute()
     return world.broadcast(flatten(values)), values
 
 
-def _metric_parts(metrics: MetricCollection) -> list[Metric]:
+def parts_of(metrics: MetricCollection) -> list[Metric]:
+    """All metrics in a collection, also those inside of other metrics, in a fixed order."""
     from torchmetrics import Metric
 
     parts = [module for module in metrics.modules() if isinstance(module, Metric)]
@@ -71,21 +86,42 @@ def _never() -> bool:
     return False
 
 
-def _merge(metric: Metric, ranks: list[tuple[int, dict[str, Any]]]) -> None:
-    """Set `metric` to the state that it would have after the updates of all ranks.
+def merge(metrics: MetricCollection, several: Sequence[list[State]]) -> None:
+    """Set metrics on the CPU to the states that they would have after the updates of all `several`."""
+    for part, (count, state) in zip(parts_of(metrics), joined(metrics, several), strict=True):
+        if count:
+            for name, value in state.items():
+                setattr(part, name, value)
+            part._update_count = count
+            part._computed = None
 
-    Args:
-        ranks: of each rank, the number of updates and the state by name.
-    """
-    updated = [(count, state) for count, state in ranks if count]
+
+def _joined(metric: Metric, several: list[State]) -> State:
+    """The state that `metric` would have after the updates of all `several`."""
+    updated = [(count, state) for count, state in several if count]
     if not updated:
-        return
+        return 0, {}
     counts = torch.tensor([float(count) for count, _ in updated])
     reductions: dict[str, Any] = dict(metric._reductions)
-    for name, reduction in reductions.items():
-        setattr(metric, name, _merge_values([state[name] for _, state in updated], counts, reduction))
-    metric._update_count = int(counts.sum())
-    metric._computed = None
+    merged = {
+        name: _merge_values([state[name] for _, state in updated], counts, reduction)
+        for name, reduction in reductions.items()
+    }
+    return int(counts.sum()), merged
+
+
+def has_fixed_size(metric: Metric) -> bool:
+    """Whether the state of a metric stays as large as it is, and can be merged again and again."""
+    from torchmetrics import Metric
+
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    reductions = [reduction for part in parts for reduction in part._reductions.values()]
+    defaults = [default for part in parts for default in part._defaults.values()]
+    return (
+        bool(defaults)
+        and all(isinstance(default, Tensor) for default in defaults)
+        and all(any(_is(f"dim_zero_{how}", reduction) for how in _MERGE_AGAIN) for reduction in reductions)
+    )
 
 
 def _merge_values(values: list[Any], counts: Tensor, reduction: Any) -> Any:

@@ -23,6 +23,7 @@ from lockstep import devices
 from lockstep.data.loader import MicroBatch, one_ahead
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
+from lockstep.data.tensors import map_tensors
 from lockstep.distributed.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.distributed.precision import Precision
 from lockstep.distributed.strategy import Losses, Strategy, backward_roots
@@ -32,6 +33,7 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.out_of_memory import Guard, StepTooLarge, free_memory
 from lockstep.engine.schedule import Schedule, set_lr
+from lockstep.engine.train_metrics import TrainMetrics
 from lockstep.engine.unfreeze import Unfreezing
 from lockstep.errors import TrainingError, listed
 
@@ -61,6 +63,8 @@ class TrainState:
     """Moving averages of the weights, where they are wanted."""
     flops: FlopCount | None = None
     """Counts floating-point operations, where the log shall have them."""
+    metrics: TrainMetrics | None = None
+    """Gets the outputs of the training, where the log shall have metrics of them."""
     unfreezing: Unfreezing | None = None
     """Which parameters are trainable at which step. `strategy` is wrapped for the parameters of `step`."""
     step: int = 0
@@ -131,11 +135,15 @@ class TrainState:
         Raises:
             StepTooLarge: weights, buffers and `step` are as they were.
         """
+        if self.metrics is not None:
+            self.metrics.note_state()
         try:
             with self.guard.step(micro_batches[0], self.step, self.agreed is not None):
                 yield
         except StepTooLarge as error:
             traceback.clear_frames(error.__traceback__)  # on a rank whose pass did fit, they hold its activations
+            if self.metrics is not None:
+                self.metrics.undo()
             self.step -= 1
             self.optimizer.zero_grad(set_to_none=True)
             for micro_batch in micro_batches:
@@ -253,8 +261,10 @@ def forward_backward_step(
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
+        strategy.unwrapped.keeps_output = state.metrics is not None
         with state.precision.autocast():
             losses: Losses = strategy.forward(micro_batch.batch)
+        output = map_tensors(strategy.unwrapped.take_output(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
         if last:
@@ -277,6 +287,8 @@ def forward_backward_step(
         if last:
             strategy.check_reduced()
     result.losses.append({head: value.detach() for head, value in losses.items()})
+    if state.metrics is not None and output is not None and not micro_batch.filler:
+        state.metrics.add(output, micro_batch.batch)
     return rest
 
 

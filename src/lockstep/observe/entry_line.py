@@ -18,7 +18,10 @@ def entry_line(entry: Mapping[str, float], last_step: int) -> str:
     depth, and results such as `eval/auc/QUESTION` of more than 6 questions. metrics.jsonl has them.
     """
     parts = [f"step {entry['step']:.0f}/{last_step}", f"epoch {entry['epoch']:.2f}"]
-    names = [name for name in _FIRST if name in entry]
+    all_names = list(entry)
+    of_training = all_names[: all_names.index("train/lr")] if "train/lr" in entry else []  # loss, and its metrics
+    names = [name for name in of_training if name.startswith("train/")]
+    names += [name for name in _FIRST if name in entry and name not in names]
     names += [
         name
         for name in entry

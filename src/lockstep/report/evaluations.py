@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.markup import Markup, element
+from lockstep.markup import Markup, element, shortened
 from lockstep.observe import metric_arrays
 from lockstep.report.metrics_file import Metrics
-from lockstep.report.page import code, folded, number_text, table
+from lockstep.report.page import code, folded, number_text, table, time
 from lockstep.report.run import Run, is_result
 
 _ROWS, _COLUMNS, _CLASSES = 30, 10, 300
 _REPORTS = 10
+_CHANGES = 200  # characters of the changes to a config
 _CELLS = 400  # of a matrix
 _STEP = re.compile(r"-?step-(\d+)$")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -37,7 +38,7 @@ def parts(run: Run, *, room: int) -> list[Markup]:
         content += _by_class(run, [name for name in names if len(run.parts(name)) > 2])
     else:
         content.append(element("p", "Nothing is evaluated yet, or the run has no evaluation data.", class_="soft"))
-    return [*content, *_reports(run), *_matrices(run), *_pictures(run, room)]
+    return [*content, *_of_checkpoints(run), *_reports(run), *_matrices(run), *_pictures(run, room)]
 
 
 def _steps(metrics: Metrics, names: Sequence[str]) -> list[float]:
@@ -73,6 +74,23 @@ def _by_step(run: Run, names: Sequence[str]) -> list[Markup]:
     notes += [f"{len(names) - _COLUMNS} more results have curves alone."] if len(names) > _COLUMNS else []
     content = [table(("step", *columns), rows, "numbers", label="Evaluations")] if rows else []
     return [*content, *([element("p", " ".join(notes), class_="soft")] if notes else [])]
+
+
+def _of_checkpoints(run: Run) -> list[Markup]:
+    """A table of what `lockstep evaluate` found, the last first."""
+    shown = run.evaluations[: -_ROWS - 1 : -1]
+    names = [name for entry in shown for name in entry if name.startswith("eval/") and len(run.parts(name)) == 2]
+    columns = list(dict.fromkeys(names))[:_COLUMNS]
+    rows = []
+    for entry in shown:
+        changes = entry.get("changes")
+        said = " ".join(map(str, changes)) if isinstance(changes, list) else ""
+        cells = [number_text(entry.get(name)) for name in columns]
+        rows.append([time(str(entry.get("at", ""))), f"{entry['step']:,}", shortened(said, _CHANGES), *cells])
+    if not rows:
+        return []
+    title = "Checkpoints that lockstep evaluate evaluated"
+    return [element("h3", title), table(("at", "step", "changes", *columns), rows, "numbers", label=title)]
 
 
 def _by_class(run: Run, names: Sequence[str]) -> list[Markup]:

@@ -12,6 +12,7 @@ from lockstep import config_layers, locks
 from lockstep.checkpoint import manifest
 from lockstep.checkpoint.manifest import Checkpoint, Retention
 from lockstep.errors import UsageError
+from lockstep.observe import evaluations_file
 from lockstep.report import metrics_file, train_log
 from lockstep.report.metrics_file import Metrics
 from lockstep.report.train_log import TrainLog
@@ -35,6 +36,8 @@ class Run:
     """With a valid manifest, newest first."""
     verdict: dict[str, Any] = field(default_factory=dict)
     """The content of verify.json. Empty: nothing was verified."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """What `lockstep evaluate` found, in the order of time: see `observe.evaluations_file`."""
     hangs: list[tuple[str, str]] = field(default_factory=list)
     """Name and text of the reports on hangs."""
     model: str = ""
@@ -115,7 +118,7 @@ class Run:
 
 def is_result(name: str) -> bool:
     """Whether a name is a result of an evaluation, not a number of samples."""
-    return name.startswith("eval/") and name.rpartition("/")[2] not in ("samples", "bad")
+    return name.startswith("eval/") and name.rpartition("/")[2] not in ("samples", "bad", "of_samples")
 
 
 def read(folder: Path) -> Run:
@@ -141,6 +144,7 @@ def read(folder: Path) -> Run:
     if run.metrics.damaged:
         lines = "1 line is" if run.metrics.damaged == 1 else f"{run.metrics.damaged} lines are"
         problems.append(f"metrics.jsonl: {lines} damaged or half written, and left out")
+    run.evaluations = evaluations_file.read(folder)
     run.log = train_log.read(folder / "train.log")
     run.checkpoints = [one for one in manifest.listed(folder / "checkpoints") if _is_whole(one)]
     problems += [f"checkpoints/{complaint}" for complaint in manifest.unreadable(folder / "checkpoints")]

@@ -49,7 +49,8 @@ class Metrics:
     """Metrics, and how a batch is fed to them. `Task.metrics` may return this."""
 
     metrics: MetricCollection | Metric | Mapping[str, Metric | MetricCollection]
-    """torchmetrics objects on the CPU. Lockstep moves them to the device. They see every evaluation sample once."""
+    """torchmetrics objects on the CPU. Lockstep moves them to the device. They see every evaluation sample once. Copies
+    of them see every training sample once in each window of the log, where `Task.loss` returns outputs."""
     update: MetricsUpdate = update_from_pair
     """Called with (metrics, output of `predict`, batch) for each batch. `metrics` is always a MetricCollection."""
 
@@ -140,8 +141,9 @@ class Task(abc.ABC):
         head.
 
         It may also return a tuple (loss, output), where `output` is the result of `predict` for this batch. Then an
-        evaluation with metrics needs no second forward pass. While the model trains, the tuple is an error: return it
-        if `not model.training`.
+        evaluation with metrics needs no second forward pass, and the log has the metrics of the training, too:
+        `train/accuracy` beside `train/loss`. While the model trains, no gradient flows through `output`: detach what it
+        is computed from, so that nothing is kept for a backward pass.
         """
 
     def predict(self, model: nn.Module, batch: Batch) -> Any:
@@ -154,7 +156,7 @@ class Task(abc.ABC):
         )
 
     def metrics(self) -> MetricCollection | Metric | Mapping[str, Metric | MetricCollection] | Metrics | None:
-        """torchmetrics objects for the evaluation, or None.
+        """torchmetrics objects for the evaluation and for the log of the training, or None.
 
         By default, metrics are fed with `update(output, batch[1])`. For batches that are not (input, target) pairs,
         return `lockstep.Metrics(metrics, update)`.

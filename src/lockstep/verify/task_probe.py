@@ -241,7 +241,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
 
 
 def _loss(task: Task, batch: Any, model: nn.Module) -> Any:
-    return task.loss(model, batch)
+    return data.heads(task.loss(model, batch))
 
 
 def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int = 8) -> list[Any]:

@@ -44,7 +44,6 @@ Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
 _KEPT = "classification.json"
 _DIGITS = "digits"
 _DIGITS_SIZE = 8
-_MOST_CLASSES = 4096  # with a confusion matrix: it has 16 million counts then
 
 
 @dataclass(frozen=True)
@@ -264,10 +263,10 @@ class Classification(Task):
         share = batch["label_share"]
         return (share * weights[batch["labels"]] + (1 - share) * weights[batch["partner_labels"]]).sum()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
         loss = self._loss(logits, batch, smoothing=self.options.label_smoothing if model.training else 0.0)
-        return loss if model.training else (loss, self._probabilities(logits))
+        return loss, self._probabilities(logits.detach())
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         dtype = next(model.parameters()).dtype
@@ -301,20 +300,16 @@ class Classification(Task):
     def metrics(self) -> Metrics:
         """`accuracy`, `accuracy_top5` (where there are more classes than that), `macro_f1`, and the matrix
         `confusion`."""
-        from torchmetrics import classification
+        from lockstep.tasks.class_metrics import class_metrics
 
-        # The labels were checked where they were read. torchmetrics' checks would wait for the device in every batch.
-        quick: dict[str, Any] = {"validate_args": False}
-        count, most = len(self.classes), self.options.top_k
-        metrics: dict[str, Any] = {"accuracy": classification.MulticlassAccuracy(count, average="micro", **quick)}
-        if 1 < most < count:
-            top = classification.MulticlassAccuracy(count, average="micro", top_k=most, **quick)
-            metrics[f"accuracy_top{most}"] = top
-        metrics["macro_f1"] = classification.MulticlassF1Score(count, **quick)
-        if count <= _MOST_CLASSES:
-            metrics["confusion"] = classification.MulticlassConfusionMatrix(count, **quick)
-        return Metrics(metrics, self._update)
+        return Metrics(class_metrics(len(self.classes), top_k=self.options.top_k), self._update)
 
     @staticmethod
     def _update(metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
-        metrics.update(output, batch["labels"])
+        """Feed a batch. A mixed picture counts as the class of which it shows more."""
+        from lockstep.tasks.class_metrics import update_class_metrics
+
+        labels = batch["labels"]
+        if "partner_labels" in batch:
+            labels = torch.where(batch["label_share"] < 0.5, batch["partner_labels"], labels)
+        update_class_metrics(metrics, output, labels)

@@ -296,7 +296,7 @@ class Detection(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         targets = self.targets(batch)
-        if model.training:
+        if model.training:  # mAP needs all detections at once, so there is none of the training
             outputs = self._forward(model, batch["images"], targets, training=True)
             return self._models.losses(model, outputs, targets)
         losses: dict[str, Tensor] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchmetrics import Metric
 
+from lockstep.tasks.counting import counted
 from lockstep.tasks.segmentation.losses import IGNORED
 
 
@@ -34,18 +35,22 @@ class PixelCounts(Metric):
         self.add_state("confusion", torch.zeros(count, count, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("boundaries", torch.zeros(4, count, dtype=torch.int64), dist_reduce_fx="sum")
 
-    def update(self, predicted: Sequence[Tensor], masks: Sequence[Tensor], tolerances: Sequence[int]) -> None:
+    def update(
+        self, predicted: Sequence[Tensor], masks: Sequence[Tensor], tolerances: Sequence[int] | None = None
+    ) -> None:
         """Count the pixels of pictures.
 
         Args:
             predicted: class numbers (height, width) of each picture.
             masks: true class numbers (height, width) of each picture; ignored pixels are -1.
-            tolerances: for each picture, the distance in pixels at which boundaries match.
+            tolerances: for each picture, the distance in pixels at which boundaries match. None: boundaries are not
+                counted.
         """
-        for output, mask, tolerance in zip(predicted, masks, tolerances, strict=True):
+        for number, (output, mask) in enumerate(zip(predicted, masks, strict=True)):
             mask = mask.to(output.device)
             self.confusion += confusion(output, mask, len(self.classes)).to(self.confusion)
-            if self.boundary:
+            if self.boundary and tolerances is not None:
+                tolerance = tolerances[number]
                 self.boundaries += boundary_counts(output, mask, len(self.classes), tolerance).to(self.boundaries)
 
     def compute(self) -> dict[str, Any]:
@@ -77,11 +82,10 @@ def confusion(predicted: Tensor, mask: Tensor, classes: int) -> Tensor:
     """Counts of pixels by (true class, predicted class), without ignored pixels: int64 (classes, classes).
 
     Args:
-        predicted, mask: class numbers (height, width); ignored pixels of `mask` are -1.
+        predicted, mask: class numbers of the same shape; ignored pixels of `mask` are -1.
     """
-    valid = mask != IGNORED
-    pairs = mask[valid].long() * classes + predicted[valid].long()
-    return torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+    pairs = torch.where(mask == IGNORED, classes * classes, mask.long() * classes + predicted.long())
+    return counted(pairs, classes * classes + 1)[:-1].reshape(classes, classes)
 
 
 def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: int) -> Tensor:
@@ -114,11 +118,8 @@ def boundary_counts(predicted: Tensor, mask: Tensor, classes: int, tolerance: in
 
 
 def _by_class(labels: Tensor, classes: int) -> Tensor:
-    """The number of pixels of each class, without those that are -1: int64 (classes). The host does not wait for the
-    device, as it does with `torch.bincount`."""
-    counts = torch.zeros(classes + 1, dtype=torch.int64, device=labels.device)
-    places = labels.flatten().long() + 1
-    return counts.scatter_add_(0, places, torch.ones_like(places))[1:]
+    """The number of pixels of each class, without those that are -1: int64 (classes)."""
+    return counted(labels.long() + 1, classes + 1)[1:]
 
 
 def boundary_f1(counts: Tensor) -> float:

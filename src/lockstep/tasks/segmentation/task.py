@@ -308,16 +308,17 @@ class Segmentation(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         if isinstance(batch["masks"], Tensor):
             logits, masks = self._logits(model, batch["images"]), batch["masks"]
-            return self._by_head(self._losses(resized(logits, masks.shape[-2:]), masks, training=model.training))
+            logits = resized(logits, masks.shape[-2:])
+            outputs: list[Any] = [self._output(of_picture) for of_picture in logits.detach()]
+            return self._by_head(self._losses(logits, masks, training=model.training)), outputs
         sums: dict[str, Tensor] = {}
-        outputs: list[Any] = [None] * len(batch["masks"])
+        outputs = [None] * len(batch["masks"])
         for place, logits in self._scores(model, batch):
             mask = batch["masks"][place]
             for name, value in self._losses(logits.unsqueeze(0), mask.unsqueeze(0), training=False).items():
                 sums[name] = sums[name] + value if name in sums else value
             outputs[place] = self._output(logits)
-        found = self._by_head(sums)
-        return found if model.training else (found, outputs)
+        return self._by_head(sums), outputs
 
     def _by_head(self, values: dict[str, Tensor]) -> Any:
         """A single value is that of the head `loss`."""
@@ -425,7 +426,12 @@ class Segmentation(Task):
 
 
 def _update(metrics: MetricCollection, output: Sequence[Mapping[str, Tensor]], batch: Batch) -> None:
-    metrics.update([part["classes"] for part in output], batch["masks"], batch["tolerances"])
+    """Feed a batch. Batches of training have no tolerances: boundaries would wait for the device in every step."""
+    predicted = [part["classes"] for part in output]
+    if "tolerances" in batch:
+        metrics.update(predicted, batch["masks"], batch["tolerances"])
+    else:
+        metrics.update([torch.stack(predicted)], [batch["masks"]])
 
 
 def resized(logits: Tensor, size: Sequence[int]) -> Tensor:

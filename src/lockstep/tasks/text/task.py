@@ -255,10 +255,10 @@ class Text(Task):
             return (labels * weights + (1 - labels)).mean(dim=1).sum()
         return weights[labels].sum()
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Tensor]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = self._logits(model, batch)
         loss = self._loss(logits, batch)
-        return loss if model.training else (loss, self._probabilities(logits))
+        return loss, self._probabilities(logits.detach())
 
     def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
         logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
@@ -294,23 +294,24 @@ class Text(Task):
         `confusion`."""
         from torchmetrics import classification
 
+        from lockstep.tasks.class_metrics import ConfusionByLabel, class_metrics
+
+        count = len(self.labels)
+        if not self.options.multi_label:
+            return Metrics(class_metrics(count), self._update)
         # The labels were checked where they were read. torchmetrics' checks would wait for the device in every batch.
         quick: dict[str, Any] = {"validate_args": False}
-        count = len(self.labels)
-        if self.options.multi_label:
-            metrics = {
-                "accuracy": classification.MultilabelExactMatch(count, **quick),
-                "macro_f1": classification.MultilabelF1Score(count, **quick),
-                "confusion": classification.MultilabelConfusionMatrix(count, **quick),
-            }
-        else:
-            metrics = {
-                "accuracy": classification.MulticlassAccuracy(count, average="micro", **quick),
-                "macro_f1": classification.MulticlassF1Score(count, **quick),
-                "confusion": classification.MulticlassConfusionMatrix(count, **quick),
-            }
+        metrics = {
+            "accuracy": classification.MultilabelExactMatch(count, **quick),
+            "macro_f1": classification.MultilabelF1Score(count, **quick),
+            "confusion": ConfusionByLabel(count),
+        }
         return Metrics(metrics, self._update)
 
-    @staticmethod
-    def _update(metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
-        metrics.update(output, batch["labels"].long())
+    def _update(self, metrics: MetricCollection, output: Tensor, batch: Batch) -> None:
+        from lockstep.tasks.class_metrics import update_class_metrics
+
+        if self.options.multi_label:
+            metrics.update(output, batch["labels"].long())
+        else:
+            update_class_metrics(metrics, output, batch["labels"])

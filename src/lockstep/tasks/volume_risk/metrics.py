@@ -176,6 +176,44 @@ class RiskMetrics(Metric):
         return numbers
 
 
+class AnswerAccuracy(Metric):
+    """The share of the known labels that are answered right: the risk is at least `threshold` exactly where the event
+    comes. A risk that is not finite is wrong.
+
+    `compute` returns `accuracy` over all known labels, and `accuracy/QUESTION` of each question with a known label.
+    """
+
+    full_state_update = False
+    right: Tensor
+    known: Tensor
+
+    def __init__(self, questions: Sequence[str], *, threshold: float = 0.5) -> None:
+        super().__init__()
+        self.questions, self.threshold = list(questions), threshold
+        for name in ("right", "known"):
+            self.add_state(name, torch.zeros(len(self.questions), dtype=torch.int64), dist_reduce_fx="sum")
+
+    @property
+    def possible_results(self) -> list[str]:
+        """Names of all numbers that `compute` may return."""
+        return ["accuracy", *(f"accuracy/{question}" for question in self.questions)]
+
+    def update(self, risks: Tensor, labels: Tensor, indices: Tensor) -> None:
+        """Count the samples of a batch, as `RiskMetrics.update` gets them."""
+        known = ~labels.isnan()
+        right = ((risks >= self.threshold) == (labels > 0.5)) & risks.isfinite()
+        self.right += (right & known).sum(dim=0)
+        self.known += known.sum(dim=0)
+
+    def compute(self) -> dict[str, Tensor]:
+        right, known = self.right.double(), self.known.double()
+        seen = {name: place for place, name in enumerate(self.questions) if known[place]}
+        if not seen:
+            return {}
+        by_question = {f"accuracy/{name}": right[place] / known[place] for name, place in seen.items()}
+        return {"accuracy": right.sum() / known.sum(), **by_question}
+
+
 def update_risk_metrics(metrics: MetricCollection, output: Mapping[str, Any], batch: Mapping[str, Tensor]) -> None:
     """Feed a batch to the metrics: `risks` of the output, and `labels` and `index` of the batch."""
     metrics.update(output["risks"], batch["labels"], batch["index"])

@@ -39,7 +39,7 @@ from lockstep.tasks.volume_risk.losses import (
     survival_loss,
     survival_units,
 )
-from lockstep.tasks.volume_risk.metrics import RiskMetrics, update_risk_metrics
+from lockstep.tasks.volume_risk.metrics import AnswerAccuracy, RiskMetrics, update_risk_metrics
 from lockstep.tasks.volume_risk.model import VolumeRiskModel
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
 from lockstep.tasks.volume_risk.outputs import largest_weights, mean_of_groups
@@ -348,7 +348,7 @@ class VolumeRisk(Task):
             return survival_units(batch["labels"], self.outcomes, options.reduction)
         return answer_units(batch["labels"], options.reduction)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, Output]:
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Output]:
         logits, output = self._forward(model, batch)
         options, labels = self.options, batch["labels"]
         if options.loss == "survival":
@@ -356,7 +356,7 @@ class VolumeRisk(Task):
         else:
             weights = self._positive_weights.like(logits)
             loss = answer_loss(logits, labels, reduction=options.reduction, positive_weight=weights)
-        return loss if model.training else (loss, output)
+        return loss, output
 
     def predict(self, model: nn.Module, batch: Batch) -> Output:
         """The risks of each volume, and the slices with the largest weights."""
@@ -380,7 +380,10 @@ class VolumeRisk(Task):
     # ---- metrics
 
     def metrics(self) -> Metrics:
-        """Scores of each question and event: see `metrics.RiskMetrics`."""
+        """Scores of each question and event: see `metrics.RiskMetrics` and `metrics.AnswerAccuracy`.
+
+        The log of the training has the accuracy. The other scores need all risks at once.
+        """
         options = self.options
         metric = RiskMetrics(
             self.questions,
@@ -389,7 +392,8 @@ class VolumeRisk(Task):
             threshold=options.threshold,
             resamples=options.resamples,
         )
-        return Metrics(metric, update_risk_metrics)
+        accuracy = AnswerAccuracy(self.questions, threshold=options.threshold)
+        return Metrics({"risks": metric, "accuracy": accuracy}, update_risk_metrics)
 
 
 def _positive_weights(options: VolumeRiskOptions, questions: Sequence[str], labels: Tensor) -> list[float] | None:
