@@ -20,9 +20,9 @@ def test_a_plain_model_has_plain_torchs_gradients(family, tmp_path):
     """Some compute norms and positions in float32, also where the model has float64."""
     target, *overrides = arguments(family)
     settings = config_file.load(target, [*overrides, "train.steps=8"])
-    config = settings.model_copy(update={"batch": settings.batch.resolve(1)}).model_dump(by_alias=True)
+    config = settings.model_copy(update={"batch": settings.batch.resolve(2)}).model_dump(by_alias=True)
     (found,) = command.verify(
-        config, 1, tmp_path, checks=["gradients"], quick=True, steps=4, tell=lambda _: None, workers=ranks._ranks
+        config, 2, tmp_path, checks=["gradients"], quick=True, steps=4, tell=lambda _: None, workers=ranks._ranks
     ).checks
     assert found.status == "passed", found.reason
     assert KEPT.get(family, "") in found.reason

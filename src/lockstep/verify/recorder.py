@@ -117,8 +117,13 @@ class Recording:
 
     @property
     def losses(self) -> list[float]:
-        """The logged losses, by step."""
+        """The logged losses, in the order of the steps."""
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
+
+    @property
+    def losses_by_step(self) -> dict[int, float]:
+        """The same by step, counted from 0. A step without a valid unit has no loss."""
+        return {int(entry["step"]) - 1: entry["train/loss"] for entry in self.entries if "train/loss" in entry}
 
 
 class TrainingRecorder(Recorder):
