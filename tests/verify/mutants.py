@@ -211,7 +211,7 @@ _engine("averages never updated", "metric", (STEP, "state.averages.update()", "p
 
 # ---- overfit: not even eight samples
 
-_task("labels drawn anew in each epoch", "overfit", "LabelsDrawn")
+_task("labels drawn anew in each epoch", "metric", "LabelsDrawn")
 _task("logits behind a closed gate", "overfit", "LogitsOff")
 _task("inputs averaged over the batch", "overfit", "InputsAveraged")
 _task("softmax over samples", "ranks", "SoftmaxOverSamples")

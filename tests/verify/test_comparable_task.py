@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -528,6 +529,24 @@ def test_disturbing_changes_generators_and_nothing_else():
     between = generators.states()
     task.weight(batch)
     assert all(len({before[name], between[name], after}) == 3 for name, after in generators.states().items())
+
+
+class Pairs(clean_tasks.Base):
+    """Each sample is paired with another one in each epoch, as for a siamese network."""
+
+    def prepare(self, sample, epoch, training):
+        return sample[0] + torch.randn(12), (sample[1] + epoch + random.randrange(4)) % 4
+
+
+def test_few_samples_can_be_the_same_in_each_epoch():
+    task = ComparableTask(Pairs(), TaskChanges(train_samples=8, no_augmentation=True, same_in_each_epoch=True))
+    data = task.train_data()
+    assert len(data) == 8
+    first, later = ([task.prepare(data[index], epoch, True) for index in range(8)] for epoch in (0, 3))
+    assert [label for _, label in first] == [label for _, label in later]
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(first, later, strict=True))
+    first[0][0].zero_()  # as a `collate` that works in place
+    assert torch.equal(task.prepare(data[0], 0, True)[0], later[0][0])
 
 
 def test_plain_samples_are_prepared_as_for_evaluation():

@@ -141,7 +141,12 @@ def test_the_best_constant_is_evaluated_on_other_data():
     assert found.values["loss"] == pytest.approx(
         -float((torch.tensor([3, 3, 9]) / 15 * frequencies.log()).sum()), abs=1e-3
     )
-    assert found.values["accuracy"] == pytest.approx(3 / 15)
+    # The loss is least for the class that is most frequent in training; the answer that is right most often is another.
+    assert found.values["accuracy"] == pytest.approx(9 / 15)
+    assert found.units == 15
+    assert found.chance("accuracy") == pytest.approx(2.6 * (0.6 * 0.4 / 15) ** 0.5)
+    assert found.is_beaten("accuracy", 0.95)
+    assert not found.is_beaten("accuracy", 0.9)
     assert found.values["samples"] == 15
     assert found.comparable_metrics == ["accuracy"]
     assert found.is_better("accuracy", 0.6, 0.5)

@@ -12,7 +12,7 @@ from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.generators import disturb
 from lockstep.verify.recorder import RecorderOptions, modules_in_wrong_mode
 from lockstep.verify.worker_functions import TrainingRun
-from tests import runs
+from tests import own_tasks, runs
 from tests.selection import mainly
 from tests.verify import broken_tasks, mutants
 
@@ -100,3 +100,17 @@ def test_training_begins_in_the_mode_that_train_gives(tmp_path):
     assert fitted("FrozenNorm", tmp_path / "right").wrong_modes == []
     with mutants.broken(mutants.MUTANTS["modules put into training mode past the model's own train()"]):
         assert fitted("FrozenNorm", tmp_path / "wrong").wrong_modes == ["norm"]
+
+
+def test_a_gradient_is_compared_in_the_next_step_where_a_step_makes_no_update(tmp_path):
+    """A global batch without a valid label makes none."""
+    task = {"kind": f"{Path(own_tasks.__file__)}:FewLabels"}
+    settings = runs.config(task=task, batch={"global": 20}, train={"steps": 6}, log={"every_steps": 1})
+    record = RecorderOptions(gradient_steps=(0, 1))
+    seen = worker_functions.train(TrainingRun("few", 1, settings, str(tmp_path), TaskChanges(), record))
+    skipped = [step for step in range(6) if not any(seen.units[step].values())]
+    assert 1 in skipped, skipped
+    updated = [step for step in range(6) if step not in skipped]
+    assert set(seen.gradients) == {next(step for step in updated if step >= wanted) for wanted in (0, 1)}
+    assert [step for step, _ in seen.grad_norms] == updated
+    assert all(comparison.difference < 1e-12 for comparison in seen.gradients.values())

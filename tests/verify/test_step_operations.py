@@ -14,7 +14,7 @@ from lockstep.engine import step as engine
 from lockstep.verify import step_operations, worker_functions
 from lockstep.verify.comparable_task import TaskChanges
 from lockstep.verify.recorder import RecorderOptions
-from lockstep.verify.step_operations import RandomOperations, StepOperations
+from lockstep.verify.step_operations import CoarseOperations, RandomOperations, StepOperations
 from lockstep.verify.worker_functions import TrainingRun
 from tests import runs
 from tests.ranks import run_ranks
@@ -260,3 +260,32 @@ def test_operations_that_compare_samples_are_found(operation, found):
         operations.is_paused = True
         operation(outputs, labels)
     assert operations.found == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "coarse"),
+    [
+        (lambda inputs: inputs.float().square().mean().to(inputs), torch.float32),
+        (lambda inputs: inputs.softmax(0, dtype=torch.float32).double(), torch.float32),
+        (lambda inputs: inputs.to(torch.complex64), torch.complex64),
+        (lambda inputs: inputs.float() + inputs.bfloat16(), torch.bfloat16),
+        (lambda inputs: torch.zeros(3).add_(inputs), torch.float32),
+        (lambda inputs: inputs + torch.arange(3).float().cos(), None),
+        (lambda inputs: torch.zeros_like(inputs, dtype=torch.float32) + 1, None),
+        (lambda inputs: inputs.softmax(0).argmax().float(), None),
+    ],
+)
+def test_a_coarser_number_format_is_noticed_where_something_is_rounded_to_it(operation, coarse):
+    with CoarseOperations() as found:
+        operation(torch.rand(3, dtype=torch.float64))
+    assert found.epsilon == (torch.finfo(coarse).eps if coarse else 0.0)
+    assert bool(found.words) == bool(coarse)
+    assert not coarse or found.words.startswith(f"{str(coarse).removeprefix('torch.')} at test_step_operations.py:")
+
+
+def test_a_coarser_number_format_is_noticed_in_a_backward_pass():
+    inputs = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    inputs.register_hook(lambda gradient: gradient.half().double())
+    with CoarseOperations() as found:
+        inputs.sum().backward()
+    assert found.epsilon == torch.finfo(torch.float16).eps

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from lockstep.verify.derivative import wrong_derivative
+from lockstep.verify.derivative import own_backwards, wrong_derivative
 from lockstep.verify.repetition import depends_on_rank, differs, model_difference
 from lockstep.verify.zero_outputs import other_units
 from tests.verify.broken_tasks import Doubled, PaddingCounted, Tokens
@@ -106,6 +107,51 @@ def test_a_gradient_is_compared_with_differences(activation, wrong):
     found = wrong_derivative(lambda model, batch: functional.mse_loss(model(batch), batch[:, :3]), model, batch)
     assert bool(found) == wrong
     assert all(map(torch.equal, model.parameters(), before))
+
+
+class Halved(torch.autograd.Function):
+    """tanh with a backward pass that forgets a factor where `right` is not set."""
+
+    @staticmethod
+    def forward(context, inputs, right):
+        context.save_for_backward(inputs.tanh())
+        context.right = right
+        return inputs.tanh()
+
+    @staticmethod
+    def backward(context, gradient):
+        (outputs,) = context.saved_tensors
+        return (1.0 if context.right else 0.5) * gradient * (1 - outputs.square()), None
+
+
+class Residual(nn.Module):
+    """A small branch has a backward pass of its own."""
+
+    def __init__(self, right):
+        super().__init__()
+        self.first, self.branch, self.last = (nn.Linear(4, 4).double() for _ in range(3))
+        self.right = right
+
+    def forward(self, inputs):
+        hidden = self.first(inputs).relu()
+        return self.last(hidden + 0.05 * Halved.apply(self.branch(hidden), self.right))
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_backward_pass_that_forgets_a_factor_is_found_in_a_small_branch(right):
+    torch.manual_seed(0)
+    model, batch = Residual(right), torch.randn(6, 4, dtype=torch.float64)
+
+    def call(model, batch):
+        return functional.mse_loss(model(batch), batch.flip(0), reduction="sum")
+
+    (name,) = own_backwards(call(model, batch))
+    assert name.startswith("Halved (test_task_remarks.py:")
+    found = wrong_derivative(call, model, batch)
+    assert (f"Only parameters below {name} were moved" in found) != right
+    assert bool(found) != right
+    inputs = batch.clone().requires_grad_()  # torch itself has such classes, too
+    assert own_backwards(checkpoint(model.first, inputs, use_reentrant=True).sum()) == {}
 
 
 def units_of(task):

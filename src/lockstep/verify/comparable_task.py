@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ class TaskChanges:
     """The same for evaluation samples."""
     no_augmentation: bool = False
     """Training samples are prepared as for evaluation."""
+    same_in_each_epoch: bool = False
+    """Training samples are read and prepared once, in epoch 0, and are the same in every epoch. For a few samples."""
     note_generators: bool = False
     """The states of the global generators before each training loss are kept in `ComparableTask.generator_states`."""
     fixed_buffers: tuple[str, ...] = ()
@@ -64,7 +67,8 @@ class ComparableTask(Task):
         self.generator_states: list[str] = []
         self.presenter = lambda _: task.presenter(task)  # type: ignore[assignment]
         unchanged = ["setup", "coefficients"]
-        unchanged += [] if changes.no_augmentation and not is_default(task.prepare) else ["prepare"]
+        prepares = changes.same_in_each_epoch or (changes.no_augmentation and not is_default(task.prepare))
+        unchanged += [] if prepares else ["prepare"]
         unchanged += [] if changes.reverse else ["collate"]
         unchanged += [] if changes.float64 else ["metrics"]
         unchanged += [] if changes.float64 or changes.disturb_generators else ["weight"]
@@ -104,13 +108,16 @@ class ComparableTask(Task):
             norm.momentum = momentum
 
     def train_data(self) -> Dataset[Any]:
-        return _subset(self.task.train_data(), self.changes.train_samples)
+        data = _subset(self.task.train_data(), self.changes.train_samples)
+        return _Prepared(self, data) if self.changes.same_in_each_epoch else data
 
     def eval_data(self) -> Dataset[Any] | None:
         data = self.task.eval_data()
         return None if data is None else _subset(data, self.changes.eval_samples)
 
     def prepare(self, sample: Any, epoch: int, training: bool) -> Any:
+        if isinstance(sample, _PreparedSample):
+            return copy.deepcopy(sample.sample)  # `collate` may change it
         return self.task.prepare(sample, epoch, training and not self.changes.no_augmentation)
 
     def collate(self, samples: list[Any]) -> Any:
@@ -242,6 +249,27 @@ class _Subset(Dataset[Any]):
         """The name of a sample, for error messages."""
         where = getattr(self.data, "where", None)
         return str(where(self.indices[index])) if where else f"{type(self.data).__name__}[{self.indices[index]}]"
+
+
+@dataclass(frozen=True)
+class _PreparedSample:
+    """What a task made of a raw sample."""
+
+    sample: Any
+
+
+class _Prepared(Dataset[Any]):
+    """All samples of a small data set, read and prepared in epoch 0."""
+
+    def __init__(self, task: ComparableTask, data: Any) -> None:
+        self.samples = read(task, data, range(len(data)), epoch=0, training=True, seed=0, skip=True)
+        self.lengths = getattr(data, "lengths", None) if len(self.samples) == len(data) else None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return _PreparedSample(self.samples[index])
 
 
 def _subset(data: Any, count: int | None) -> Dataset[Any]:

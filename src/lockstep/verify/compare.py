@@ -91,7 +91,8 @@ def first_difference(first: Sequence[float], second: Sequence[float], bound: flo
 
 def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> tuple[int, str] | None:
     """(step counted from 0, words) of the first difference between two trainings; None where they are the same."""
-    for step in range(len(first[0].losses)):
+    losses, other_losses = first[0].losses_by_step, again[0].losses_by_step
+    for step in sorted(losses.keys() | {step for recording in first for step in recording.batches}):
         for rank, (recording, other) in enumerate(zip(first, again, strict=True)):
             if recording.batches.get(step) != other.batches.get(step):
                 return step, (
@@ -99,7 +100,7 @@ def first_difference_of_runs(first: list[Recording], again: list[Recording]) -> 
                     "draws random numbers that (seed, epoch, sample) do not determine, such as those of "
                     "numpy.random.default_rng()"
                 )
-        loss, other_loss = first[0].losses[step], again[0].losses[step]
+        loss, other_loss = losses.get(step), other_losses.get(step)
         if loss != other_loss:
             return step, (
                 f"the loss of step {step + 1} is {loss!r}, and {other_loss!r} in a second run, on the same batch"

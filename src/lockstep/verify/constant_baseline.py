@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from lockstep.distributed.world import join_world
 from lockstep.engine import task_checks
@@ -13,9 +17,12 @@ from lockstep.tasks.task import Task
 from lockstep.trainer import Trainer
 from lockstep.verify.comparable_task import ComparableTask, TaskChanges
 from lockstep.verify.free_outputs import FreeOutputs, fit_outputs
-from lockstep.verify.reference.evaluation import evaluate_model
+from lockstep.verify.reference.evaluation import evaluate_constants, evaluate_model
 
 _EVAL_SAMPLES = 2000
+_MOST_CLASSES = 10  # of which each is tried as the answer to everything; the most frequent ones, where there are more
+_CERTAIN = 30.0  # is added to the output of a class, which makes its probability 1 to rounding
+_STANDARD_ERRORS = 2.6  # chance alone gives more once in 200 trainings
 
 
 @dataclass
@@ -23,7 +30,9 @@ class ConstantBaseline:
     """Loss and metrics of the best constant output."""
 
     values: dict[str, float] = field(default_factory=dict)
-    """Of the best constant output."""
+    """The loss of the best constant output. For each metric, the best value of any constant output that was tried."""
+    units: float = 0.0
+    """Number of units (samples, labels, pixels) of the evaluation data; of the head that has most of them."""
     untrained: dict[str, float] = field(default_factory=dict)
     """Of the model before training."""
     higher_is_better: dict[str, bool] = field(default_factory=dict)
@@ -39,6 +48,21 @@ class ConstantBaseline:
     def comparable_metrics(self) -> list[str]:
         """Names of the metrics of which it is known whether higher values are better."""
         return [name for name in self.values if name in self.higher_is_better]
+
+    def chance(self, name: str) -> float:
+        """How much better than a constant output a model that knows nothing may be by chance; 0 where it is not known.
+
+        A mean of n values between 0 and 1 has a standard error of at most sqrt(p (1 - p) / n), where p is the mean.
+        """
+        value = self.values[name]
+        if not self.higher_is_better[name] or not 0 <= value <= 1 or not self.units:
+            return 0.0
+        return _STANDARD_ERRORS * math.sqrt(value * (1 - value) / self.units)
+
+    def is_beaten(self, name: str, value: float) -> bool:
+        """Whether `value` of the metric `name` is better than that of all constant outputs by more than chance."""
+        constant = self.values[name]
+        return self.is_better(name, value, constant) and abs(value - constant) > self.chance(name)
 
     def is_better(self, name: str, value: float, other: float) -> bool:
         """Whether `value` of the metric `name` is better than `other`."""
@@ -70,4 +94,43 @@ def constant_baseline(config: Mapping[str, Any], train_samples: int) -> Constant
         for name, metric in metrics.items() if metrics is not None else ():
             if metric.higher_is_better is not None:
                 baseline.higher_is_better[str(name)] = bool(metric.higher_is_better)
+        _try_classes(baseline, task, constant, config, world.device)
     return baseline
+
+
+def _try_classes(
+    baseline: ConstantBaseline,
+    task: Task,
+    outputs: FreeOutputs,
+    config: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Let the constant output be certain of one class after the other, and keep the best value of each metric.
+
+    The loss has one best constant, and a metric often another: the class that is most frequent in the evaluation data.
+    """
+    fitted = [output.detach().clone() for output in outputs.outputs]
+    largest = max((output.numel() for output in fitted), default=0)
+    # A single number stands for two classes.
+    constants = [
+        [_certain(output, place) for output in fitted]
+        for place in range(min(largest, _MOST_CLASSES) if largest > 1 else 2 * largest)
+    ]
+    with contextlib.suppress(Exception):  # metrics may refuse some constants
+        found, baseline.units = evaluate_constants(task, outputs, list(outputs.outputs), constants, config, device)
+        for values in found:
+            for name in baseline.comparable_metrics:
+                if baseline.is_better(name, values[name], baseline.values[name]):
+                    baseline.values[name] = values[name]
+
+
+def _certain(fitted: torch.Tensor, place: int) -> torch.Tensor:
+    """A constant output that is certain of the class at `place`, where the most frequent class has place 0.
+
+    Classes are in the last dimension, or are the channels of a map.
+    """
+    if fitted.numel() == 1:
+        return torch.full_like(fitted, -_CERTAIN if place else _CERTAIN)
+    rows = fitted.reshape(-1, fitted.shape[-1]) if fitted.shape[-1] > 1 else fitted.reshape(1, -1)
+    chosen = rows.argsort(dim=-1, descending=True)[:, min(place, rows.shape[-1] - 1)]
+    return rows.scatter_add(-1, chosen[:, None], torch.full_like(rows[:, :1], _CERTAIN)).reshape(fitted.shape)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lockstep.tasks.task import Task
 from lockstep.verify.comparable_task import sum_of_heads
+from lockstep.verify.derivative import own_backwards
 from lockstep.verify.reference import data
-from lockstep.verify.step_operations import ComparingOperations
+from lockstep.verify.step_operations import CoarseOperations, ComparingOperations
 
 COUPLED = 1e3  # roundings; samples influence each other where the loss is further off
 _IS_MEAN = 1e-3  # relative difference below which the loss of a batch is the mean over its halves
@@ -28,7 +29,11 @@ class Coupling:
     """What a batch and its halves show about the loss."""
 
     epsilon: float
-    """Relative rounding of the number format of the loss."""
+    """Relative rounding of the coarsest number format in which the model or the loss computes."""
+    coarse: str = ""
+    """This number format and a place, where the model or the loss converts to it on the way."""
+    own_backwards: list[str] = field(default_factory=list)
+    """Classes of `torch.autograd.Function` in the graph of the loss, with file and line."""
     coupling: float = 0.0
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
@@ -49,11 +54,12 @@ def measure_coupling(task: Task, model: nn.Module, batches: Sequence[Batch]) -> 
         batches: a batch and its halves. A single sample has one half.
     """
     (whole, _), *halves = batches
-    with _recorded(model, batches[0][1]) as record:
+    with _recorded(model, batches[0][1]) as record, CoarseOperations() as coarse:
         losses = data.heads(task.loss(model, whole))
-    objective = sum_of_heads(losses)
-    torch.autograd.backward(objective)
-    found = Coupling(torch.finfo(objective.dtype).eps)
+        objective = sum_of_heads(losses)
+        functions = list(own_backwards(objective))
+        torch.autograd.backward(objective)
+    found = Coupling(max(torch.finfo(objective.dtype).eps, coarse.epsilon), coarse.words, functions)
     if len(halves) < 2:
         return found
     losses_of_halves, records = [], []

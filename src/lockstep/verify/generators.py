@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep import devices
+from lockstep.verify.step_operations import RandomOperations
 
 
 def states() -> dict[str, str]:
@@ -18,6 +22,22 @@ def states() -> dict[str, str]:
         "Python's random": repr(random.getstate()),
         "numpy.random": repr(np.random.get_state()),
     }
+
+
+def changed(before: Mapping[str, str]) -> list[str]:
+    """Names of the generators whose state is no longer that of `states` before."""
+    return [name for name, state in states().items() if state != before[name]]
+
+
+def random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
+    """Operations that draw random numbers in a forward pass, and generators other than torch's that it draws from."""
+    before = states()
+    with RandomOperations() as operations, torch.no_grad():
+        call(model, batch)
+    names = changed(before)
+    # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
+    by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in names else []
+    return [name for name in names if name != "torch"] + by_torch
 
 
 def disturb(number: int) -> None:

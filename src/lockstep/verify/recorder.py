@@ -41,7 +41,8 @@ class RecorderOptions:
     probe_steps: tuple[int, ...] = ()
     """After these steps, the same batch passes through the model on every rank."""
     gradient_steps: tuple[int, ...] = ()
-    """In these steps (counted from 0), the gradient is compared with plain torch's."""
+    """In these steps (counted from 0), the gradient is compared with plain torch's. Where no update is made, in the
+    next step that makes one."""
     unused_parameters: bool = False
     """Find parameters that never got a gradient other than zero."""
     communication_steps: tuple[int, ...] = ()
@@ -114,8 +115,13 @@ class Recording:
 
     @property
     def losses(self) -> list[float]:
-        """The logged losses, by step."""
+        """The logged losses, in the order of the steps."""
         return [entry["train/loss"] for entry in self.entries if "train/loss" in entry]
+
+    @property
+    def losses_by_step(self) -> dict[int, float]:
+        """The same by step, counted from 0. A step without a valid unit has no loss."""
+        return {int(entry["step"]) - 1: entry["train/loss"] for entry in self.entries if "train/loss" in entry}
 
 
 class TrainingRecorder(Recorder):
@@ -138,6 +144,7 @@ class TrainingRecorder(Recorder):
         self.task, self.config, self.options, self.after_step = task, config, options, after_step
         self.recording = Recording()
         self._updates = 0
+        self._gradient_steps = set(options.gradient_steps)
         self._gradient: GradientComparison | None = None
         self._never_used: dict[str, Tensor] = {}
         self._operations: StepOperations | None = None
@@ -212,7 +219,7 @@ class TrainingRecorder(Recorder):
             self.recording.batches[step] = [digest_of_batch(micro.batch) for micro in micro_batches]
         if not state.forward.training:
             self.recording.steps_in_eval_mode.append(step)
-        if step in self.options.gradient_steps:
+        if step in self._gradient_steps:
             self._gradient = self._reference_gradient(prepared)
         if self.options.disturb_generators:
             disturb(2 * step)
@@ -231,7 +238,9 @@ class TrainingRecorder(Recorder):
             self.task.generator_states.clear()
         if self._reference_optimizer is not None:
             self._reference_optimizer.after_step(state.averages.tensors if state.averages else None)
-        self._gradient = None  # still set where the update was skipped
+        if self._gradient is not None:  # the update was skipped
+            self._gradient = None
+            self._gradient_steps.add(state.step)
         if options.digest_every and (state.step % options.digest_every == 0 or state.step == prepared.stop):
             self.recording.digests[state.step] = self._digest_state(prepared)
         if state.step in options.probe_steps:

@@ -161,6 +161,47 @@ class RandomOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+class CoarseOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, operations are found whose result has a coarser number format than one of their inputs.
+
+    A model in float64 may compute its norms, positions or softmax in float32. A constant in float32 rounds nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.epsilon = 0.0
+        """Relative rounding of the coarsest of these results; 0 where there is none."""
+        self.words = ""
+        """Its number format, and the file and line of the operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [_rounding_of(tensor) for tensor in _tensors_in((args, kwargs))]
+        finest = min(given, default=0.0)  # before the operation, which may write into an input
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        rounds = finest and not name.endswith("_like") and not name.startswith("aten::new_")  # these read no value
+        for tensor in _tensors_in(result) if rounds else ():
+            epsilon = _rounding_of(tensor)
+            if epsilon > max(finest, self.epsilon):
+                self.epsilon = epsilon
+                self.words = f"{str(tensor.dtype).removeprefix('torch.')} at {_place_of_caller()[0]}"
+        return result
+
+
+def _rounding_of(tensor: Tensor) -> float:
+    return float(torch.finfo(tensor.dtype).eps)
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of floating-point or complex numbers among the arguments or results of an operation."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() or value.is_complex() else []
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [tensor for item in inner for tensor in _tensors_in(item)]
+
+
 class CollectiveOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, the names of collectives are recorded."""
 

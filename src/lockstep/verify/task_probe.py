@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from lockstep.verify.coupling import COUPLED, Batch, measure_coupling, shrinking
 from lockstep.verify.derivative import wrong_derivative
 from lockstep.verify.reference import data
 from lockstep.verify.repetition import depends_on_rank, differs, model_difference
-from lockstep.verify.step_operations import RandomOperations, pretended_ranks
+from lockstep.verify.step_operations import pretended_ranks
 from lockstep.verify.zero_outputs import other_units
 
 _COMPARED_SAMPLES = 32  # for a loss that compares samples
@@ -67,7 +67,9 @@ class TaskProbe:
     float64_error: str = ""
     """Why the task does not run in float64."""
     epsilon: float = 0.0
-    """Relative rounding of the number format of the loss."""
+    """Relative rounding of the coarsest number format in which the model or the loss computes."""
+    coarse: str = ""
+    """This number format and a place, where the model or the loss converts to it on the way."""
     coupling: float = 0.0
     """Difference between the loss of a batch and the sum over its halves, relative to the loss; of the worst head."""
     mean_heads: list[str] = field(default_factory=list)
@@ -97,6 +99,27 @@ class TaskProbe:
     """How the loss compares the samples of a batch with each other on purpose; empty where it does not."""
     collectives: list[str] = field(default_factory=list)
     """Collectives that the loss makes by itself, where there are several ranks."""
+
+    own_backwards: list[str] = field(default_factory=list)
+    """Classes of `torch.autograd.Function` in the graph of the loss, with file and line."""
+    derivative: Literal["compared", "wrong", ""] = ""
+    """Whether the gradient was compared with a numerical derivative, and differs."""
+
+    def own_gradients(self) -> str:
+        """Words for the end of a reason, where somebody wrote a backward pass."""
+        if not self.own_backwards:
+            return ""
+        names = ", ".join(self.own_backwards[:3])
+        if self.derivative == "wrong":
+            return f"; but it is not the derivative of the loss, see the note. Backward passes of its own: {names}"
+        if self.derivative == "compared":
+            return f"; a numerical derivative agrees with the backward pass of {names}"
+        why = "the task does not run in float64" if not self.float64 else "the loss cannot be computed twice alike"
+        return f"; not compared with a numerical derivative, as {why}: the backward pass of {names}"
+
+    def precision(self) -> str:
+        """Words for the end of a reason, where the model or the loss computes in a coarser number format on the way."""
+        return f"; the task rounds to {self.coarse}, and the bound counts it" if self.coarse else ""
 
     def notes(self) -> list[str]:
         """What a comparison of two trainings leaves out, for people."""
@@ -206,13 +229,13 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         _find_seeding(probe, task, train_samples)
         before = generators.states()
         (whole, _), *_ = _batches(task, samples, world.device)
-        probe.random_in_collate = _changed_generators(before)
+        probe.random_in_collate = generators.changed(before)
         with contextlib.suppress(Exception):  # the training itself reports an error in the model or the loss
             probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
-        probe.random = _random_operations(task.loss, model, whole)
-        probe.random_in_evaluation = _random_operations(task.loss, model.eval(), whole)
+        probe.random = generators.random_operations(task.loss, model, whole)
+        probe.random_in_evaluation = generators.random_operations(task.loss, model.eval(), whole)
         with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
-            probe.random_in_prediction = _random_operations(task.predict, model, whole)
+            probe.random_in_prediction = generators.random_operations(task.predict, model, whole)
             probe.prediction_difference = differs(task.predict, model, whole)
         model.train()
         probe.dropouts = disable_dropout(model)
@@ -224,7 +247,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 model = exact.model().to(world.device).train()
                 samples = read(exact)
                 batches = _batches(exact, samples, world.device)
-                probe.random_without_dropout = _random_operations(exact.loss, model, batches[0][0])
+                probe.random_without_dropout = generators.random_operations(exact.loss, model, batches[0][0])
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _look_at_coupling(probe, exact, model, batches, partial(read, exact))
@@ -281,21 +304,6 @@ def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 
     return [(data.to_device(batch, device), size) for batch, size in batches]
 
 
-def _changed_generators(before: Mapping[str, str]) -> list[str]:
-    return [name for name, state in generators.states().items() if state != before[name]]
-
-
-def _random_operations(call: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> list[str]:
-    """Operations that draw random numbers in a forward pass, and generators other than torch's that it draws from."""
-    before = generators.states()
-    with RandomOperations() as operations, torch.no_grad():
-        call(model, batch)
-    changed = _changed_generators(before)
-    # Operations such as attention are able to draw, and do not where their dropout is zero. So the generator decides.
-    by_torch = (list(dict.fromkeys(operations.names)) or ["torch"]) if "torch" in changed else []
-    return [name for name in changed if name != "torch"] + by_torch
-
-
 def _look_at_coupling(
     probe: TaskProbe, task: ComparableTask, model: nn.Module, batches: list[Batch], read: Callable[..., list[Any]]
 ) -> None:
@@ -316,7 +324,8 @@ def _look_at_coupling(
             if found.compares_samples:
                 found.mean_heads = shrinking_heads(task, model, converted(_batches(task, samples, device)))
                 break
-    probe.coupling, probe.epsilon, probe.mean_heads = found.coupling, found.epsilon, found.mean_heads
+    probe.coupling, probe.mean_heads = found.coupling, found.mean_heads
+    probe.epsilon, probe.coarse, probe.own_backwards = found.epsilon, found.coarse, found.own_backwards
     probe.without_labels = found.without_labels
     probe.has_comparison = found.has_comparison and bool(found.compares_samples)
     probe.compares_samples = "" if found.mean_heads else found.compares_samples
@@ -345,7 +354,8 @@ def _find_remarks(probe: TaskProbe, task: ComparableTask, model: nn.Module, samp
     if not task.changes.float64:
         return
     with contextlib.suppress(Exception):
-        difference = wrong_derivative(task.loss, model, batch)
+        difference = wrong_derivative(task.loss, model, batch, epsilon=probe.epsilon)
+        probe.derivative = "wrong" if difference else "compared"
         if difference:
             probe.remarks.append(
                 f"the gradient is not the derivative of the loss: {difference}. This is right where detach(), a "

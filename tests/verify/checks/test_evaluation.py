@@ -154,6 +154,12 @@ def test_all_predicted_alike_where_truths_differ_is_a_fault():
     assert same.reason.startswith("1 different prediction for 3 samples with 1 different truth, equal to")
 
 
+def test_without_a_presenter_for_truths_nothing_is_said_about_them():
+    result = described(rows([1, 0, 1], [None, None, None]))
+    assert result.reason == "2 different predictions for 3 samples, equal to those of a plain loop"
+    assert "Presenter.truth gives no label" in result.notes[0]
+
+
 def test_outputs_that_are_described_alike_and_differ_are_a_fault():
     def with_outputs(mean, shape=(4,)):
         return [row | {worker_functions.OUTPUT: [(shape, mean, 2.0)]} for row in rows([0, 1], [0, 1])]

@@ -25,6 +25,7 @@ def steps(count=4, lr=0.01, **more):
         "steps_per_epoch": 10,
         "base_lr": lr,
         "grad_norms": [(step, 1.0) for step in range(count)],
+        "samples": [(step, 0, (step,)) for step in range(count)],
         "trainable": {"0.weight": (2, 2)},
     }
     found["learning_rates"] = [(step, lr, lr) for step in range(count)]
@@ -71,8 +72,43 @@ def test_rounding_that_is_amplified_is_allowed():
     assert checked(comparisons={0: update(1e-6, epsilon=1e-7)}).status == "passed"
 
 
+def test_a_step_without_a_valid_label_is_rightly_skipped():
+    """It has no loss and makes no update."""
+    found = steps(4)
+    found.learning_rates.pop()
+    del found.entries[1]["train/loss"]
+    found.entries[-1]["train/skipped"] = 1
+    assert checked(learned=[found, found]).status == "passed"
+    found.entries[-1]["train/skipped"] = 0
+    assert "4 steps, of which 0 were skipped, made 3 updates" in checked(learned=[found, found]).reason
+
+
+def test_a_coarse_number_format_inside_of_the_model_is_said_and_counts():
+    coarse = TaskProbe(epsilon=2.0**-23, coarse="float32 at model.py:7")
+    result = checked(comparisons={0: update(1e-6)}, probe=coarse)
+    assert result.status == "passed"
+    assert result.reason.endswith("; the task rounds to float32 at model.py:7, and the bound counts it")
+    assert result.bound == pytest.approx(1000 * 2.0**-23)
+    assert checked(comparisons={0: update(1e-2)}, probe=coarse).status == "fault"
+    half = checked(comparisons={0: update(1e-2)}, probe=TaskProbe(epsilon=2.0**-7, coarse="bfloat16 at model.py:7"))
+    assert half.status == "not shown"
+    assert "a fault could hide in it; the task rounds to bfloat16 at model.py:7" in half.reason
+    assert checked(comparisons={0: update(10.0)}, probe=TaskProbe(epsilon=2.0**-7)).status == "fault"
+
+
+def test_a_backward_pass_that_somebody_wrote_is_named_with_what_a_numerical_derivative_says():
+    def said(**facts):
+        return checked(probe=TaskProbe(epsilon=1e-16, own_backwards=["Scale (model.py:3)"], **facts)).reason
+
+    agrees = "a numerical derivative agrees with the backward pass of Scale (model.py:3)"
+    assert said(derivative="compared").endswith(agrees)
+    assert "not the derivative of the loss, see the note" in said(derivative="wrong")
+    assert "not compared with a numerical derivative, as the task does not run in float64" in said(float64=False)
+
+
 def test_without_an_update_there_is_a_fault():
-    assert "no update was made" in checked(comparisons={}).reason
+    assert "no update was made" in checked(learned=[steps(0), steps(0)], comparisons={}).reason
+    assert checked(comparisons={}).status == "not shown"  # the steps to compare had no valid label
 
 
 def test_a_model_that_draws_random_numbers_shows_nothing_but_other_faults():

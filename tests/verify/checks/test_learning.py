@@ -229,6 +229,18 @@ def test_a_metric_that_contradicts_the_loss_is_a_fault_and_one_that_says_nothing
     assert measured(0.5, 0.9, higher_is_better={"accuracy": False}).status == "fault"
 
 
+def test_a_metric_within_chance_of_a_constant_output_shows_nothing():
+    """The standard error of a share of 0.5 over 360 samples is 0.026."""
+    for accuracy in (0.45, 0.5, 0.56):
+        result = measured(0.5, accuracy, units=360.0)
+        assert result.status == "not shown"
+        assert "is within chance of the best constant output, 0.5: on 360 evaluation labels" in result.reason
+        assert "chance may give 0.5685" in result.reason
+    assert measured(0.5, 0.6, units=360.0).status == "passed"
+    assert "(by chance up to 0.5685)" in measured(0.5, 0.6, units=360.0).reason
+    assert measured(0.5, 0.4, units=360.0).status == "fault"
+
+
 def test_without_a_metric_the_loss_decides():
     assert measured(0.5, 0.1, higher_is_better={}).status == "passed"
     assert measured(1.5, 0.1, higher_is_better={}).status == "fault"

@@ -51,6 +51,20 @@ def test_another_loss_is_said_with_its_step():
     assert "the loss of step 2 is 2.0, and 2.000000000000001" in text
 
 
+def test_steps_without_a_loss_shift_no_others():
+    """A step without a valid label has none."""
+
+    def skipping(last, again=5):
+        found = run(losses=(3.0, 2.0, last))
+        del found.entries[1]["train/loss"]
+        found.digests[2] = {"model.batch_norm.weight": (0, 4, again)}
+        return found
+
+    assert differ([skipping(1.0)], [skipping(1.0)]) is None
+    assert differ([skipping(1.0)], [skipping(9.0)])[0] == 2
+    assert differ([skipping(1.0)], [skipping(1.0, again=6)])[0] == 1
+
+
 def test_another_tensor_is_said_with_its_step_and_rank():
     other = run()
     other.digests[2] = {"model.batch_norm.weight": (0, 4, 6)}

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from lockstep.verify.comparable_task import TaskChanges
+from lockstep.verify.compare import is_too_large
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference import order, schedule
@@ -35,8 +36,11 @@ def gradients(experiments: Experiments) -> CheckResult:
         default=None,
     )
     if worst is None:
-        return fault("; ".join([*complaints, "no update was made"]))
-    bound = _ROUNDINGS * worst.epsilon * max(1.0, worst.condition)
+        if complaints or learned[0].grad_norms:
+            few = "no step from which gradients were to be compared has a valid unit"
+            return fault("; ".join(complaints)) if complaints else not_shown(few)
+        return fault("no update was made")
+    bound = _ROUNDINGS * max(worst.epsilon, probe.epsilon) * max(1.0, worst.condition)
     more = {
         "value": worst.difference,
         "bound": bound,
@@ -44,6 +48,9 @@ def gradients(experiments: Experiments) -> CheckResult:
         "notes": probe.notes() + probe.remarks,
     }
     obstacle = probe.obstacle()
+    if obstacle is None and worst.difference <= bound and is_too_large(bound):
+        obstacle = f"rounding may change the gradient by {bound:.2g}, so that a fault could hide in it"
+        obstacle += probe.precision()
     if obstacle is None and not worst.difference <= bound:
         text = (
             f"the gradient is not plain torch's: {worst.difference:.2g} off, {worst.ratio:.6g} times as long, "
@@ -56,7 +63,8 @@ def gradients(experiments: Experiments) -> CheckResult:
         return not_shown(obstacle, **more)
     return passed(
         f"equal to plain torch's in {len(comparisons)} steps; in {len(learned[0].grad_norms)} steps finite, "
-        f"and not zero for each of {len(learned[0].trainable)} trainable parameters",
+        f"and not zero for each of {len(learned[0].trainable)} trainable parameters{probe.precision()}"
+        f"{probe.own_gradients()}",
         **more,
     )
 
@@ -100,7 +108,8 @@ def _wrong_learning_rates(recording: Recording, experiments: Experiments) -> lis
                 f"the schedule says {base_lr * factor:.6g}"
             ]
     skipped = int(recording.entries[-1].get("train/skipped", 0)) if recording.entries else 0
-    steps, updates = len(recording.losses), len(recording.learning_rates)
+    # A step without units makes no update and has no loss, so losses do not count steps.
+    steps, updates = len(recording.samples), len(recording.learning_rates)
     if updates != steps - skipped:
         return [f"{steps} steps, of which {skipped} were skipped, made {updates} updates"]
     return []

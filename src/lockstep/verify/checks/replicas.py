@@ -204,7 +204,7 @@ def compare_with_one_process(
     if compare.is_too_large(bound) and (difference.largest <= bound or not math.isfinite(bound)):
         return not_shown(
             f"rounding alone moves the weights by {bound / 30:.2g} of what training moves, "
-            "so that a fault could hide in it; try fewer --steps",
+            f"so that a fault could hide in it; try fewer --steps{probe.precision()}",
             **more,
         )
     if difference.missing:
@@ -217,7 +217,7 @@ def compare_with_one_process(
             f"(most in {difference.worst}), losses {difference.losses:.2g}{since}"
         )
         return fault(f"{text}. {probe.diagnosis()}".rstrip(". "), **more)
-    return passed(f"{words} and one process train the same model", **more)
+    return passed(f"{words} and one process train the same model{probe.precision()}", **more)
 
 
 def _differs_when_repeated(experiments: Experiments) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,49 @@ def evaluate_model(
     if metrics and length > bad:
         values |= _numbers("", metrics.compute())
     return values | {"samples": length - bad, "bad": bad}
+
+
+def evaluate_constants(
+    task: Task,
+    model: nn.Module,
+    outputs: Sequence[Tensor],
+    constants: Sequence[Sequence[Tensor]],
+    config: Mapping[str, Any],
+    device: torch.device,
+    *,
+    micro_batch: int = 64,
+) -> tuple[list[dict[str, float]], float]:
+    """The metrics of a model whose outputs are constants, for each of several constants, in one pass over the data.
+
+    Args:
+        model: returns `outputs`.
+        constants: the values that `outputs` get one after the other. They get their own values back.
+
+    Returns:
+        The metrics by constant, and the units of the data; those of the head that has most of them.
+    """
+    samples_of: Any = task.eval_data()
+    fitted, units = [output.detach().clone() for output in outputs], dict[str, float]()
+    collections = [_metrics(task) for _ in constants]
+    model.eval()
+    with torch.no_grad(), autocast(config, device):
+        for start in range(0, len(samples_of), micro_batch):
+            samples = _read(task, samples_of, range(start, min(start + micro_batch, len(samples_of))), config)
+            if not samples:
+                continue
+            batch = task.collate(samples)
+            for head, count in data.count_units(task, [(batch, len(samples))]).items():
+                units[head] = units.get(head, 0.0) + count
+            on_device = data.to_device(batch, device)
+            for (metrics, update), constant in zip(collections, constants, strict=True):
+                for output, value in zip(outputs, constant, strict=True):
+                    output.copy_(value)
+                if metrics:
+                    update(metrics, task.predict(model, on_device), on_device)
+        for output, value in zip(outputs, fitted, strict=True):
+            output.copy_(value)
+    values = [_numbers("", metrics.compute()) if metrics else {} for metrics, _ in collections]
+    return values, max(units.values(), default=0.0)
 
 
 def predict_model(
