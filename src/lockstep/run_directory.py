@@ -44,6 +44,7 @@ _OURS = (
     "memory",
     "report.html",
 )
+_HANG_REPORTS = "hang-*.txt"
 DESCRIBING = ("config.yaml", "environment.json", "task", "source", model_table.FILE, "train.log", "metrics.jsonl")
 """Files and folders that describe a run. With a checkpoint they are a run directory that can be evaluated."""
 # Keys that change the length of the schedule's curve.
@@ -83,7 +84,7 @@ def _claim(
         with contextlib.suppress(UsageError):
             logs |= files_of_writers(config_file.read_run(folder).log.writers)
         if fresh and not _was_restarted(folder):
-            ours = [folder / name for name in (*_OURS, *logs)]
+            ours = [*(folder / name for name in (*_OURS, *logs)), *folder.glob(_HANG_REPORTS)]
             _check_first_weights_stay(folder, config, ours)
             for path in ours:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

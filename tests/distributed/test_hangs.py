@@ -2,11 +2,13 @@
 
 import ctypes
 import datetime
+import faulthandler
 import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,24 +84,35 @@ def test_thread_that_computes_in_python_is_alive(reported):
     assert not reported.is_set()
 
 
-def test_file_of_last_resort_is_gone_before_other_ranks_hear_of_the_stack(monkeypatch, tmp_path):
-    """They may end then, and the agent kills this rank when it sees their end."""
-    there = []
+def holding_the_lock_of_the_interpreter(folder, output):
+    """The watchdog sets the clock of its last resort, as always, and then neither it nor any other thread can run."""
+    real, is_set = faulthandler.dump_traceback_later, threading.Event()
 
-    class Told(HashStore):
-        def set(self, key, value):
-            there.append((key, made.dump.exists()))
-            super().set(key, value)
+    def dump_soon(timeout, **how):
+        assert timeout == 100 + 3 * watchdog._ANSWER_S
+        real(0.1, **how)
+        is_set.set()
+        threading.Event().wait()
 
-    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=tmp_path / "none")
-    made.close()
-    made.dump = tmp_path / "hang-rank-0.txt"
-    made.dump.touch()
-    made.store = Told()
-    monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, *_: None)
-    made._report()
-    assert [key for key, _ in there] == ["stack/0", "collectives/0", "hang-report"]
-    assert not any(left for _, left in there)
+    faulthandler.dump_traceback_later = dump_soon
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 2)
+    watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=Path(folder)).tick_s = 0.01
+    is_set.wait()
+    ctypes.PyDLL(None).pause()
+
+
+def test_stacks_of_a_rank_that_cannot_report_are_on_stderr_and_no_file_is_left_of_it(tmp_path):
+    """Nobody could remove a file of a rank that is killed, and a rank that is started again would empty it."""
+    run, output = tmp_path / "run", tmp_path / "stderr"
+    run.mkdir()
+    (ended,) = ranks._ranks.run(1, holding_the_lock_of_the_interpreter, str(run), str(output))
+    assert ended.exit_code == 1
+    text = output.read_text()
+    assert text.startswith("Timeout (")
+    assert "in holding_the_lock_of_the_interpreter" in text
+    assert "in _watch" in text
+    assert not list(run.iterdir())
 
 
 def test_a_report_begins_below_the_command(tmp_path):
