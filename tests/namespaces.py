@@ -178,7 +178,7 @@ class Training:
         """Seconds from `happen` to the first new step, when some more steps were made."""
         before, begun = len(self.starts()), time.monotonic()
         happen()
-        processes.wait_for(lambda: len(self.starts()) > before, timeout=180)
+        processes.wait_for(lambda: len(self.starts()) > before)
         when, step = self.starts()[-1]
         self.wait_for_step(step + 3)
         return when - begun
