@@ -148,7 +148,7 @@ class Training:
     def wait(self):
         """Wait for all launchers. Gives their exit codes, by node."""
         for thread in self.threads:
-            thread.join(180)
+            thread.join(processes.HANG_S)
         return {node: process.poll() for node, process in self.nodes.items()}
 
     def output(self, node=None):

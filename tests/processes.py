@@ -112,6 +112,12 @@ def is_running(pid):
 # ---- in the background of other tests
 
 
+def count_commands(items):
+    """How many commands, and functions that start some, the tests ask for with `launched`."""
+    marks = {id(mark): mark for item in items if (mark := item.get_closest_marker("launched"))}
+    return sum(len(mark.args) for mark in marks.values())
+
+
 def launched(*commands, torchrun=None, **extra):
     """Mark a test with the commands that it needs. They run one after another, in the background of other tests.
 

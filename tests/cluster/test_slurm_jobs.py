@@ -57,7 +57,7 @@ class Slurm:
     def stop(self):
         """End all jobs, and the daemons."""
         self.call("scancel", "--user", "root", check=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while self.call("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
             time.sleep(0.5)
         daemons = [int(path.read_text()) for path in self.config.glob("*.pid")]
@@ -107,7 +107,7 @@ class Job:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.2)
 
-    def wait(self, timeout=400):
+    def wait(self, timeout=HANG_S):
         """Wait for the end of the job, and start it soon where it is queued again. Its last state."""
         deadline = time.monotonic() + timeout
         while (about := self.about()).state not in _ENDED:

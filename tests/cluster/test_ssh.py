@@ -225,7 +225,7 @@ def test_silence_is_a_lost_connection(tmp_path):
     agent.stdin.write(f"{json.dumps(order)}\n".encode())
     agent.stdin.flush()
     (child,) = wait_for_children(tmp_path, ("a",))
-    assert agent.wait(30) == 75
+    assert agent.wait(HANG_S) == 75
     assert not is_running(child)
     agent.communicate()
     assert host_agent.SIGN_EVERY_S * 3 < host_agent._SILENCE_S

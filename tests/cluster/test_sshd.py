@@ -93,7 +93,7 @@ def hosts(tmp_path_factory):
     hosts = Hosts(tmp_path_factory.mktemp("ssh"))
     yield hosts
     hosts.sshd.terminate()
-    hosts.sshd.wait(20)
+    hosts.sshd.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")

@@ -434,6 +434,7 @@ def test_classes_that_only_evaluation_masks_have_are_named_in_the_log(tmp_path):
     assert "no training mask has these classes of the evaluation masks: bar" in log
 
 
+@pytest.mark.exhaustive
 def test_street_scenes_train_and_are_predicted(shared_data, tmp_path):
     """CamVid: 11 classes, and the id 11 is ignored."""
     source = shared_data / "segmentation" / "camvid"
