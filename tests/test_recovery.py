@@ -35,8 +35,8 @@ from tests.own_tasks import Plain
 class WaitsInEvaluation(Plain):
     def loss(self, model, batch):
         folder = os.environ.get("WAITS")
-        begun = folder and not model.training and os.path.exists(f"{folder}/run/metrics.jsonl")  # not in the dry run
-        while begun and not os.path.exists(f"{folder}/asked"):
+        logged = folder and os.path.getsize(f"{folder}/run/metrics.jsonl")  # not in the dry run
+        while logged and not model.training and not os.path.exists(f"{folder}/asked"):
             time.sleep(0.01)
         return super().loss(model, batch)
 
