@@ -1,6 +1,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,9 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 _cache = tempfile.TemporaryDirectory(prefix="lockstep-cache-")
 os.environ["LOCKSTEP_CACHE"] = _cache.name  # ranks and commands that tests start inherit it
+
+_started = [0]
+sys.addaudithook(lambda event, _: _started.__setitem__(0, _started[0] + (event == "subprocess.Popen")))
 
 import torch  # noqa: E402
 
@@ -41,6 +45,11 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()  # torch and the tests stay, so collecting garbage need not look through them
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter):
+    commands = sum(len(launch.mark.args) for launch in background.launches.values())
+    terminalreporter.write_line(f"{commands} commands ran in the background; tests started {_started[0]} programs more")
 
 
 @pytest.fixture

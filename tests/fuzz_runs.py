@@ -97,7 +97,7 @@ def on_ranks(world: int, cases: Sequence[tuple[Case, str]], resumed: bool) -> li
     """For each case the answer of each rank; cases after one that failed have none."""
     if world == 1:
         return [[answer] for answer in fit_all(cases, resumed)]
-    by_rank = run_ranks(world, fit_all, list(cases), resumed, timeout_s=90)
+    by_rank = run_ranks(world, fit_all, list(cases), resumed)
     return [list(answers) for answers in zip(*by_rank, strict=False)]
 
 

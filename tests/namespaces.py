@@ -148,7 +148,7 @@ class Training:
     def wait(self):
         """Wait for all launchers. Gives their exit codes, by node."""
         for thread in self.threads:
-            thread.join(180)
+            thread.join(processes.HANG_S)
         return {node: process.poll() for node, process in self.nodes.items()}
 
     def output(self, node=None):
@@ -178,7 +178,7 @@ class Training:
         """Seconds from `happen` to the first new step, when some more steps were made."""
         before, begun = len(self.starts()), time.monotonic()
         happen()
-        processes.wait_for(lambda: len(self.starts()) > before, timeout=180)
+        processes.wait_for(lambda: len(self.starts()) > before)
         when, step = self.starts()[-1]
         self.wait_for_step(step + 3)
         return when - begun

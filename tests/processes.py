@@ -24,6 +24,8 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+HANG_S = 900.0
+"""Seconds that only a hang takes, also on a slow machine with other work. Tests wait so long for what must come."""
 _started = []
 """The processes that `start` has started in this process."""
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCKSTEP_STORE")
@@ -50,13 +52,13 @@ def command(*arguments, torchrun=None):
     return [sys.executable, "-m", "lockstep", *map(str, arguments)]
 
 
-def lockstep(*arguments, torchrun=None, timeout=120, **extra):
+def lockstep(*arguments, torchrun=None, **extra):
     """Run the command to its end. `extra` are environment variables."""
     return subprocess.run(
         command(*arguments, torchrun=torchrun),
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=HANG_S,
         env=environment(**extra),
     )
 
@@ -71,8 +73,8 @@ def start(*arguments, torchrun=None, **extra):
     return process
 
 
-def wait_for(condition, timeout=120):
-    deadline = time.monotonic() + timeout
+def wait_for(condition):
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -108,6 +110,12 @@ def is_running(pid):
 
 
 # ---- in the background of other tests
+
+
+def count_commands(items):
+    """How many commands, and functions that start some, the tests ask for with `launched`."""
+    marks = {id(mark): mark for item in items if (mark := item.get_closest_marker("launched"))}
+    return sum(len(mark.args) for mark in marks.values())
 
 
 def launched(*commands, torchrun=None, **extra):
@@ -215,10 +223,10 @@ class Background:
             if os.getppid() == parent:
                 launch.run()
 
-    def wait(self, item, timeout=200):
+    def wait(self, item):
         """The launch of a test, when its commands have ended."""
         launch = self.launches[id(item.get_closest_marker("launched"))]
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + HANG_S
         while not (launch.folder / "done").exists():
             assert time.monotonic() < deadline
             for other in self.launches.values():

@@ -20,6 +20,7 @@ from typing import Any
 
 from lockstep.distributed import warm_process
 from lockstep.verify.workers import WorkerEnded, Workers
+from tests.processes import HANG_S
 
 if multiprocessing.parent_process() is None:  # ranks import this module too, and need no warm process of their own
     warm_process.start(["torchmetrics", "lockstep.verify.worker_functions"])
@@ -32,7 +33,7 @@ class RankFailed(AssertionError):
     """Names the ranks that failed, each with its traceback."""
 
 
-def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S) -> list[Any]:
     """What `function(*arguments)` returned on each rank.
 
     Raises:
@@ -41,7 +42,7 @@ def run_ranks(world: int, function: Callable[..., Any], *arguments: Any, timeout
     return _values(_ranks.run(world, _answer, function, *arguments, timeout_s=timeout_s))
 
 
-def run_on_python_device(function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> Any:
+def run_on_python_device(function: Callable[..., Any], *arguments: Any, timeout_s: float = HANG_S) -> Any:
     """What `function(device, *arguments)` returned in a process that has the device of `tests/python_device.py`.
 
     Raises:

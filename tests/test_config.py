@@ -12,6 +12,7 @@ from lockstep.config import RunConfig, training_keys
 from lockstep.config_file import load, parse, read_run, recipes, to_yaml
 from lockstep.errors import UsageError
 from lockstep.tasks import registry
+from tests.processes import HANG_S
 
 TOY = {"task": {"kind": "toy"}}
 
@@ -789,7 +790,7 @@ def test_reading_a_config_imports_no_torch():
         "import sys; from lockstep.config_file import load; load('toy'); "
         "print([name for name in ('torch', 'torchmetrics', 'numpy') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=HANG_S)
     assert result.stdout.strip() == "[]"
 
 

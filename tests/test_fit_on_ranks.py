@@ -14,7 +14,7 @@ from lockstep import Trainer
 from lockstep.errors import UsageError
 from lockstep.observe.live_line import LiveLine
 from tests import own_tasks, runs
-from tests.processes import ROOT, environment, launched
+from tests.processes import HANG_S, ROOT, environment, launched
 
 SCRIPT = """
 import json, os, signal, threading, time
@@ -104,7 +104,7 @@ def _run(folder, first, text, *more):
     if text is not None:
         (Path(folder) / first).write_text(text)
     command = [sys.executable, first, *more]
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=HANG_S)
 
 
 @launched(run_script)

@@ -1,6 +1,7 @@
 """Which part of the package may import which, read from the import statements of the source."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from tests import processes
 
 PACKAGE = Path(lockstep.__file__).parent
 
@@ -271,23 +273,28 @@ def test_only_distributed_knows_torch_distributed():
     assert {module for module in knowing if not module.startswith("distributed.")} == set()
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "import lockstep",
-        "import lockstep.cli",
-        "import lockstep.config",
-        "import lockstep.config_file",
-        "import lockstep.tasks.text.options",
-        "import lockstep.images.options",
-        "import lockstep.tasks.classification.options",
-        "import lockstep.data.order",
-        "import lockstep.report.run_page, lockstep.report.comparison, lockstep.plan.advise",
-    ],
-)
-def test_light_imports_do_not_load_torch(code):
-    check = f"{code}; import sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+LIGHT = """
+lockstep lockstep.cli lockstep.config lockstep.config_file lockstep.tasks.text.options lockstep.images.options
+lockstep.tasks.classification.options lockstep.data.order lockstep.report.run_page lockstep.report.comparison
+lockstep.plan.advise
+"""
+
+
+def test_light_imports_do_not_load_torch():
+    check = f"import importlib, sys\nfor name in {LIGHT!r}.split():\n    importlib.import_module(name)\n"
+    check += "    assert 'torch' not in sys.modules, name"
+    done = subprocess.run([sys.executable, "-c", check], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+COMMANDS = 28
+"""`make test` runs so many commands in the background. Each imports torch anew, so most tests use warm ranks."""
+
+
+def test_commands_in_the_background_are_within_their_budget(request):
+    left_out = ("exhaustive", "gpu", "cluster")
+    items = [item for item in request.session.items if not any(map(item.get_closest_marker, left_out))]
+    assert processes.count_commands(items) <= COMMANDS
 
 
 def test_training_imports_neither_torchmetrics_nor_tensorboard_before_the_first_step():
@@ -296,3 +303,10 @@ def test_training_imports_neither_torchmetrics_nor_tensorboard_before_the_first_
         f"import lockstep.trainer, lockstep.tasks.classification.task, sys; sys.exit(bool({late} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_no_test_waits_for_a_number_of_seconds_that_a_slow_machine_may_need():
+    bound = re.compile(r"timeout=\d|monotonic\(\) \+ \d|\.(join|wait)\([1-9]\d*\)")
+    here = Path(__file__)
+    found = [str(path) for path in here.parent.rglob("*.py") if path != here and bound.search(path.read_text())]
+    assert found == [str(here.parent / "distributed" / "test_several_nodes.py")]  # another time, and no wait

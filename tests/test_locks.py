@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from lockstep.locks import LockedError, locked
+from tests.processes import HANG_S
 
 # A rank that holds the lock and has a forked worker, as a DataLoader starts it; prints the worker's process id.
 RANK = """
@@ -39,7 +40,7 @@ def test_forked_worker_of_a_killed_rank_does_not_hold_the_lock(tmp_path, starter
                 pytest.fail("two processes hold one lock")
             rank.kill()
             rank.wait()
-            with locked(path, wait_s=5.0) as is_alone:  # the system may take a moment; the worker lives on
+            with locked(path, wait_s=HANG_S) as is_alone:  # the system may take a moment; the worker lives on
                 assert is_alone
             os.kill(worker, 0)  # it lives
         finally:

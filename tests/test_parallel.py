@@ -70,7 +70,7 @@ def test_switch_gives_the_training_of_plain_torch(switch, by_hand, tmp_path):
     world, parallel = STRATEGIES.get(name) or (3, {"strategy": "ddp"})
     others = {key: value for key, value in sections.items() if key != "parallel"}
     settings = settings_for(world, parallel | sections.get("parallel", {}), 2, train={"steps": STEPS}, **others)
-    for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, tmp_path, timeout_s=280):
+    for weights, _ in run_ranks(world, rank_cases.fit_quietly, "Deep", {}, settings, tmp_path):
         assert runs.difference(without_calls(weights), by_hand) < 1e-10
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.checkpoint import files, store
 from tests import processes, rank_cases
-from tests.processes import children, handles, has_logged, is_running, launched, ranks_of, start, wait_for
+from tests.processes import HANG_S, children, handles, has_logged, is_running, launched, ranks_of, start, wait_for
 from tests.ranks import run_ranks
 
 SETTINGS = [
@@ -32,10 +32,12 @@ TASKS = """
 import os, time
 from tests.own_tasks import Plain
 
-class SlowEvaluation(Plain):
+class WaitsInEvaluation(Plain):
     def loss(self, model, batch):
-        if not model.training and "SLOW" in os.environ:
-            time.sleep(0.2)
+        folder = os.environ.get("WAITS")
+        logged = folder and os.path.getsize(f"{folder}/run/metrics.jsonl")  # not in the dry run
+        while logged and not model.training and not os.path.exists(f"{folder}/asked"):
+            time.sleep(0.01)
         return super().loss(model, batch)
 
 class FailsToEvaluate(Plain):
@@ -50,13 +52,6 @@ class SlowSteps(Plain):
     def loss(self, model, batch):
         time.sleep(0.01)
         return super().loss(model, batch)
-
-class SlowStart(SlowEvaluation):
-    def model(self):
-        begun = time.monotonic()
-        while time.monotonic() - begun < 4:  # as a first compile does
-            sum(range(10000))
-        return super().model()
 
 class HangsThenCrashes(Plain):
     calls = 0
@@ -124,7 +119,7 @@ def kill_the_launcher(folder):
     ranks = ranks_of(first.pid)
     first.kill()
     first.communicate()
-    wait_for(lambda: not any(map(is_running, ranks)), timeout=10)
+    wait_for(lambda: not any(map(is_running, ranks)))
     return ranks
 
 
@@ -159,31 +154,28 @@ def ask_to_stop(folder, number, nproc):
     )
     wait_for(lambda: has_logged(folder / "run"))
     os.killpg(process.pid, number)  # as a terminal does: to the launcher, and on one rank also to the loader's workers
-    asked = time.monotonic()
-    out, errors = process.communicate(timeout=60)
-    took = time.monotonic() - asked
-    deadline = time.monotonic() + 2  # a helper of `multiprocessing` ends after the launcher
-    while (left := _has_processes(process.pid)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors, took=took, left=left)
+    out, errors = process.communicate(timeout=HANG_S)
+    wait_for(lambda: not _has_processes(process.pid))  # a helper of `multiprocessing` ends after the launcher
+    return SimpleNamespace(returncode=process.returncode, stdout=out, stderr=errors)
 
 
 def ask_twice(folder):
     """Goes on from where the request before has stopped, in a copy."""
     run = shutil.copytree(folder / "run", folder / "twice")
     logged = (run / "metrics.jsonl").read_text().count("\n")
-    stuck = "0:*:before-rename:hang 1:*:before-share:hang"
+    stuck = f"0:*:before-rename:hang 1:*:before-share:hang:{folder}/stuck"
     process = start(
         "train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--nproc", 2, "--run-dir", run, LOCKSTEP_FAIL_AT=stuck
     )
     wait_for(lambda: (run / "metrics.jsonl").read_text().count("\n") > logged)
     ranks = ranks_of(process.pid)
     process.send_signal(signal.SIGINT)
-    time.sleep(2)
+    wait_for((folder / "stuck").exists)
+    time.sleep(0.5)  # what comes sooner is the same key press
     waited = process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    wait_for(lambda: not any(map(is_running, ranks)), timeout=5)
+    _, errors = process.communicate(timeout=HANG_S)
+    wait_for(lambda: not any(map(is_running, ranks)))
     return SimpleNamespace(returncode=process.returncode, stderr=errors, waited=waited, ranks=len(ranks))
 
 
@@ -209,11 +201,9 @@ stopped = launched(functools.partial(ask_to_stop, number=signal.SIGTERM, nproc=2
 def test_request_to_stop_saves_ends_with_75_and_another_start_goes_on(launch, number, nproc):
     done, run = launch.done[0], launch.folder / "run"
     assert done.returncode == 75, done.stderr
-    assert done.took < 20
     step, _ = state(run)
     assert f"stopped by {number.name} at step {step} of 1000000, saved" in done.stdout
     assert done.stderr.strip() == "the same command goes on from there"
-    assert not done.left  # nobody
     task = f"{launch.folder}/tasks.py:SlowSteps"
     again = run_ranks(nproc, rank_cases.command, "train", task, *ENDLESS, f"train.steps={step + 5}", "--run-dir", run)
     assert f"at step {step}\n" in again[0]
@@ -241,11 +231,12 @@ STOPPED_IN_EVALUATION = [
 
 
 def ask_one_rank(folder):
-    task = f"{folder}/tasks.py:SlowEvaluation"
-    process = start("train", task, *STOPPED_IN_EVALUATION, "--nproc", 2, "--run-dir", folder / "run", SLOW="1")
+    task = f"{folder}/tasks.py:WaitsInEvaluation"
+    process = start("train", task, *STOPPED_IN_EVALUATION, "--nproc", 2, "--run-dir", folder / "run", WAITS=str(folder))
     wait_for(lambda: has_logged(folder / "run"))
     os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
-    _, errors = process.communicate(timeout=60)
+    (folder / "asked").touch()
+    _, errors = process.communicate(timeout=HANG_S)
     return SimpleNamespace(returncode=process.returncode, stderr=errors)
 
 
@@ -260,7 +251,7 @@ def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_i
         1,
         rank_cases.command,
         "train",
-        f"{launch.folder}/tasks.py:SlowEvaluation",
+        f"{launch.folder}/tasks.py:WaitsInEvaluation",
         *STOPPED_IN_EVALUATION,
         "--run-dir",
         run,
@@ -288,7 +279,7 @@ def kill_the_warm_process(folder):
     (warm,) = (child for child in children(process.pid) if len(children(child)) == 2)
     ranks = children(warm)
     os.kill(warm, signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANG_S)
     return SimpleNamespace(returncode=process.returncode, stderr=errors, left=[r for r in ranks if is_running(r)])
 
 
@@ -308,7 +299,7 @@ def ask_before_training(folder):
     begun[0].terminate()
     wait_for(lambda: len(ranks_of(begun[1].pid)) == 2)
     begun[1].terminate()
-    return [(process.communicate(timeout=60)[1], process.returncode) for process in begun]
+    return [(process.communicate(timeout=HANG_S)[1], process.returncode) for process in begun]
 
 
 @launched(ask_before_training)
@@ -320,7 +311,7 @@ def test_request_before_training_ends_with_75(launch):
         assert "the same command goes on from there" in errors
 
 
-RESTARTED = ["parallel.timeout_s=10", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]
+RESTARTED = ["parallel.timeout_s=20", "checkpoint.every_steps=10", "--nproc", 2, "--max-restarts", 5]
 hangs_then_crashes = launched(
     (
         "train",
@@ -337,7 +328,7 @@ hangs_then_crashes = launched(
 @hangs_then_crashes
 def test_hang_ends_in_a_report_of_every_rank_and_is_restarted(launch):
     (done,) = launch.done
-    assert "no rank made progress for 10 s" in done.stderr
+    assert "no rank made progress for 20 s" in done.stderr
     (report,) = (launch.folder / "run").glob("hang-2*.txt")
     text = report.read_text()
     assert re.search(r"rank 0 \(.*\): training, step 24, silent for \d+ s, at .*tasks.py:\d+ in loss", text)
@@ -364,23 +355,6 @@ def test_crash_at_the_same_step_twice_is_not_tried_for_ever(launch):
     assert "RuntimeError: always here" in done.stderr
     assert "tasks.py" in done.stderr.partition("error: rank 1 failed")[2]
     assert "it failed 2 times in a row at step 26" in done.stderr
-
-
-SLOW = [
-    "log.writers=[text_log,json_lines]",
-    "train.steps=10",
-    "parallel.timeout_s=2",
-    "train.eval_every_steps=10",
-    "task.eval_length=100",
-    "batch.global=8",
-]
-
-
-@launched(("train", "{folder}/tasks.py:SlowStart", *SLOW, "--run-dir", "{folder}/run"), SLOW="1")
-def test_slow_but_alive_is_no_hang(launch):
-    (done,) = launch.done
-    assert done.returncode == 0, done.stderr
-    assert not list((launch.folder / "run").glob("hang-*"))
 
 
 @launched(("train", "toy", *SETTINGS, "--nproc", 2, "--run-dir", "{folder}/run"), LOCKSTEP_FAIL_AT="1:60:in-share:full")
@@ -422,7 +396,7 @@ def ask_torchrun(folder):
     process = start("train", f"{folder}/tasks.py:SlowSteps", *ENDLESS, "--run-dir", folder / "run", torchrun=2)
     wait_for(lambda: has_logged(folder / "run"))
     process.terminate()
-    return process.communicate(timeout=60)[0]
+    return process.communicate(timeout=HANG_S)[0]
 
 
 @launched(ask_torchrun)

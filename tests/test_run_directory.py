@@ -205,7 +205,7 @@ def test_full_disk_at_a_restart_does_not_make_it_fresh_again(tmp_path, monkeypat
 
 
 def test_fresh_deletes_what_a_run_wrote_and_nothing_else(begun):
-    for name in ("metrics.jsonl", "train.log", "notes.txt"):
+    for name in ("metrics.jsonl", "train.log", "hang-20260304-050607.txt", "notes.txt"):
         (begun / name).write_text("x")
     (begun / "tensorboard").mkdir()
     claimed(begun, config(optim={"lr": 0.5}), fresh=True)

@@ -9,6 +9,7 @@ import torch
 
 from tests import processes
 from tests.guide_commands import ROOT, numbers, output_of, run_script
+from tests.processes import HANG_S
 from tests.ranks import run_ranks
 
 
@@ -207,7 +208,7 @@ def test_files_run_under_torchrun(name):
             text=True,
             cwd=folder,
             env=processes.environment(),
-            timeout=120,
+            timeout=HANG_S,
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout

@@ -23,7 +23,7 @@ from lockstep.config import RunConfig, training_keys
 from lockstep.distributed.launch import LOST_NODE, RESTARTS
 from lockstep.distributed.world import World
 from lockstep.errors import LockstepError, UsageError, did_you_mean
-from lockstep.observe import model_table
+from lockstep.observe import evaluations_file, model_table
 from lockstep.observe.factory import files_of_writers
 from lockstep.tasks import source_code
 from lockstep.tasks.task import Task

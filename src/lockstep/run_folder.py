@@ -66,6 +66,7 @@ _FILES_THAT_MAY = re.compile(
     r".*\.(log|out|err|[oe]\d+(\.\d+)?)|(log|out|err|output|stdout|stderr|nohup)\.txt"  # of schedulers and shells
     r"|slurm-requeues|verify\.(json|html)|hang-.*\.txt"  # of a job script, of `verify`, of a hang before the first step
 )
+_HANG_REPORT = re.compile(r"hang-\d{8}-\d{6}\.txt")
 _SHOWN = 8  # names in an error
 
 
@@ -142,6 +143,7 @@ def ours(folder: Path, of_writers: Iterable[str]) -> list[Path]:
             found.append(path)
         elif path.is_dir():
             found += [inner for inner in sorted(path.iterdir()) if re.fullmatch(pattern, inner.name)]
+    found += [path for path in sorted(folder.glob("hang-*.txt")) if _HANG_REPORT.fullmatch(path.name)]
     return [path for path in found if path.exists() or path.is_symlink()]
 
 

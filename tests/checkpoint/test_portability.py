@@ -52,7 +52,7 @@ def pairs(always):
 
 
 @pytest.mark.parametrize(
-    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 4), (4, 1))), indirect=["saved"]
+    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 4))), indirect=["saved"]
 )
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")

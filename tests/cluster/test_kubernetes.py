@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 import yaml
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep.cluster import job as jobs
 from lockstep.cluster import kubernetes
 from lockstep.errors import UsageError
+from tests.processes import HANG_S, wait_for
 
 POD = kubernetes.Pod("me/train:1", "runs", gpus=8, cpu="64", memory="512Gi")
 
@@ -153,21 +153,18 @@ def agent(tmp_path):
 
 @pytest.mark.parametrize(("code", "seen"), [(0, 0), (1, 1), (2, 2), (75, 138), (137, 137), (143, 143)])
 def test_a_pytorch_job_starts_pods_again_after_code_75(agent, code, seen):
-    assert agent(f"exit {code}").wait(20) == seen
+    assert agent(f"exit {code}").wait(HANG_S) == seen
 
 
 def test_a_pytorch_job_passes_sigterm_on_and_waits(agent, tmp_path):
     process = agent("while :; do sleep 0.02; done")
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "started").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for((tmp_path / "started").exists)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 138
+    assert process.wait(HANG_S) == 138
 
 
 def test_an_agent_of_a_pytorch_job_is_no_rank(agent):
-    assert agent('[ -z "$RANK$WORLD_SIZE" ]').wait(20) == 0
+    assert agent('[ -z "$RANK$WORLD_SIZE" ]').wait(HANG_S) == 0
 
 
 @settings(max_examples=4, deadline=None)

@@ -116,7 +116,7 @@ def test_loss_of_the_node_with_the_store_ends_all_and_the_same_command_goes_on(t
         training.nodes[0].kill()  # the launcher alone
         assert training.wait() == {0: -9, 1: 75}, training.output()
         assert "which holds what the nodes agree on, is gone" in training.output(1)
-        processes.wait_for(lambda: not any(map(processes.is_running, left)), timeout=10)
+        processes.wait_for(lambda: not any(map(processes.is_running, left)))
 
         def again():
             training.start(1)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep.cluster import job as jobs
 from lockstep.cluster import slurm
 from lockstep.errors import UsageError
+from tests.processes import HANG_S, wait_for
 
 SRUN = """#!/bin/bash
 # In the place of srun: writes what it was called with, and does what the test says.
@@ -56,7 +57,7 @@ class Place:
 
     def run(self, text, does="exit 0", **extra):
         process = self.start(text, does, **extra)
-        said = process.communicate(timeout=20)[1]
+        said = process.communicate(timeout=HANG_S)[1]
         return process.returncode, said
 
     @property
@@ -69,10 +70,12 @@ class Place:
         return path.read_text().split() if path.exists() else []
 
     def wait_for(self, name):
-        deadline = time.monotonic() + 20
-        while not (self.folder / name).exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for((self.folder / name).exists)
+
+    def wait_for_pid(self):
+        """The process that has written its id into the file `pid`."""
+        wait_for(lambda: (self.folder / "pid").exists() and (self.folder / "pid").read_text().endswith("\n"))
+        return int((self.folder / "pid").read_text())
 
 
 @pytest.fixture
@@ -290,7 +293,7 @@ def test_another_job_starts_the_count_again(place):
 
 def ended(process):
     """The exit code of a script, once it has ended."""
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANG_S)
     return process.returncode
 
 
@@ -326,10 +329,10 @@ def test_the_script_waits_for_the_agents_after_sigterm(place):
 
 def test_agents_that_are_killed_at_the_time_limit_go_on_too(place):
     process = place.start(script(), "trap '' USR1; echo $$ > pid; " + WAITS)
-    place.wait_for("pid")
+    pid = place.wait_for_pid()
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.05)
-    os.kill(int((place.folder / "pid").read_text()), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     assert ended(process) == 0
     assert place.requeued == ["4711"]
 
@@ -337,9 +340,9 @@ def test_agents_that_are_killed_at_the_time_limit_go_on_too(place):
 def test_a_job_that_slurm_ends_is_not_queued_again_by_the_script(place):
     """After scancel it must not come back. After preemption and `scontrol requeue`, SLURM queues it again by itself."""
     process = place.start(script(), "trap 'sleep 0.1; exit 75' TERM; echo $$ > pid; " + WAITS)
-    place.wait_for("pid")
+    pid = place.wait_for_pid()
     process.send_signal(signal.SIGTERM)
-    os.kill(int((place.folder / "pid").read_text()), signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
     assert ended(process) == 75
     assert place.requeued == []
 
@@ -348,10 +351,10 @@ def test_a_job_that_slurm_ends_is_not_queued_again_by_the_script(place):
 def test_sigterm_after_the_signal_is_the_time_limit_or_scancel(place, signal_before, queued):
     text = script(slurm.Allocation("04:00:00", cpus_per_task=8, signal_before_s=signal_before))
     process = place.start(text, "trap '' USR1; trap 'exit 143' TERM; echo $$ > pid; " + WAITS)
-    place.wait_for("pid")
+    pid = place.wait_for_pid()
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    os.kill(int((place.folder / "pid").read_text()), signal.SIGTERM)
+    os.kill(pid, signal.SIGTERM)
     ended(process)
     assert place.requeued == queued

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.cluster.cases import STEPS, TASK, TRAINING, export, logged_step
-from tests.processes import ROOT, environment, is_running
+from tests.processes import HANG_S, ROOT, environment, is_running
 
 START = ROOT.parent / "shared" / "slurm" / "start"
 
@@ -49,7 +49,7 @@ class Slurm:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
         )
         assert done.returncode == 0 or not check, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
@@ -57,7 +57,7 @@ class Slurm:
     def stop(self):
         """End all jobs, and the daemons."""
         self.call("scancel", "--user", "root", check=False)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_S
         while self.call("squeue", "--noheader", check=False).strip() and time.monotonic() < deadline:
             time.sleep(0.5)
         daemons = [int(path.read_text()) for path in self.config.glob("*.pid")]
@@ -100,14 +100,14 @@ class Job:
     def step(self):
         return logged_step(self.run)
 
-    def wait_for_step(self, step, timeout=240):
+    def wait_for_step(self, step, timeout=HANG_S):
         """Wait until the training has logged a step."""
         deadline = time.monotonic() + timeout
         while self.step < step:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.2)
 
-    def wait(self, timeout=400):
+    def wait(self, timeout=HANG_S):
         """Wait for the end of the job, and start it soon where it is queued again. Its last state."""
         deadline = time.monotonic() + timeout
         while (about := self.about()).state not in _ENDED:
@@ -126,7 +126,7 @@ class Job:
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
     slurm = Slurm(tmp_path_factory.mktemp("slurm"))
-    subprocess.run([str(START), str(slurm.config)], check=True, timeout=60)
+    subprocess.run([str(START), str(slurm.config)], check=True, timeout=HANG_S)
     yield slurm
     slurm.stop()
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lockstep.cluster import host_agent, ssh
 from lockstep.cluster import job as jobs
 from lockstep.errors import UsageError
-from tests.processes import ROOT, is_running, wait_for
+from tests.processes import HANG_S, ROOT, is_running, wait_for
 
 # In the place of `lockstep`: says what it got, and does what the variable DOES says.
 CHILD = """#!/bin/bash
@@ -69,7 +69,7 @@ def launch(place, does, hosts="a,b", **extra):
 
 def wait_for_children(place, hosts=("a", "b")):
     """The process ids of the children on the hosts, once all have started."""
-    wait_for(lambda: all((place / host).exists() and (place / host).read_text() for host in hosts), timeout=30)
+    wait_for(lambda: all((place / host).exists() and (place / host).read_text() for host in hosts))
     return [int((place / host).read_text()) for host in hosts]
 
 
@@ -156,7 +156,7 @@ def test_every_argument_arrives_as_it_was_given(tmp_path_factory, arguments):
 
 def test_what_hosts_print_has_their_names(place):
     process = launch(place, 'echo "$LOCKSTEP_NODE errs" >&2')
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     got = "got train digits a b --nproc 1 --run-dir runs/digits --nnodes 2 --rendezvous a:29400"
     assert sorted(out.splitlines()) == [f"[a] a {got}", f"[b] b {got}"]
@@ -167,7 +167,7 @@ def test_ctrl_c_saves_and_stops_everywhere(place):
     process = launch(place, WAITS)
     wait_for_children(place)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 75
     assert {"[a] a: TERM", "[b] b: TERM"} <= set(out.splitlines())
     assert "a, b save and end" in err
@@ -179,7 +179,7 @@ def test_a_second_ctrl_c_ends_at_once(place):
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert {"[a] a: INT", "[b] b: INT"} <= set(out.splitlines())
     assert not any(map(is_running, children))
@@ -189,8 +189,8 @@ def test_nothing_stays_when_this_end_is_killed(place):
     process = launch(place, WAITS)
     children = wait_for_children(place)
     process.kill()
-    process.communicate(timeout=30)
-    wait_for(lambda: not any(map(is_running, children)), timeout=30)
+    process.communicate(timeout=HANG_S)
+    wait_for(lambda: not any(map(is_running, children)))
 
 
 def test_nothing_stays_when_the_remote_end_is_killed(place):
@@ -199,14 +199,14 @@ def test_nothing_stays_when_the_remote_end_is_killed(place):
     for child in children:
         parent = int(Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[1])
         os.kill(parent, signal.SIGKILL)
-    process.communicate(timeout=30)
-    wait_for(lambda: not any(map(is_running, children)), timeout=30)
+    process.communicate(timeout=HANG_S)
+    wait_for(lambda: not any(map(is_running, children)))
     assert process.returncode != 0
 
 
 def test_a_host_that_cannot_be_reached(place):
     process = launch(place, "sleep 0.3; exit 1", GONE="b")
-    err = process.communicate(timeout=30)[1]
+    err = process.communicate(timeout=HANG_S)[1]
     assert process.returncode == 1
     assert "[b] ssh: connect to host b port 22: No route to host" in err
     assert f"b: no connection, or it was lost; try: {place}/ssh b true" in err
@@ -225,7 +225,7 @@ def test_silence_is_a_lost_connection(tmp_path):
     agent.stdin.write(f"{json.dumps(order)}\n".encode())
     agent.stdin.flush()
     (child,) = wait_for_children(tmp_path, ("a",))
-    assert agent.wait(30) == 75
+    assert agent.wait(HANG_S) == 75
     assert not is_running(child)
     agent.communicate()
     assert host_agent.SIGN_EVERY_S * 3 < host_agent._SILENCE_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.cases import STEPS, TASK, TRAINING, export, logged_step
-from tests.processes import children, environment, is_running, lockstep, wait_for
+from tests.processes import HANG_S, children, environment, is_running, lockstep, wait_for
 
 SSHD = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
 
@@ -57,7 +57,7 @@ class Hosts:
         (folder / "my config").write_text("\n".join([*lines, ""]))
         (folder / "task.py").write_text(TASK)
         self.sshd = subprocess.Popen([SSHD, "-D", "-f", folder / "sshd_config"])
-        wait_for(lambda: (folder / "sshd.pid").exists(), timeout=20)
+        wait_for(lambda: (folder / "sshd.pid").exists())
 
     def start(self, run, *options):
         """Start a training in the background."""
@@ -93,7 +93,7 @@ def hosts(tmp_path_factory):
     hosts = Hosts(tmp_path_factory.mktemp("ssh"))
     yield hosts
     hosts.sshd.terminate()
-    hosts.sshd.wait(20)
+    hosts.sshd.wait(HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +110,13 @@ def test_two_hosts_and_ctrl_c(hosts, reference):
     process = hosts.start(run)
     wait_for(lambda: logged_step(run) >= 20 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANG_S)
     print(out, err)
     assert process.returncode == 75, out + err
     assert "a, b save and end" in err
     assert not hosts.processes(run)
     process = hosts.start(run)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=HANG_S)
     print(out, err)
     assert process.returncode == 0, out + err
     assert "] resuming" in out  # rank 0 is on either host
@@ -131,9 +131,9 @@ def test_a_second_ctrl_c_leaves_nothing(hosts):
     assert len(hosts.processes(run)) >= 2
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_S)
     assert process.returncode in (75, 130)
-    wait_for(lambda: not hosts.processes(run), timeout=20)
+    wait_for(lambda: not hosts.processes(run))
 
 
 def test_this_end_is_killed(hosts):
@@ -143,8 +143,8 @@ def test_this_end_is_killed(hosts):
     before = hosts.processes(run)
     assert len(before) >= 2
     process.kill()
-    process.communicate(timeout=120)
-    wait_for(lambda: not any(map(is_running, before)), timeout=60)
+    process.communicate(timeout=HANG_S)
+    wait_for(lambda: not any(map(is_running, before)))
     assert list((run / "checkpoints").glob("step-*"))  # the ranks have saved
 
 
@@ -155,16 +155,16 @@ def test_the_connection_is_lost(hosts):
     before = hosts.processes(run)
     for session in children(hosts.sshd.pid):  # sshd's process for each connection
         os.kill(session, signal.SIGKILL)
-    out, err = process.communicate(timeout=200)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 1, out + err
     assert "no connection, or it was lost; try: " in err
-    wait_for(lambda: not any(map(is_running, before)), timeout=60)
+    wait_for(lambda: not any(map(is_running, before)))
     assert list((run / "checkpoints").glob("step-*"))
 
 
 def test_a_task_that_fails(hosts):
     run = hosts.folder / "runs" / "wrong"
     process = hosts.start(run, "--env", "PYTHONPATH=/nowhere", "--python", "/nowhere/python")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 127, out + err
     assert "a: it has no /nowhere/python; give the interpreter" in err

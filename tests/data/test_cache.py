@@ -13,6 +13,7 @@ import pytest
 
 from lockstep.data.cache import cache_root, cached, digest_of
 from lockstep.errors import DataError, UsageError
+from tests.processes import HANG_S
 
 OTHER = """
 import sys, time
@@ -107,7 +108,7 @@ def test_of_two_processes_one_makes_it_and_both_get_it(root, tmp_path, other, wh
         "half": "by the other",
         "whole": "by the other",
     }
-    assert other.communicate(timeout=60)[0].strip() == str(found)
+    assert other.communicate(timeout=HANG_S)[0].strip() == str(found)
     assert folders(root) == ["kind-key"]
 
 
@@ -115,7 +116,7 @@ def test_when_the_maker_is_killed_the_one_that_waits_makes_it_whole(root, other,
     assert [name.startswith(".staging-kind-key-") for name in folders(root)] == [True]
     when_waiting(other.kill)
     found = cached("kind", "key", by_me)
-    assert other.wait(timeout=60) == -9
+    assert other.wait(timeout=HANG_S) == -9
     assert [path.name for path in found.iterdir()] == ["inner"]
     assert (found / "inner" / "whole").read_text() == "by me"
     assert folders(root) == ["kind-key"]

@@ -473,7 +473,7 @@ def grouped(length, global_batch, window, kinds, seed, *, micro=4, world=1, drop
     return StepPlan(length, global_batch, micro, world, seed, drop_last, lengths, group_by_length=window)
 
 
-@settings(FIXED, max_examples=40)
+@settings(FIXED, max_examples=15)
 @given(drop_last=st.booleans(), micro=st.integers(1, 6), world=st.integers(1, 5), **GROUPED)
 def test_grouping_takes_every_sample_once_per_epoch(drop_last, micro, world, **case):
     plan = grouped(**case, micro=micro, world=world, drop_last=drop_last)
@@ -512,7 +512,7 @@ def test_each_window_is_its_samples_by_length_cut_and_shuffled(**case):
         assert steps[-1] == whole[batches * batch :].tolist()
 
 
-@settings(FIXED, max_examples=25)
+@settings(FIXED, max_examples=10)
 @given(**GROUPED)
 def test_grouped_steps_asked_for_in_any_order_are_the_same(**case):
     plan = grouped(**case)

@@ -2,23 +2,29 @@
 
 import ctypes
 import datetime
+import faulthandler
 import json
 import os
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lockstep.distributed import failure, flight_recorder, launch, torch_internals, watchdog, world
-from lockstep.distributed.heartbeat import Heartbeat
+from lockstep import Trainer
+from lockstep.distributed import failure, flight_recorder, heartbeat, launch, torch_internals, watchdog, world
+from lockstep.distributed.heartbeat import Heartbeat, Phase
 from lockstep.distributed.torch_internals import MainThread
 from lockstep.distributed.world import join_world
 from lockstep.errors import MemoryShortage
-from tests import ranks
+from tests import own_tasks, ranks, runs
+from tests.processes import HANG_S
 from tests.ranks import run_ranks
 
 # ---- life
@@ -64,7 +70,7 @@ def test_thread_that_spins_in_a_c_function_is_no_sign_of_life(reported):
     found = []
 
     def unlock():
-        found.append(reported.wait(10))
+        found.append(reported.wait(HANG_S))
         libc.pthread_spin_unlock(ctypes.byref(lock))
 
     thread = threading.Thread(target=unlock)
@@ -74,32 +80,118 @@ def test_thread_that_spins_in_a_c_function_is_no_sign_of_life(reported):
     assert found == [True]
 
 
-def test_thread_that_computes_in_python_is_alive(reported):
-    deadline = time.monotonic() + 0.9
-    number = 0
-    while time.monotonic() < deadline:
-        number += 1
-    assert not reported.is_set()
+class Simulation:
+    """A watchdog with a timeout of 10 s that looks once a second, on a clock that moves when it looks."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        self.seconds, self.cpu_s, self.moves = 0.0, 0.0, True
+        self.hung_at = None
+        clock = SimpleNamespace(monotonic=lambda: self.seconds, clock_gettime=lambda _: self.cpu_s)
+        clock.pthread_getcpuclockid = lambda _: None
+        monkeypatch.setattr(watchdog, "time", clock)
+        monkeypatch.setattr(watchdog, "MainThread", lambda: SimpleNamespace(has_moved=lambda: self.moves))
+        monkeypatch.setattr(watchdog, "faulthandler", mock.Mock())
+        monkeypatch.setattr(watchdog.threading, "Thread", mock.Mock())
+        monkeypatch.setattr(watchdog.Watchdog, "_report", self.report)
+        self.heartbeat = Heartbeat()
+        self.watchdog = watchdog.Watchdog(self.heartbeat, None, rank=0, size=1, timeout_s=10, folder=tmp_path)
+        self.watchdog.closed = self
+
+    def report(self):
+        self.hung_at = self.seconds
+
+    def wait(self, tick_s):
+        """In the place of an event: the next second."""
+        if self.hung_at is not None or self.seconds >= self.end:
+            return True
+        self.seconds += tick_s
+        self.cpu_s += tick_s * self.share
+        return False
+
+    def run(self, seconds, share, phase=None):
+        """The second at which a hang is declared, while the main thread gets this share of a core; None: never."""
+        if phase is not None:
+            self.heartbeat.enter(phase)
+        self.share, self.end = share, self.seconds + seconds
+        self.watchdog._watch()
+        return self.hung_at
 
 
-def test_file_of_last_resort_is_gone_before_other_ranks_hear_of_the_stack(monkeypatch, tmp_path):
-    """They may end then, and the agent kills this rank when it sees their end."""
-    there = []
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.TRAINING])
+def test_who_computes_in_python_while_it_starts_or_evaluates_is_slow_for_six_timeouts(monkeypatch, tmp_path, phase):
+    here = Simulation(monkeypatch, tmp_path)
+    assert here.run(69, 0.05, phase) is None
+    assert here.run(69, 0.05, phase) is None  # a beat is a sign of life
+    assert here.run(60, 0.05) == 69 + 70
 
-    class Told(HashStore):
-        def set(self, key, value):
-            there.append((key, made.dump.exists()))
-            super().set(key, value)
 
-    made = watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=tmp_path / "none")
-    made.close()
-    made.dump = tmp_path / "hang-rank-0.txt"
-    made.dump.touch()
-    made.store = Told()
-    monkeypatch.setattr(watchdog.Watchdog, "_end", lambda self, *_: None)
-    made._report()
-    assert [key for key, _ in there] == ["stack/0", "collectives/0", "hang-report"]
-    assert not any(left for _, left in there)
+@pytest.mark.parametrize(
+    ("phase", "share", "moves"),
+    [(Phase.TRAINING, 1.0, True), (Phase.STARTING, 0.0, True), (Phase.EVALUATING, 1.0, False)],
+)
+def test_a_hang_is_declared_after_the_timeout(monkeypatch, tmp_path, phase, share, moves):
+    """In training, only batches count. Else who waits, or stays inside one function of C, does not compute."""
+    here = Simulation(monkeypatch, tmp_path)
+    here.moves = moves
+    assert here.run(10, share, phase) is None
+    assert here.run(10, share, phase) is None
+    assert here.run(20, share) == 21  # the beat at 10 s was seen at 11 s
+
+
+class NotesPhases(own_tasks.Plain):
+    def note(self, what):
+        self.seen = getattr(self, "seen", set()) | {(what, Phase(heartbeat.own().phase).name)}
+
+    def model(self):
+        self.note("model")
+        return super().model()
+
+    def loss(self, model, batch):
+        self.note("training" if model.training else "evaluation")
+        return super().loss(model, batch)
+
+
+def phases(folder):
+    task = NotesPhases(eval_length=4)
+    Trainer(runs.config(train={"steps": 3, "eval_every_steps": 3}), run_dir=folder, quiet=True).fit(task)
+    return task.seen
+
+
+def test_phases_are_those_in_which_a_rank_may_be_slow(tmp_path):
+    (seen,) = run_ranks(1, phases, tmp_path)
+    assert seen >= {("model", "STARTING"), ("training", "TRAINING"), ("evaluation", "EVALUATING")}
+    assert not seen & {("model", "TRAINING"), ("evaluation", "TRAINING"), ("training", "EVALUATING")}
+
+
+def holding_the_lock_of_the_interpreter(folder, output):
+    """The watchdog sets the clock of its last resort, as always, and then neither it nor any other thread can run."""
+    real, is_set = faulthandler.dump_traceback_later, threading.Event()
+
+    def dump_soon(timeout, **how):
+        assert timeout == 100 + 3 * watchdog._ANSWER_S
+        real(0.1, **how)
+        is_set.set()
+        threading.Event().wait()
+
+    faulthandler.dump_traceback_later = dump_soon
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 2)
+    watchdog.Watchdog(Heartbeat(), None, rank=0, size=1, timeout_s=100, folder=Path(folder)).tick_s = 0.01
+    is_set.wait()
+    ctypes.PyDLL(None).pause()
+
+
+def test_stacks_of_a_rank_that_cannot_report_are_on_stderr_and_no_file_is_left_of_it(tmp_path):
+    """Nobody could remove a file of a rank that is killed, and a rank that is started again would empty it."""
+    run, output = tmp_path / "run", tmp_path / "stderr"
+    run.mkdir()
+    (ended,) = ranks._ranks.run(1, holding_the_lock_of_the_interpreter, str(run), str(output))
+    assert ended.exit_code == 1
+    text = output.read_text()
+    assert text.startswith("Timeout (")
+    assert "in holding_the_lock_of_the_interpreter" in text
+    assert "in _watch" in text
+    assert not list(run.iterdir())
 
 
 def test_a_report_begins_below_the_command(tmp_path):
@@ -128,7 +220,7 @@ def recorded():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.zeros(1))
     dist.all_reduce(torch.zeros(2, 3))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANG_S
     while '"scheduled"' in (text := flight_recorder.of_this_rank()) and time.monotonic() < deadline:
         time.sleep(0.05)  # a thread of gloo's notes the end of a collective
     dist.destroy_process_group()

@@ -17,10 +17,10 @@ from lockstep.distributed import rendezvous
 from lockstep.distributed.failure import FailureBoard
 from lockstep.errors import RankError, UsageError
 from tests import rank_cases
-from tests.processes import environment, wait_for
+from tests.processes import HANG_S, environment, wait_for
 
 
-def meet(store, ranks, size, timeout_s=20.0):
+def meet(store, ranks, size, timeout_s=HANG_S):
     """For each of `ranks`, the value under its own rank in its part of the store, or the error without a part."""
 
     def one(rank):
@@ -46,14 +46,14 @@ def test_a_part_is_empty_at_each_start_though_the_store_stays():
         parts = []
         ranks = [
             threading.Thread(
-                target=lambda rank=rank, parts=parts: parts.append(rendezvous.own_part(store, rank, 2, 20))
+                target=lambda rank=rank, parts=parts: parts.append(rendezvous.own_part(store, rank, 2, HANG_S))
             )
             for rank in (0, 1)
         ]
         for rank in ranks:
             rank.start()
         for rank in ranks:
-            rank.join(20)
+            rank.join(HANG_S)
         one, other = parts
         assert not one.check(["address"])
         one.set("address", "of a process that will be gone")
@@ -71,20 +71,29 @@ def test_ranks_that_come_before_rank_0_do_not_stay_with_the_one_of_an_earlier_st
         rank.join()
     assert store.check(["lockstep/name"])
     early = ThreadPoolExecutor(2)
-    waiting = [early.submit(rendezvous.own_part, store, rank, 3, 20.0) for rank in (1, 2)]
+    waiting = [early.submit(rendezvous.own_part, store, rank, 3, HANG_S) for rank in (1, 2)]
     assert not any(one.done() for one in waiting)
-    mine = rendezvous.own_part(store, 0, 3, 20.0)
+    mine = rendezvous.own_part(store, 0, 3, HANG_S)
     mine.set("here", "yes")
-    assert [one.result(20).get("here") for one in waiting] == [b"yes", b"yes"]
+    assert [one.result(HANG_S).get("here") for one in waiting] == [b"yes", b"yes"]
 
 
-def test_who_is_missing_is_named_in_time():
+def test_who_is_missing_is_named_in_time(monkeypatch):
     (error,) = meet(dist.HashStore(), [0], 3, 0.3)
     assert str(error).startswith("ranks 1, 2 did not join within 0.3 s")
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in error.remedy
     (error,) = meet(dist.HashStore(), [2], 3, 0.3)
     assert str(error).startswith("rank 0 did not join within 0.3 s")
-    first, second = meet(dist.HashStore(), [0, 2], 3, 0.5)
+
+    rest = rendezvous._Patience.rest
+
+    def until_two_have_met(patience, missing):
+        if missing in ("rank 1", "some of the other ranks"):
+            patience.deadline = 0.0
+        rest(patience, missing)
+
+    monkeypatch.setattr(rendezvous._Patience, "rest", until_two_have_met)
+    first, second = meet(dist.HashStore(), [0, 2], 3)
     assert str(first).startswith("rank 1 did not join")
     assert str(second).startswith("some of the other ranks did not join")
 

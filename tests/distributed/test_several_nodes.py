@@ -1,14 +1,17 @@
 """Two launchers on this machine as two nodes, and what is said where nodes do not fit together."""
 
 import contextlib
+import itertools
 import json
 import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore
@@ -24,7 +27,7 @@ from lockstep.distributed.node_session import MissingNodesError, Nodes, Session
 from lockstep.distributed.node_store import BoundedStore, Clock, Pulse, StoreLostError
 from lockstep.errors import Preempted, UsageError
 from tests import processes, rank_cases
-from tests.processes import launched
+from tests.processes import HANG_S, launched
 from tests.ranks import run_ranks
 from tests.test_recovery import SETTINGS, same, state
 
@@ -53,7 +56,7 @@ def two_nodes(folder):
                 text=True,
             )
         )
-    return [(process.communicate(timeout=100)[0], process.returncode) for process in begun]
+    return [(process.communicate(timeout=HANG_S)[0], process.returncode) for process in begun]
 
 
 @launched(two_nodes)
@@ -88,7 +91,7 @@ def test_wrong_options_are_refused(options, words, monkeypatch, tmp_path):
 
 
 def nodes(port, **other):
-    made = Nodes(2, 2, Endpoint("127.0.0.1", port), run_id="mine", wait_s=0.6, keys={"batch.global": 64})
+    made = Nodes(2, 2, Endpoint("127.0.0.1", port), run_id="mine", wait_s=HANG_S, keys={"batch.global": 64})
     return replace(made, **other)
 
 
@@ -129,8 +132,9 @@ def test_another_version_is_named(session, port, monkeypatch):
 def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, capfd):
     monkeypatch.setenv(node_session.SERVES, "0")
     monkeypatch.setattr(node_session, "_TELL_AFTER_S", 0.1)
+    monkeypatch.setattr(node_session, "Clock", lambda: Mock(look=Mock(side_effect=itertools.count(0.0, 0.2))))
     with pytest.raises(MissingNodesError) as caught:
-        Session(nodes(port))
+        Session(nodes(port, wait_s=0.6))
     assert f"waited 0.6 s in vain for the node at 127.0.0.1:{port}" in str(caught.value)
     assert "firewall" in str(caught.value)
     assert f"waiting for the node at 127.0.0.1:{port}" in capfd.readouterr().err
@@ -138,7 +142,7 @@ def test_a_host_that_nobody_reaches_is_waited_for_and_named(port, monkeypatch, c
 
 def test_a_name_that_nobody_knows_is_waited_for_and_named(port):
     with pytest.raises(MissingNodesError, match=r"the name no-such-host.invalid to be known"):
-        Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port)))
+        Session(nodes(port, endpoint=Endpoint("no-such-host.invalid", port), wait_s=0.6))
 
 
 def test_a_listener_that_is_no_launcher_is_named(port, monkeypatch):
@@ -152,9 +156,10 @@ def test_a_listener_that_is_no_launcher_is_named(port, monkeypatch):
 
 
 def test_no_call_waits_for_ever():
-    store = BoundedStore(HashStore, "node0:29400")
+    store, over = BoundedStore(HashStore, "node0:29400"), threading.Event()
     with pytest.raises(StoreLostError, match=r"the node at node0:29400, .* is gone: no answer for 0.3 s"):
-        store.call(lambda store: time.sleep(3), 0.3)
+        store.call(lambda store: over.wait(), 0.3)
+    over.set()
 
 
 def test_time_stands_still_for_a_process_that_is_frozen(monkeypatch):
@@ -169,22 +174,23 @@ def test_signs_of_life_and_news_are_found(monkeypatch):
     pulse = Pulse(lambda: store, 1)
     pulse.limit = 5
     pulse.watch([1, 2], "0/over", lambda: 1)
-    processes.wait_for(lambda: pulse.gone() == [2], timeout=5)
+    processes.wait_for(lambda: pulse.gone() == [2])
     assert pulse.has_joining
     assert not pulse.is_over
     store.set("0/over", "1")
-    processes.wait_for(lambda: pulse.is_over, timeout=5)
+    processes.wait_for(lambda: pulse.is_over)
     pulse.watch([2])
     assert not pulse.is_over
     store.set("stop", "SIGTERM on node b")
-    processes.wait_for(lambda: pulse.stopped_by == "SIGTERM on node b", timeout=5)
+    processes.wait_for(lambda: pulse.stopped_by == "SIGTERM on node b")
     assert pulse.silence_s() < 1
     pulse.close()
 
 
-def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone():
+def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone(monkeypatch):
     # Launchers that wait for the ranks of other nodes tell it many times a second.
-    beats = []
+    limit, beats = Pulse(HashStore, 1).limit, []
+    monkeypatch.setattr(node_store, "_BEAT_S", HANG_S)  # all beats are because of the request
 
     class Counting(HashStore):
         def add(self, key, value):
@@ -193,12 +199,14 @@ def test_a_request_to_stop_that_is_told_again_and_again_makes_no_other_node_gone
 
     store = Counting()
     pulse = Pulse(lambda: store, 1)
+    pulse.limit = limit
     pulse.watch([2])
-    for _ in range(2 * pulse.limit):
+    for _ in range(2 * limit):
         pulse.ask_to_stop("SIGUSR1 on node a")
         time.sleep(0.01)
+    processes.wait_for(lambda: store.check(["stop"]))
     pulse.close()
-    assert beats.count("alive/2") < pulse.limit / 2
+    assert beats.count("alive/2") < limit / 2
     assert not pulse.gone()
     assert store.get("stop") == b"SIGUSR1 on node a"
 

@@ -16,8 +16,8 @@ from lockstep.distributed import heartbeat, launch, signals
 from lockstep.distributed.heartbeat import Heartbeat
 from lockstep.distributed.signals import ASKING, StopConsensus, StopFlag, listening
 from lockstep.errors import Preempted
+from tests.processes import HANG_S
 
-PATIENCE_S = 20
 ONCE_S, KEY_S = signals._ONCE_S, signals._KEY_S
 
 
@@ -102,13 +102,13 @@ def test_handlers_are_those_of_before_when_it_ends():
 
 def test_nothing_is_left_when_it_ends():
     for thread in threads():  # of tests before
-        thread.join(PATIENCE_S)
+        thread.join(HANG_S)
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with listening():
             assert len(threads()) == 1
         for thread in threads():
-            thread.join(PATIENCE_S)
+            thread.join(HANG_S)
     assert threads() == []
     assert len(os.listdir("/proc/self/fd")) == opened
 
@@ -230,7 +230,7 @@ def test_launcher_tells_a_second_key_press_from_the_same_one(clock, monkeypatch)
 CHILD = """
 import hashlib, os, sys, threading, time
 from lockstep.distributed import signals
-signals._ONCE_S = 0.5
+signals._ONCE_S = signals._KEY_S = 1e6
 with signals.listening() as flag:
     flag.saves = True
     def report():
@@ -238,6 +238,9 @@ with signals.listening() as flag:
         while flag.signal is None:
             time.sleep(0.01)
         print(flag.signal.name, flush=True)
+        sys.stdin.readline()
+        signals._ONCE_S = signals._KEY_S = 0.0
+        print("what comes now is another request", flush=True)
     threading.Thread(target=report, daemon=True).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)  # as a collective: Python's handlers wait for its end
 """
@@ -248,12 +251,9 @@ def child():
     started = []
 
     def start(code=CHILD, **environment):
-        variables = os.environ | environment
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [sys.executable, "-c", code]
+        started.append(subprocess.Popen(command, env=os.environ | environment, text=True, **pipes))
         return started[-1]
 
     yield start
@@ -262,19 +262,23 @@ def child():
         process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "apart"), [(signal.SIGINT, signal.SIGINT, 0.3), (signal.SIGUSR1, signal.SIGTERM, 0.6)]
-)
-def test_second_signal_ends_the_process_at_once(child, first, second, apart):
+def let_time_pass(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "what comes now is another request\n"
+
+
+@pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)])
+def test_second_signal_ends_the_process_at_once(child, first, second):
     process = child()
     assert process.stdout.readline() == "False\n"  # listening needs no torch
     process.send_signal(first)
     process.send_signal(first)  # the same request, on another way
     assert process.stdout.readline() == f"{first.name}\n"
-    time.sleep(apart)
+    let_time_pass(process)
     assert process.poll() is None
     process.send_signal(second)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == 128 + second
     assert errors.strip() == "stopped at once, without saving; the same command goes on from the newest checkpoint"
 
@@ -288,10 +292,10 @@ def test_sigterm_after_a_rank_died_ends_the_others(child, tmp_path, dead):
     assert process.stdout.readline() == "False\n"
     process.send_signal(signal.SIGTERM)
     if dead:
-        assert process.wait(PATIENCE_S) == 1
+        assert process.wait(HANG_S) == 1
         return
     assert process.stdout.readline() == "SIGTERM\n"
-    time.sleep(0.6)
+    let_time_pass(process)
     process.send_signal(signal.SIGTERM)  # whether a second one ends it is the launcher's decision
     time.sleep(0.2)
     assert process.poll() is None
@@ -309,13 +313,13 @@ with signals.listening() as flag:
     worker.start()
     begun.wait()
     worker.terminate()
-    worker.join(2)
+    worker.join()
     ended = not worker.is_alive()
     worker.kill()
     print(ended, flag.signal)
 """
     )
-    assert process.communicate(timeout=PATIENCE_S)[0] == "True None\n"
+    assert process.communicate(timeout=HANG_S)[0] == "True None\n"
 
 
 # ---- before the command line is imported
@@ -338,7 +342,7 @@ command.main()
 @pytest.mark.parametrize("rank", [None, "0"])
 def test_signal_while_the_command_line_is_imported_is_understood(child, number, rank):
     process = child(EARLY.format(arguments=["train", "toy"], number=int(number)), **({"RANK": rank} if rank else {}))
-    out, errors = process.communicate(timeout=PATIENCE_S)
+    out, errors = process.communicate(timeout=HANG_S)
     assert (process.returncode, out) == (75, "")
     assert errors == (
         ""
@@ -349,7 +353,7 @@ def test_signal_while_the_command_line_is_imported_is_understood(child, number, 
 
 def test_key_press_before_another_command_ends_it_without_a_traceback(child):
     process = child(EARLY.format(arguments=["recipes"], number=int(signal.SIGINT)))
-    assert process.communicate(timeout=PATIENCE_S) == ("", "")
+    assert process.communicate(timeout=HANG_S) == ("", "")
     assert process.returncode == 130
 
 
@@ -358,7 +362,7 @@ def test_importing_the_package_sets_no_handler(child):
         "import signal, lockstep.__main__, lockstep.cli; "
         "print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     )
-    assert process.communicate(timeout=PATIENCE_S)[0] == "True\n"
+    assert process.communicate(timeout=HANG_S)[0] == "True\n"
 
 
 # ---- agreement
@@ -368,7 +372,7 @@ class Ranks:
     """A world of threads, each with a clock of its own."""
 
     def __init__(self, size, monkeypatch):
-        self.size, self.barrier = size, threading.Barrier(size, timeout=PATIENCE_S)
+        self.size, self.barrier = size, threading.Barrier(size, timeout=HANG_S)
         self.here = threading.local()
         self.values = [None] * size
         monkeypatch.setattr(
@@ -409,7 +413,7 @@ class Ranks:
         for worker in workers:
             worker.start()
         for worker in workers:
-            worker.join(PATIENCE_S)
+            worker.join(HANG_S)
         assert None not in answers
         return answers
 
@@ -508,7 +512,7 @@ def test_second_signal_ends_the_process_although_the_terminal_is_gone(tmp_path):
         "    time.sleep(20)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != signals.LAUNCHED}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANG_S)
     assert done.returncode == 128 + signal.SIGHUP
 
 

@@ -8,13 +8,14 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from lockstep.distributed import torch_internals
+from tests.processes import HANG_S
 
 
 def test_functions_do_what_they_are_used_for():
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         dist.all_reduce(torch.zeros(5))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + HANG_S
         while not (newest := torch_internals.recorded_collectives()[-1])["retired"] and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread of torch notes the end of a collective
         assert newest["process_group"] == ["0", "default_pg"]

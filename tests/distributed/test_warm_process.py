@@ -6,13 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from lockstep.distributed import heartbeat, preload, warm_process
-from tests.processes import launched
+from lockstep.distributed import preload, warm_process
+from tests.processes import HANG_S, is_running, launched, wait_for
 
 pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this system starts ranks cold")
 ROOT = Path(__file__).parents[2]
@@ -28,7 +27,7 @@ def program(case, folder, cwd=ROOT, **variables):
 
 @pytest.mark.parametrize("case", ["warm", "cold"])
 def test_processes_are_like_new_interpreters(tmp_path, case):
-    out, err = program(case, tmp_path).communicate(timeout=60)
+    out, err = program(case, tmp_path).communicate(timeout=HANG_S)
     first, second = json.loads(out.rpartition(" ")[0])
     assert err == ""
     for rank, fields in enumerate((first, second)):
@@ -44,18 +43,18 @@ def test_processes_are_like_new_interpreters(tmp_path, case):
 
 
 def test_warm_process_has_a_single_thread(tmp_path):
-    out, _ = program("warm", tmp_path).communicate(timeout=60)
+    out, _ = program("warm", tmp_path).communicate(timeout=HANG_S)
     assert [fields["parent_threads"] for fields in json.loads(out.rpartition(" ")[0])] == [1, 1]
 
 
 def test_module_that_starts_a_thread_makes_ranks_start_cold(tmp_path):
-    out, err = program("unsafe", tmp_path).communicate(timeout=60)
+    out, err = program("unsafe", tmp_path).communicate(timeout=HANG_S)
     assert "note: importing the modules started 1 thread, so ranks start cold" in err
     assert [fields["rank"] for fields in json.loads(out.rpartition(" ")[0])] == ["0", "1"]
 
 
 def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
-    out, err = program("killed", tmp_path).communicate(timeout=60)
+    out, err = program("killed", tmp_path).communicate(timeout=HANG_S)
     assert err == (
         "note: the process from which ranks are forked was killed by signal 9, so ranks start cold: "
         "each of them imports torch\n"
@@ -66,7 +65,7 @@ def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
 def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
     folder = tmp_path / ("long" * 30)  # no socket has such a path
     folder.mkdir()
-    out, err = program("warm", tmp_path, TMPDIR=str(folder)).communicate(timeout=60)
+    out, err = program("warm", tmp_path, TMPDIR=str(folder)).communicate(timeout=HANG_S)
     assert "did not start (AF_UNIX path too long), so ranks start cold" in err
     assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
 
@@ -82,29 +81,24 @@ def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tm
 
 
 def test_pool_of_threads_that_is_left_open_does_not_keep_a_rank_alive(tmp_path):
-    out, err = program("threads", tmp_path).communicate(timeout=60)
+    out, err = program("threads", tmp_path).communicate(timeout=HANG_S)
     assert err == ""
     assert len(json.loads(out.rpartition(" ")[0])) == 2
 
 
 def test_ranks_ignore_a_hangup_where_their_launcher_does(tmp_path):
-    out, _ = program("nohup", tmp_path).communicate(timeout=60)
+    out, _ = program("nohup", tmp_path).communicate(timeout=HANG_S)
     assert [fields["ignores_hangup"] for fields in json.loads(out.rpartition(" ")[0])] == [True, True]
 
 
 def test_warm_process_ends_when_its_launcher_is_killed(tmp_path):
     launcher = program("wait", tmp_path)
-    deadline = time.monotonic() + 60
-    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
     warm = int((tmp_path / "0").read_text())
     children = Path(f"/proc/{warm}/task/{warm}/children").read_text().split()
     launcher.kill()
     launcher.wait()
-    while heartbeat.is_alive(warm) and Path(f"/proc/{warm}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_for(lambda: not is_running(warm))
     for child in children:
         os.kill(int(child), signal.SIGKILL)
     launcher.communicate()

@@ -10,6 +10,7 @@ from lockstep.distributed.nodes import Nodes
 from lockstep.engine import health
 from lockstep.engine.health import Health
 from tests import own_tasks, runs
+from tests.clock import only_sleep_takes_time
 from tests.ranks import run_ranks
 
 NODES = Nodes(("a", "a", "b", "b"), ("a", "a", "b", "b"), ("cuda:0", "cuda:1", "cuda:0", "cuda:1"))
@@ -122,7 +123,8 @@ class SlowData(own_tasks.Plain):
 
 
 def train(kind, folder, settings):
-    with mock.patch.dict(os.environ, {"LOCKSTEP_NODE": f"node-{os.environ['RANK']}", "LOCAL_WORLD_SIZE": "1"}):
+    node = {"LOCKSTEP_NODE": f"node-{os.environ['RANK']}", "LOCAL_WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, node), only_sleep_takes_time():
         _, results = runs.fit(kind(), settings, folder)
     return results
 

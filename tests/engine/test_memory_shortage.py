@@ -18,6 +18,7 @@ from lockstep.trainer import Recorder, Trainer
 from tests import own_tasks, rank_cases, runs
 from tests.python_device import NAME
 from tests.ranks import run_on_python_device, run_ranks
+from tests.selection import mainly
 
 CPU = devices.of(torch.device("cpu"))
 
@@ -182,7 +183,7 @@ def test_a_buffer_that_never_changes_is_copied_in_the_first_step_alone():
     assert 400_000 <= peak < 500_000
 
 
-@pytest.mark.parametrize(("precision", "reads"), [("fp32", 0), ("fp16", 1), ("bf16", 0)])
+@pytest.mark.parametrize(("precision", "reads"), mainly([("fp16", 1)], [("fp32", 0), ("fp16", 1), ("bf16", 0)]))
 def test_the_host_reads_the_device_at_most_once_in_a_step(precision, reads):
     _, found = run_on_python_device(train, {"precision": precision}, 1)
     assert found == 2 * reads  # in two steps

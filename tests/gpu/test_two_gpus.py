@@ -80,7 +80,7 @@ def test_batch_of_rank_0_arrives_on_the_device_of_each_rank(two):
 
 def test_verify_shows_promises_on_two_gpus(two, tmp_path):
     done = processes.lockstep(
-        "verify", "digits", f"device={two}", "--quick", "--nproc", 2, "--run-dir", tmp_path / "verify", timeout=280
+        "verify", "digits", f"device={two}", "--quick", "--nproc", 2, "--run-dir", tmp_path / "verify"
     )
     assert done.returncode == 0, done.stdout + done.stderr
     checks = json.loads((tmp_path / "verify" / "verify.json").read_text())["checks"]
@@ -97,10 +97,10 @@ def final_state(run):
 
 def test_killed_rank_is_started_again_and_ends_with_the_weights_of_an_undisturbed_run(two, tmp_path):
     command = ("train", "toy", *SETTINGS, f"device={two}", "--nproc", 2, "--run-dir")
-    undisturbed = processes.lockstep(*command, tmp_path / "undisturbed", timeout=250)
+    undisturbed = processes.lockstep(*command, tmp_path / "undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     fault = f"1:20:evaluating:kill:{tmp_path / 'killed'}"
-    done = processes.lockstep(*command, tmp_path / "killed-once", timeout=250, LOCKSTEP_FAIL_AT=fault)
+    done = processes.lockstep(*command, tmp_path / "killed-once", LOCKSTEP_FAIL_AT=fault)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "killed").exists()
     assert "rank 1 was killed by signal 9" in done.stderr
@@ -127,7 +127,7 @@ def test_ranks_that_wait_in_a_collective_end_with_a_report_that_names_the_rank_w
     (tmp_path / "tasks.py").write_text(TASKS)
     target = f"{tmp_path / 'tasks.py'}:Hangs"
     arguments = ["parallel.timeout_s=20", f"device={two}", "--nproc", 2, "--max-restarts", 0]
-    done = processes.lockstep("train", target, *ENDLESS, *arguments, "--run-dir", tmp_path / "run", timeout=200)
+    done = processes.lockstep("train", target, *ENDLESS, *arguments, "--run-dir", tmp_path / "run")
     assert done.returncode == 1, done.stderr
     assert "no rank made progress for 20 s" in done.stderr
     (report,) = (tmp_path / "run").glob("hang-2*.txt")

@@ -28,6 +28,7 @@ from lockstep.images.cache import CacheOptions, DecodedCache, folder_name, reduc
 from lockstep.images.decode import decode
 from lockstep.sources.decoded_images import DecodedImages
 from lockstep.sources.image_records import read_image_records
+from tests.processes import HANG_S
 
 fork = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
@@ -133,7 +134,7 @@ def test_two_processes_fill_at_once(folder):
     count = 400
     results = fork.Queue()
     children = run_children(*((_fill_all, folder, count, start, results) for start in (0, count // 2)))
-    decoded = [results.get(timeout=60) for _ in children]
+    decoded = [results.get(timeout=HANG_S) for _ in children]
     for child in children:
         child.join()
     assert [stopped for _, stopped in decoded] == [None, None]
@@ -151,7 +152,7 @@ def test_forked_workers_do_not_write_into_the_slab_of_their_parent(folder):
     children = run_children((work, 0), (work, 1))
     fill(cache, range(2, 90, 3))
     for child in children:
-        child.join(60)
+        child.join(HANG_S)
         assert child.exitcode == 0
     assert_whole(cache, range(90))
     assert len(list(folder.glob("*.slab"))) >= 2  # a worker may use the slab of another that has ended
@@ -188,7 +189,7 @@ def _die_in_the_middle(folder, count):
 def test_a_process_is_killed_in_the_middle_of_a_write(folder, place, monkeypatch):
     monkeypatch.setenv("DIE_AT", place)
     (child,) = run_children((_die_in_the_middle, folder, 20))
-    child.join(60)
+    child.join(HANG_S)
     assert child.exitcode == -signal.SIGKILL
     cache = DecodedCache(folder, 20)
     assert 7 not in cache

@@ -12,6 +12,7 @@ from lockstep.observe.factory import find_writer, open_writers
 from lockstep.observe.own_process import OwnProcess
 from lockstep.observe.writer import FOLDER
 from tests.observe.cases import run_info
+from tests.processes import HANG_S, wait_for
 
 SOURCE = """
 import os, time
@@ -116,7 +117,7 @@ def test_process_ends_when_the_training_is_killed(opened, tmp_path):
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, number)  # what the launcher, or Ctrl-C, sends to all processes
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(HANG_S) == 0
     assert (tmp_path / "apart.txt").read_text().endswith("record 1\nclosed\n")
     for writer in writers:
         writer.close()
@@ -125,11 +126,12 @@ def test_process_ends_when_the_training_is_killed(opened, tmp_path):
 def test_note_is_shown_by_the_others(opened, tmp_path):
     writers = opened()
     use(writers[:1], (1,))
-    deadline = time.monotonic() + 20
-    while "look there" not in (tmp_path / "train.log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
+
+    def is_shown():
         writers[0].progress(1)
-    assert "look there" in (tmp_path / "train.log").read_text()
+        return "look there" in (tmp_path / "train.log").read_text()
+
+    wait_for(is_shown)
     for writer in writers:
         writer.close()
 

@@ -6,8 +6,10 @@ import time
 import pytest
 
 from lockstep import Trainer
+from lockstep.checkpoint import files
 from lockstep.plan import advise
 from tests import own_tasks, runs
+from tests.clock import only_sleep_takes_time
 from tests.ranks import run_ranks
 
 _LONG_S = 0.01  # far longer than all else of a step or of a sample's preparation
@@ -58,7 +60,8 @@ def train(kind, folder, **sections):
     """A training of 12 steps, which logs every second."""
     settings = runs.config(**{"train": {"steps": 12}, "log": {"every_steps": 2}} | sections)
     evaluated = {"eval_length": 8} if "train" in sections else {}
-    Trainer(settings, run_dir=folder, quiet=True).fit(globals()[kind](**evaluated))
+    with only_sleep_takes_time():
+        Trainer(settings, run_dir=folder, quiet=True).fit(globals()[kind](**evaluated))
 
 
 def advice(folder):
@@ -73,7 +76,9 @@ def test_loading_that_sleeps(tmp_path):
     assert found.saves_share > 0.4
 
 
-def test_a_checkpoint_after_every_step(tmp_path):
+def test_a_checkpoint_after_every_step(tmp_path, monkeypatch):
+    write = files.write_share
+    monkeypatch.setattr(files, "write_share", lambda *arguments: (time.sleep(_LONG_S), write(*arguments))[1])
     train("Steady", tmp_path, checkpoint={"every_steps": 1, "mode": "sync"})
     found = advice(tmp_path)["saving"]
     assert found.changes[:2] == ("checkpoint.mode=async", "checkpoint.every_steps=0")
@@ -90,7 +95,7 @@ def test_evaluations_that_sleep(tmp_path):
 def test_a_run_that_is_well(tmp_path):
     train("Steady", tmp_path)
     advised = advise.advise(tmp_path)
-    assert not [one for one in advised.advice if one.saves_share > 0.4]  # a busy machine may hold up any part
+    assert not [one for one in advised.advice if one.saves_share > 0.4]
     assert advised.shares["computing, and the start"] > 0.5
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -31,10 +32,11 @@ def nodes(per_node=1):
 
 @contextlib.contextmanager
 def injected(faults, culprit=1):
-    """On rank `culprit`, these things are wrong. A long wait for other nodes is a short one."""
+    """On rank `culprit`, these things are wrong."""
     with contextlib.ExitStack() as stack:
         patch = lambda *arguments, **options: stack.enter_context(mock.patch.object(*arguments, **options))  # noqa: E731
-        patch(shared_folder, "_VISIBLE_S", 0.3)
+        if "folder" in faults:  # what is never seen is not waited for
+            patch(shared_folder, "_VISIBLE_S", 0.0)
         patch(facts, "_ENDING_S", 0.0)
         for fault in faults if rank() == culprit else ():
             if fault == "torch":
@@ -52,7 +54,7 @@ def injected(faults, culprit=1):
                 patch(shared_folder, "_write", refuse)
             if fault == "silent":
                 patch(facts, "ANSWER_S", 0.2)
-                patch(facts, "_kind", lambda path: time.sleep(1))
+                patch(facts, "_kind", lambda path: threading.Event().wait())
             if fault in ("memory", "crowded"):
                 free = 1 << 28 if fault == "memory" else 20 << 30
                 patch(devices.Cpu, "free_memory", lambda device, free=free: (free, 80 << 30))

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from tests.processes import HANG_S
+
 
 def test_a_closed_pipe_ends_compare_without_an_error_text(tmp_path):
     for name in ("a", "b"):
@@ -12,6 +14,6 @@ def test_a_closed_pipe_ends_compare_without_an_error_text(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "lockstep", "compare", str(tmp_path / "a"), str(tmp_path / "b")]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
     os.close(writer)
     assert (done.returncode, done.stderr) == (1, "")

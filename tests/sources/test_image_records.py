@@ -20,6 +20,7 @@ from lockstep.sources.image_shards import ShardPictures, find_shards, read_shard
 from lockstep.sources.image_table import read_data_set
 from lockstep.sources.packed_text import PackedText
 from lockstep.sources.shard_index import load_index
+from tests.processes import HANG_S
 
 
 def jpeg(number):
@@ -629,7 +630,7 @@ def test_forked_processes_share_a_shard_without_disturbing_each_other(tmp_path):
     children = [fork.Process(target=_read_in_child, args=(records, n, results)) for n in range(3)]
     for child in children:
         child.start()
-    assert [results.get(timeout=60) for _ in children] == [True, True, True]
+    assert [results.get(timeout=HANG_S) for _ in children] == [True, True, True]
     for child in children:
         child.join()
 

@@ -85,10 +85,11 @@ def test_label_out_of_range_is_an_error(label):
         digits().prepare((torch.zeros(1, 8, 8, dtype=torch.uint8), label), 0, training=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "evaluation", "channels", "steps", "reference"),
     [
-        pytest.param("fashion_mnist", "test", 1, 100, 0.7, marks=pytest.mark.exhaustive),
+        ("fashion_mnist", "test", 1, 100, 0.7),
         ("bccd_cells", "val", 3, 60, 0.85),
     ],
 )

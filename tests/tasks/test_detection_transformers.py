@@ -164,7 +164,7 @@ OPTIM = {"name": "SGD", "lr": 0.01, "weight_decay": 0.0}
 @pytest.mark.parametrize(
     ("architecture", "steps"),
     mainly(
-        [("detr", 4), ("rt_detr", 4)],
+        [("rt_detr", 4)],
         [("detr", 4), ("yolos", 4), ("deformable_detr", 4), ("rt_detr", 4), ("d_fine", 1)],
     ),
 )

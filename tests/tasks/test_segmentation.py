@@ -348,7 +348,7 @@ def test_fsdp_evaluates_pictures_of_several_sizes_as_ddp(folder):
     )
     (reference, _) = run_ranks(2, results_of, {}, folder, settings)
     assert "eval/miou" in reference
-    sharded = settings | {"parallel": {"strategy": "fsdp", "timeout_s": 20}}
+    sharded = settings | {"parallel": {"strategy": "fsdp"}}
     for results in run_ranks(2, results_of, {}, folder, sharded):
         assert without_memory(results) == without_memory(reference)
 
@@ -360,9 +360,7 @@ def without_memory(results):
 def test_fsdp_predicts_pictures_of_several_sizes_window_by_window(folder, tmp_path):
     found = []
     for strategy in ("ddp", "fsdp"):
-        settings = runs.config(
-            batch={"global": 6, "micro": 2}, train={"steps": 1}, parallel={"strategy": strategy, "timeout_s": 20}
-        )
+        settings = runs.config(batch={"global": 6, "micro": 2}, train={"steps": 1}, parallel={"strategy": strategy})
         pictures = f"{folder}/val/images"
         run_dir = str(tmp_path / strategy)
         rows, _ = run_ranks(2, described, {"eval_window": 24, "eval_overlap": 0.4}, folder, settings, run_dir, pictures)
@@ -436,6 +434,7 @@ def test_classes_that_only_evaluation_masks_have_are_named_in_the_log(tmp_path):
     assert "no training mask has these classes of the evaluation masks: bar" in log
 
 
+@pytest.mark.exhaustive
 def test_street_scenes_train_and_are_predicted(shared_data, tmp_path):
     """CamVid: 11 classes, and the id 11 is ignored."""
     source = shared_data / "segmentation" / "camvid"

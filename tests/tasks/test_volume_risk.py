@@ -164,7 +164,10 @@ def test_unusable_volumes_are_named_together_before_the_training(tmp_path):
         {"head": "monotone"},
         pytest.param({"head": "hazard", "loss": "survival", "reduction": "patient"}, marks=pytest.mark.exhaustive),
         pytest.param({"aggregator": {"name": "attention", "width": 8}}, marks=pytest.mark.exhaustive),
-        {"aggregator": {"name": "mean"}, "windows": ["lung", [40, 400]], "slices_per_chunk": 4},
+        pytest.param(
+            {"aggregator": {"name": "mean"}, "windows": ["lung", [40, 400]], "slices_per_chunk": 4},
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_every_kind_of_model_and_loss_learns(table, options):

@@ -14,6 +14,7 @@ from lockstep.tasks.volume_risk.features import KeptFeatures, batch_entries, wei
 from lockstep.tasks.volume_risk.losses import answer_loss
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
 from lockstep.tasks.volume_risk.task import VolumeRisk
+from tests.processes import HANG_S
 from tests.volume_cases import make_batch, make_model, make_volumes
 
 COUNTS = (5, 2, 9)
@@ -161,14 +162,14 @@ def test_workers_learn_from_the_process_with_the_model(kept):
     worker = context.Process(target=work, daemon=True)
     worker.start()
     ask.put(True)
-    assert answer.get(timeout=60) == [0, 1, 2, 3]
+    assert answer.get(timeout=HANG_S) == [0, 1, 2, 3]
     model, volumes = frozen_model(), make_volumes(4)
     batch = batch_of(kept, volumes, [[1, 3]])
     kept.update(model, batch, model.slice_features(batch))
     ask.put(True)
-    assert answer.get(timeout=60) == [0, 2]
+    assert answer.get(timeout=HANG_S) == [0, 2]
     ask.put(False)
-    worker.join(60)
+    worker.join(HANG_S)
 
 
 def test_a_task_makes_its_object_before_workers_are_forked():

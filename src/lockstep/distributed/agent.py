@@ -32,7 +32,7 @@ from lockstep.distributed.rank_output import RankOutput, call_with_stderr
 _LOOK_EVERY_S = 0.5  # the longest time between two turns of the base class's loop
 _REPORT_S = 0.1  # for ranks that another rank's error ends; they may know more about its cause
 _LOOK_AGAIN_S = 0.01
-_ENDS_S = 2.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
+_ENDS_S = 30.0  # from the moment when a process closes its files to the moment when its parent can ask how it ended
 _UNKNOWN = 255  # the exit code in `multiprocessing` of a process whose fork server is gone
 _END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL

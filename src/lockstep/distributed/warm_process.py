@@ -42,7 +42,7 @@ MODULES = (
 """What every rank imports until its first step."""
 
 _SAFE_PATH = "PYTHONSAFEPATH"
-_ENDS_S = 0.1  # from the last words of a process to its end
+_ENDS_S = 5.0  # from the last words of a process to its end, where a machine has much to do
 _warm_pid: int | None = None
 
 
@@ -95,14 +95,21 @@ def start_process(function: Callable[..., None], *arguments: Any, **variables: s
             try:
                 return _start("forkserver", environment, ignored, function, arguments)
             except (OSError, EOFError) as error:  # it ended just now, or this system has no memory or processes left
-                time.sleep(_ENDS_S)
-                reason = how_it_ended()
+                reason = _wait_for_its_end()
                 if reason is None:
                     reason = f"a rank could not be forked ({type(error).__name__}: {error})"
         _warm_pid = None
         if reason:
             _tell_cold(reason)
     return _start("spawn", environment, ignored, function, arguments)
+
+
+def _wait_for_its_end() -> str | None:
+    """The same as `how_it_ended`, for a process that may be about to end."""
+    deadline = time.monotonic() + _ENDS_S
+    while (reason := how_it_ended()) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reason
 
 
 def _tell_cold(reason: str) -> None:

@@ -3,8 +3,8 @@
 On every rank, a thread counts signs of life in a store that all ranks reach. A rank that sees no sign of life, neither
 its own nor another rank's, for `timeout_s` seconds declares a hang. Every rank then writes its stack into the store and
 ends. The report also holds the last collectives of each rank, and says where they differ. Where not even this thread
-can run (the interpreter's lock is held, the host of the store is frozen), the C thread of faulthandler dumps the stacks
-into the folder of the report and ends the process.
+can run (the interpreter's lock is held, the host of the store is frozen), the C thread of faulthandler writes the
+stacks to stderr and ends the process.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from lockstep.errors import RankError
 
 _PROGRESS, _HANG, _STACK, _REPORT, _READ = "progress", "hang", "stack/", "hang-report", "hang-read"
 _COLLECTIVES = "collectives/"
+_STDERR = 2
 _ANSWER_S = 10.0  # a report waits so long for the stacks of all ranks
 _RECORDER_S = 5.0  # a rank waits so long for its flight recorder
 _BUSY = 0.03  # share of a core at which the main thread counts as working; other processes may leave it little
@@ -61,7 +62,6 @@ class Watchdog:
         self.beats, self.own_since = heartbeat.beats, time.monotonic()
         self.worked_since = self.own_since
         self.others, self.others_since = -1, self.own_since
-        self.dump = folder / f"hang-rank-{rank}.txt"
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._watch, name="lockstep-watchdog", daemon=True)
         self.thread.start()
@@ -72,19 +72,16 @@ class Watchdog:
         self.thread.join(5)
 
     def _watch(self) -> None:
+        main_thread = MainThread()
         with contextlib.ExitStack() as stack:
-            last_resort, main_thread = None, MainThread()
+            stack.callback(faulthandler.cancel_dump_traceback_later)
             cpu = time.pthread_getcpuclockid(self.main)
             worked = time.clock_gettime(cpu)
             while not self.closed.wait(self.tick_s):
                 if is_orphan():
                     os._exit(1)
-                if last_resort is None and self.folder.is_dir():
-                    last_resort = stack.enter_context(self.dump.open("w"))
-                    stack.callback(self.dump.unlink, missing_ok=True)
-                    stack.callback(faulthandler.cancel_dump_traceback_later)
-                if last_resort is not None:
-                    faulthandler.dump_traceback_later(self.timeout_s + 3 * _ANSWER_S, exit=True, file=last_resort)
+                # Not into a file: who is killed could not remove it, and who is started again would empty it.
+                faulthandler.dump_traceback_later(self.timeout_s + 3 * _ANSWER_S, exit=True, file=_STDERR)
                 now, before, worked = time.monotonic(), worked, time.clock_gettime(cpu)
                 working = self.heartbeat.phase != Phase.TRAINING and worked - before > _BUSY * self.tick_s
                 working = working and main_thread.has_moved()
@@ -118,8 +115,6 @@ class Watchdog:
     def _report(self) -> None:
         """Collect the stacks of all ranks, write and show them, and end this process."""
         text = self._stack()
-        # Before the others hear of this rank: once they have ended, the agent may kill this process at any moment.
-        self.dump.unlink(missing_ok=True)
         if self.store is not None:
             self.store.set_timeout(datetime.timedelta(seconds=3 * _ANSWER_S))
             author = int(self.store.compare_set(_HANG, "", str(self.rank)))

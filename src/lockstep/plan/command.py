@@ -120,9 +120,12 @@ def facts_with_or_without_data(
     Raises:
         DataError, UsageError: the task's data or model cannot be made, and made-up samples do not help.
     """
+    says_more = made_up is not None and made_up != NOTHING_KNOWN
     try:
         task = _task(config, config.data.train)
-        facts = facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
+        if not says_more:
+            return facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
+        task.train_data()  # it says whether there are data, long before the model is traced
     except (DataError, UsageError) as error:
         if made_up is None or not _concerns_data(config, error):
             raise
@@ -142,11 +145,9 @@ def facts_with_or_without_data(
             )
             notes = [stand_in.assumption(config.task, made_up.classes), *facts.notes]
             return replace(facts, samples=made_up.samples, notes=notes)
-    if made_up is not None and made_up != NOTHING_KNOWN:
-        option = "--classes" if made_up.classes else "--samples"
-        remedy = "leave this option out: the data themselves tell it"
-        raise UsageError("is for data that are not here, and these are here", where=option, remedy=remedy)
-    return facts
+    option = "--classes" if made_up and made_up.classes else "--samples"
+    remedy = "leave this option out: the data themselves tell it"
+    raise UsageError("is for data that are not here, and these are here", where=option, remedy=remedy)
 
 
 def _concerns_data(config: RunConfig, error: Exception) -> bool:

@@ -101,7 +101,7 @@ class Workers:
                     process.join()
             return answer
         except (EOFError, OSError):
-            process.join(2)
+            process.join(_ENDS_S)
             if process.is_alive():
                 return self._kill(rank, "closed its connection")
             return WorkerEnded(rank, process.exitcode)
