@@ -24,6 +24,7 @@ from lockstep.engine.data_check import check_data
 from lockstep.engine.ema import Ema
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.loop import Intervals
+from lockstep.engine.optim import check_updates
 from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import TrainState
@@ -120,6 +121,7 @@ def prepare_run(
         unfreezing=built.unfreezing,
         guard=Guard(built.strategy, precision, compute.halve_on_oom and devices.of(world.device).has_own_memory),
     )
+    check_updates(state.optimizer)
     checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
