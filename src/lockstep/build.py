@@ -13,6 +13,7 @@ from typing import Any
 from lockstep import devices
 from lockstep.checkpoint import finite
 from lockstep.checkpoint import state as checkpoint_state
+from lockstep.checkpoint.form import Form, check_complete
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, training_keys
 from lockstep.data.loader import StepIterator
@@ -56,6 +57,8 @@ class PreparedRun:
     """Number of samples of the training data, and a digest; see `data.fingerprint`."""
     evaluated: dict[str, float]
     """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
+    form: Form
+    """The form of the newly built model's state, before a checkpoint was loaded."""
     may_be_infinite: finite.Grades
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     warnings: list[str]
@@ -123,6 +126,8 @@ def prepare_run(
     )
     check_updates(state.optimizer)
     checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
+    # Weights that `train.init_from` gave, or that train later, are the task's no more.
+    check_complete(built.model, also_frozen=bool(train.init_from or train.unfreeze))
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
     return PreparedRun(
@@ -132,6 +137,7 @@ def prepare_run(
         stop=stop,
         fingerprint=fingerprint,
         evaluated=checkpoint.metrics if checkpoint else {},
+        form=Form.of(built.model),
         may_be_infinite={},
         warnings=list(checkpoint.manifest.get("warnings", ())) if checkpoint else [],
         stopping=Stopping(StopRule(**train.stop_when.model_dump()) if train.stop_when else None, train.max_time),
