@@ -155,8 +155,9 @@ ALLOWED = {
         "tasks",
     },
     "resume": {"errors", "config", "checkpoint", "distributed", "engine", "build", "run_directory"},
+    "first_steps": {"errors", "build", "checkpoint", "data", "engine", "tasks"},
     "run_pictures": {"atomic", "data", "engine", "observe", "tasks", "build", "run_data"},
-    "training_run": {*COMPOSED, "build", "run_data", "run_directory", "run_pictures", "resume"},
+    "training_run": {*COMPOSED, "build", "run_data", "run_directory", "run_pictures", "resume", "first_steps"},
     "prediction_run": {"errors", "data", "distributed", "engine", "observe", "tasks", "run_data"},
     "trainer": {
         *COMPOSED,

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep import devices
 from lockstep.checkpoint import finite
 from lockstep.checkpoint import state as checkpoint_state
+from lockstep.checkpoint.form import Form, check_complete
 from lockstep.checkpoint.store import Checkpoint
 from lockstep.config import RunConfig, training_keys
 from lockstep.data.loader import StepIterator
@@ -24,6 +25,7 @@ from lockstep.engine.data_check import check_data
 from lockstep.engine.ema import Ema
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.loop import Intervals
+from lockstep.engine.optim import check_updates
 from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import TrainState
@@ -56,6 +58,8 @@ class PreparedRun:
     """Number of samples of the training data, and a digest; see `data.fingerprint`."""
     evaluated: dict[str, float]
     """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
+    form: Form
+    """The form of the newly built model's state, before a checkpoint was loaded."""
     may_be_infinite: finite.Grades
     """Tensors that are not finite at the start of the run: a checkpoint may hold them."""
     warnings: list[str]
@@ -123,7 +127,10 @@ def prepare_run(
         guard=Guard(built.strategy, precision, compute.halve_on_oom and devices.of(world.device).has_own_memory),
     )
     load_first_state(built, train, state.optimizer, precision)
+    check_updates(state.optimizer)
     checkpoint_state.capture(built.model, state.optimizer)  # raises now, not at the end, if the state cannot be saved
+    # Weights that `train.init_from` gave, or that train later, are the task's no more.
+    check_complete(built.model, also_frozen=bool(train.init_from or train.unfreeze))
     loader = make_loader(config, data, task, world, training=True)
     batches = StepIterator(loader, plan, rank=world.data_rank, start=step, stop=stop)
     return PreparedRun(
@@ -133,6 +140,7 @@ def prepare_run(
         stop=stop,
         fingerprint=fingerprint,
         evaluated=checkpoint.metrics if checkpoint else {},
+        form=Form.of(built.model),
         may_be_infinite={},
         warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),
         stopping=Stopping(StopRule(**train.stop_when.model_dump()) if train.stop_when else None, train.max_time),

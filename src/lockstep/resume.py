@@ -47,7 +47,7 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
     messages = _check_schedule(config, state, manifest, allow_change)
     has_averages = any(name.startswith("ema.") for name in checkpoint.index)
     averages = state.averages.tensors if state.averages and has_averages else None
-    checkpoint_state.check_fits(checkpoint.index, model, averages)
+    messages += checkpoint_state.check_fits(checkpoint.index, model, averages, checkpoint.values)
     optimizer = state.optimizer if manifest["optimizer"] == _kind_of_optimizer(config) else None
     if optimizer is None:
         messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
@@ -138,11 +138,17 @@ def estimated_bytes(prepared: PreparedRun) -> int:
 
 
 def save_function(
-    prepared: PreparedRun, saver: Saver, config: RunConfig, elapsed_s: Callable[[], float]
+    prepared: PreparedRun,
+    saver: Saver,
+    config: RunConfig,
+    elapsed_s: Callable[[], float],
+    *,
+    check_loadable: Callable[[], None] = lambda: None,
 ) -> Callable[[dict[str, float]], None]:
     """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any.
 
     Args:
+        check_loadable: is called before, on all ranks; see `FirstSteps`.
         elapsed_s: seconds since this start of the training; the same number on all ranks.
     """
     state = prepared.state
@@ -151,6 +157,7 @@ def save_function(
         phase = state.world.heartbeat.phase
         state.world.heartbeat.enter(Phase.SAVING)
         state.strategy.sync_buffers()
+        check_loadable()
         averages = state.averages.tensors if state.averages else None
         tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
         manifest = _manifest(prepared, config, evaluated)
@@ -189,7 +196,7 @@ def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World)
     """Load a checkpoint's weights: their moving average, where the run kept an average. All ranks call it."""
     node = world.node_group
     store.read_contents(checkpoint, node)
-    checkpoint_state.check_fits(checkpoint.index, model)
+    checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
     averages = dict(model.named_parameters())
     needed = checkpoint_state.wanted(checkpoint.index, model, averages=averages)
     for kind in ("model.", "ema."):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,13 @@ from lockstep.data.loader import Loader, MicroBatch, is_default, print_warning
 from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.signals import StopConsensus, StopFlag
-from lockstep.engine import batch_norm, dry_run, loop, task_checks
+from lockstep.engine import batch_norm, dry_run, loop, task_checks, untouched_data
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
 from lockstep.engine.evaluation_progress import EvaluationProgress
 from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
+from lockstep.first_steps import FirstSteps
 from lockstep.observe import ending, metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.profile import FOLDER, Profiler, Window
@@ -97,6 +99,7 @@ class TrainingRun:
             TrainingError: see `loop.fit`.
         """
         prepared, state = self.prepared, self.prepared.state
+        first = FirstSteps(prepared, self.task, partial(_tell, self.writers))
         intervals = self._check_before_first_step()
         run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
@@ -105,6 +108,7 @@ class TrainingRun:
         profiler = self._profiler()
         if profiler is not None:
             batches = profiler.watch(batches, lambda: state.step)
+        batches = itertools.chain(first.checked(batches), batches)
         try:
             self._tell_if_complete()
             latest = loop.fit(
@@ -113,7 +117,7 @@ class TrainingRun:
                 plan=prepared.plan,
                 stop=prepared.stop,
                 intervals=intervals,
-                hooks=self._hooks(saver),
+                hooks=self._hooks(saver, first.check_loadable),
                 writers=self.writers,
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
@@ -164,10 +168,16 @@ class TrainingRun:
             self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
         return intervals
 
-    def _hooks(self, saver: Saver) -> loop.Hooks:
+    def _hooks(self, saver: Saver, check_loadable: Callable[[], None]) -> loop.Hooks:
         return loop.Hooks(
             evaluate=self.evaluate,
-            save=resume.save_function(self.prepared, saver, self.config, lambda: self.consensus.elapsed_s),
+            save=resume.save_function(
+                self.prepared,
+                saver,
+                self.config,
+                lambda: self.consensus.elapsed_s,
+                check_loadable=check_loadable,
+            ),
             add_metrics=partial(self.add_metrics, saver),
             describe_checkpoints=saver.kept,
             elapsed_s=lambda: self.consensus.elapsed_s,
@@ -348,8 +358,16 @@ class TrainingRun:
         if state.step:  # a restart must be quick
             dry_run.check_results_of_saved(chosen, self.run_dir / "checkpoints", state.world)
             return []
+        samples = {prepared.batches.loader: prepared.plan.indices(0)[0].tolist()}
+        samples |= {evaluated.loader: evaluated.plan.first(8) for evaluated in self.evaluated.values()}
+        for loader, indices in samples.items():
+            prepared.warnings += untouched_data.check(loader, indices)
         compiled = self.config.compute.compile is not None
-        with state.strategy.inference() as forward, dry_run.without_trace(forward, state.world, compiled):
+        with contextlib.ExitStack() as stack:
+            for loader, indices in samples.items():
+                stack.enter_context(untouched_data.watched(loader, indices[0]))
+            forward = stack.enter_context(state.strategy.inference())
+            stack.enter_context(dry_run.without_trace(forward, state.world, compiled))
             prepared.warnings += dry_run.look_at_losses(
                 forward,
                 prepared.batches.loader,

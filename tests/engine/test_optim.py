@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.engine.optim import Group, build_optimizer
+from lockstep.engine.optim import Group, build_optimizer, check_updates
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.errors import UsageError
 from lockstep.observe.model_summary import model_summary
+from tests import own_tasks, runs
 
 
 def make_model():
@@ -358,6 +359,41 @@ def test_a_rate_among_the_arguments_is_refused():
 )
 def test_a_bad_value_of_an_argument_is_refused(name, args):
     assert f"optim.args of {name}" in refusal(name, 0.1, args=args)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options", "where"),
+    [
+        ("AdamW", torch.float32, {"args": {"capturable": True}}, "optim.args.capturable=true: AdamW cannot update"),
+        ("RMSprop", torch.float64, {"args": {"capturable": True}}, "optim.args.capturable=true: RMSprop"),
+        ("SGD", torch.float32, {"args": {"differentiable": True}}, "optim.args.differentiable=true: SGD"),
+        ("SGD", torch.complex64, {"fused": True}, "optim.fused=true: SGD cannot update parameters of complex64 on cpu"),
+        ("Adafactor", torch.complex64, {}, "optim: Adafactor cannot update parameters of complex64"),
+        ("AdamW", torch.float32, {"fused": False, "args": {"fused": True}}, "optim.args.fused: optim.fused=false and"),
+    ],
+)
+def test_an_option_that_torch_refuses_only_in_an_update_is_refused_before(name, dtype, options, where):
+    with pytest.raises(UsageError) as caught:
+        check_updates(build_optimizer(nn.Linear(3, 2, dtype=dtype), name, 0.1, **options))
+    assert where in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_training_with_such_an_option_ends_before_its_first_step():
+    settings = runs.config(optim={"args": {"capturable": True}})
+    with pytest.raises(UsageError, match=r"optim\.args\.capturable=true"):
+        runs.fit(own_tasks.Plain(), settings)
+
+
+@pytest.mark.parametrize("args", [{"foreach": True}, {"maximize": True}, {"fused": True}, {"amsgrad": True}])
+def test_options_that_work_pass_and_the_trial_leaves_no_trace(args):
+    model = make_model()
+    optimizer = build_optimizer(model, "Adam", 0.1, args=args)
+    before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    check_updates(optimizer)
+    assert not optimizer.state
+    assert all(torch.equal(before[0][name], value) for name, value in model.state_dict().items())
+    assert torch.equal(before[1], torch.get_rng_state())
 
 
 def test_a_group_that_matches_nothing_is_refused_with_names_there_are():

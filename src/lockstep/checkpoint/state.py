@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.form import Form, buffer_places, described, is_extra, kind, load, place_buffer
 from lockstep.distributed.sharded_tensor import is_sharded, like, local, local_shard
 from lockstep.errors import CheckpointError
 
 Plain = float | int | bool | str | None
+_NOTHING = torch.empty(0)
 
 
 def capture(
@@ -46,33 +48,52 @@ def capture(
 
 
 def check_fits(
-    index: Mapping[str, Mapping[str, Any]], model: nn.Module, averages: Mapping[str, Tensor] | None = None
-) -> None:
+    index: Mapping[str, Mapping[str, Any]],
+    model: nn.Module,
+    averages: Mapping[str, Tensor] | None = None,
+    values: Mapping[str, Plain] | None = None,
+) -> list[str]:
     """Compare the tensors of a checkpoint with those of `model` (and of `averages`): names, shapes, dtypes.
+
+    Args:
+        values: what the checkpoint holds besides tensors.
+
+    Returns:
+        a note on each buffer that has another shape in the checkpoint; `restore` gives it that shape.
 
     Raises:
         CheckpointError: the checkpoint is of another model; says how many tensors differ, and how the first does.
     """
-    own = {f"model.{name}": _kind(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    saved = {name: (*entry["shape"], entry["dtype"]) for name, entry in index.items()}
+    of_model = _without_prefix("model.", saved | dict.fromkeys(values or ()))
+    new = Form.of(model)
+    differing = [f"model.{name}" for name in new.misfits(of_model)]
+    own = {f"model.{name}": found for name, found in new.kinds.items()}
     if averages:
-        own |= {f"ema.{name}": _kind(average) for name, average in averages.items()}
-    saved = {
-        name: (*entry["shape"], entry["dtype"])
-        for name, entry in index.items()
-        if name.startswith(("model.", "ema.") if averages else "model.")
-    }
-    if own != saved:
-        differing = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-        first = differing[0]
+        own |= {f"ema.{name}": kind(average) for name, average in averages.items()}
+        names = {name for name in own.keys() | saved.keys() if name.startswith("ema.")}
+        differing += [name for name in names if own.get(name) != saved.get(name)]
+    if differing:
+        first = min(differing)
+        remedy = "use the task and config that the checkpoint was made with, or start anew with --fresh"
+        if (
+            first in own
+            and first in saved
+            and any(map(is_sharded, model.parameters()))
+            and first[6:] in buffer_places(model)
+        ):
+            remedy = f"with fsdp, a buffer cannot change its shape: use parallel.strategy=ddp; or {remedy}"
         raise CheckpointError(
             f"{len(differing)} tensors differ from the model's, first {first}: "
             f"saved {saved.get(first)}, model {own.get(first)}",
-            remedy="use the task and config that the checkpoint was made with, or start anew with --fresh",
+            remedy=remedy,
         )
+    changed = sorted(new.buffers & {name for name, found in of_model.items() if found != new.kinds.get(name)})
+    return [f"note: {described(new.kinds, of_model, changed)}: it has the checkpoint's shape"] if changed else []
 
 
-def _kind(tensor: Tensor) -> tuple[int | str, ...]:
-    return (*tensor.shape, str(tensor.dtype).removeprefix("torch."))
+def _without_prefix(prefix: str, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in by_name.items() if name.startswith(prefix)}
 
 
 def wanted(
@@ -90,7 +111,7 @@ def wanted(
     for name, entry in index.items():
         kind, _, rest = name.partition(".")
         if kind == "model":
-            target = targets[rest]
+            target = targets.get(rest, _NOTHING)  # a buffer that is None in a new model
         elif kind == "ema" and averages is not None:
             target = averages[rest]
         elif kind == "optimizer" and optimizer is not None:
@@ -120,6 +141,7 @@ def restore(
 
     Raises:
         CheckpointError: the optimizer's state is of a parameter that the model does not have.
+        TrainingError: the model's `load_state_dict` refuses what its `state_dict` returned.
     """
     targets, has_model_tensors = model.state_dict(), False
     parameters = dict(model.named_parameters())
@@ -135,7 +157,7 @@ def restore(
         for name, tensor in tensors:
             kind, _, rest = name.partition(".")
             if kind == "model":
-                local(targets[rest]).copy_(tensor)
+                _load_tensor(model, targets, rest, tensor)
                 has_model_tensors = True
             elif kind == "ema" and averages is not None:
                 local(averages[rest]).copy_(tensor)
@@ -145,13 +167,27 @@ def restore(
                 value = tensor if on_host else tensor.to(parameter.device)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
-    extra = {name.removeprefix("model."): value for name, value in plain.items() if name.startswith("model.")}
+    extra = _without_prefix("model.", plain)
     if extra or has_model_tensors:  # tensors are in place already; values of get_extra_state are not
-        model.load_state_dict(targets | extra)
+        load(model, targets | extra)
     for name, setting in plain.items():
         if name.startswith("optimizer.") and optimizer is not None:
             parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
             optimizer.state[parameter][slot] = setting
+
+
+def _load_tensor(model: nn.Module, targets: dict[str, Any], name: str, tensor: Tensor) -> None:
+    """Load a tensor of the model in place. `targets`, its state, gets what is not in place."""
+    target = targets.get(name)
+    if is_extra(name):
+        targets[name] = tensor.to(target.device) if isinstance(target, Tensor) else tensor
+    elif target is None or (target.shape != tensor.shape and not is_sharded(target)):
+        placed = place_buffer(model, name, tensor)
+        if placed is None:
+            raise CheckpointError(f"the model has no {name}", remedy="use the task that the checkpoint was made with")
+        targets[name] = placed
+    else:
+        local(target).copy_(tensor)
 
 
 def _slot(name: str, rest: str, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Parameter, str]:

@@ -90,6 +90,13 @@ class _Digests(_Samples):
             return UNREADABLE
 
 
+def digest_of_sample(value: Any) -> str:
+    """A digest of the values in a sample, however they are nested."""
+    digest = hashlib.sha256()
+    _add(digest, value)
+    return digest.hexdigest()
+
+
 def _add(digest: Any, value: Any) -> None:
     """Add tensors, arrays, images, text, numbers and containers of them to a digest; of other values their repr."""
     digest.update(f"|{type(value).__name__}:".encode())

@@ -178,4 +178,7 @@ def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:
             if buffers.get(name) is not place:  # code of the model may have put another tensor there
                 buffers[name] = place
         for buffer, value in values:
-            buffer.data.copy_(value)  # `data`: torch does not count it as a change, see `ChangingBuffers`
+            if buffer.shape != value.shape:
+                buffer.data = value
+            else:
+                buffer.data.copy_(value)  # `data`: torch does not count it as a change, see `ChangingBuffers`

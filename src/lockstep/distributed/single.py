@@ -36,6 +36,9 @@ class Single:
         self.must_warm_up = False
         self.must_check_used = not find_unused_parameters
         self._buffers: ModuleBuffers | None = None
+        self._looks_at_shapes = 4  # how often `sync_buffers` still looks: before the first step, and after it
+        self._first_shapes: list[tuple[int, ...]] | None = None
+        self._shapes_vary = False
 
     @property
     def model(self) -> nn.Module:
@@ -96,7 +99,28 @@ class Single:
         if self.world.size > 1:
             if self._buffers is None:
                 self._buffers = ModuleBuffers(self.unwrapped)
+            if self._looks_at_shapes or self._shapes_vary:
+                self._agree_on_shapes(list(self._buffers))
             self.world.broadcast_tensors(list(self._buffers))
+
+    def _agree_on_shapes(self, buffers: list[Tensor]) -> None:
+        """Give buffers the shapes that they have on rank 0, where the first steps of a process change shapes."""
+        shapes = [tuple(buffer.shape) for buffer in buffers]
+        if not self._shapes_vary:
+            self._looks_at_shapes -= 1
+            self._first_shapes = self._first_shapes if self._first_shapes is not None else shapes
+            self._shapes_vary = bool(self.world.all_max(int(shapes != self._first_shapes)))
+        if self._shapes_vary:
+            of_rank0 = self.world.broadcast(shapes)
+            if len(of_rank0) != len(buffers):
+                raise TrainingError(
+                    f"rank {self.world.rank} has {len(buffers)} buffers, and rank 0 has {len(of_rank0)}",
+                    where="Task.model",
+                    remedy="register the same buffers on all ranks",
+                )
+            for buffer, shape in zip(buffers, of_rank0, strict=True):
+                if tuple(buffer.shape) != shape:
+                    buffer.data = buffer.new_empty(shape)
 
     def pass_of_zeros(
         self,

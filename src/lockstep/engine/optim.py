@@ -14,6 +14,12 @@ from torch import nn
 from lockstep.errors import UsageError, did_you_mean
 
 _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
+_WAYS = (
+    "differentiable",
+    "capturable",
+    "fused",
+    "foreach",
+)  # how an update is made; torch refuses some when it is made
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,9 @@ def build_optimizer(
         with_kernel = (n for n, c in _optimizer_classes().items() if "fused" in inspect.signature(c).parameters)
         remedy = f"leave it out, or use one of {', '.join(sorted(with_kernel))}"
         raise UsageError(f"{name} has no fused kernel", where="optim.fused", remedy=remedy)
+    if fused is not None and (args or {}).get("fused", fused) != fused:
+        both = f"optim.fused={str(fused).lower()} and optim.args.fused={str((args or {})['fused']).lower()} disagree"
+        raise UsageError(both, where="optim.args.fused", remedy="leave it out: optim.fused decides")
     if fused is None:
         fused = fuses_adam and _can_fuse(name, model, args or {})
     try:
@@ -89,6 +98,44 @@ def build_optimizer(
     except Exception as error:
         remedy = "see the documentation of this torch.optim class"
         raise UsageError(str(error), where=f"optim.args of {name}", remedy=remedy) from error
+
+
+def check_updates(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of the same class and options update a small parameter of each kind that `optimizer` has.
+
+    torch checks some options only in an update: which device can do it, which dtype.
+
+    Raises:
+        UsageError: it cannot; names the option.
+    """
+    kinds = {(p.device, p.dtype) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    taken = inspect.signature(type(optimizer)).parameters
+    options = {name: value for name, value in optimizer.defaults.items() if name in taken}
+    for device, dtype in sorted(kinds, key=str):
+
+        def fault(given: Mapping[str, Any], device: torch.device = device, dtype: torch.dtype = dtype) -> str | None:
+            parameter = nn.Parameter(torch.zeros(4, 4, device=device, dtype=dtype))
+            parameter.grad = torch.zeros_like(parameter)
+            try:
+                type(optimizer)([parameter], **given).step(lambda: 0.0)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+            return None
+
+        if (what := fault(options)) is None:
+            continue
+        chosen = [name for name in _WAYS if options.get(name)]
+        cause = next(
+            (name for name in chosen if fault(options | {name: None if name == "foreach" else False}) is None), None
+        )
+        where = "optim" if cause is None else "optim.fused=true" if cause == "fused" else f"optim.args.{cause}=true"
+        remedy = "leave it out" if cause else "use other values in optim.args, or another optimizer"
+        raise UsageError(
+            f"{type(optimizer).__name__} cannot update parameters of {str(dtype).removeprefix('torch.')} on "
+            f"{device.type} so: {what}",
+            where=where,
+            remedy=remedy,
+        )
 
 
 def _can_fuse(name: str, model: nn.Module, args: Mapping[str, Any]) -> bool:

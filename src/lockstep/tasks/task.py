@@ -60,6 +60,10 @@ class Task(abc.ABC):
 
     A task knows nothing of ranks, devices, precision or gradient accumulation. `model`, `train_data` and `loss` must be
     written. Everything else has a default. The constructor takes the keys of the config's `task` section.
+
+    A checkpoint holds the `state_dict` of the model, and nothing of the task. What training changes, and later steps
+    depend on, belongs into parameters, buffers (`register_buffer`) or `get_extra_state` of the model. No method changes
+    its argument in place where that is a sample of the data set: `prepare` and `collate` change copies.
     """
 
     coefficients: Mapping[str, float] = MappingProxyType({})

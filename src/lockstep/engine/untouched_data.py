@@ -1,0 +1,174 @@
+"""Before the first step: does a task change the samples of a data set that hands out its own memory?"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from lockstep.data import worker_deaths
+from lockstep.data.executed_files import ExecutedFiles
+from lockstep.data.fingerprint import digest_of_sample
+from lockstep.data.loader import Loader, MicroBatches
+from lockstep.data.order import derive_seed
+from lockstep.data.randomness import restored_generators, seed_all
+from lockstep.errors import UsageError
+
+_SAMPLES = 8
+
+
+def check(loader: Loader, indices: Sequence[int]) -> list[str]:
+    """Read some samples as batches do, and look whether the data set then gives other samples.
+
+    A data set whose samples are new objects at each read cannot be changed so, and one sample of it is read. The
+    samples are read in another process where the loader has workers, which must not inherit files.
+
+    Returns:
+        a warning, where a sample is another one at the second read, though all generators are seeded alike.
+
+    Raises:
+        UsageError: `prepare` or `collate` changes the data set; names the method.
+    """
+    micro_batches = loader.micro_batches
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(
+            _Reads(micro_batches),
+            batch_size=None,
+            sampler=[tuple(indices[:_SAMPLES])],
+            num_workers=int(loader.workers > 0),
+            collate_fn=_identity,
+            generator=torch.Generator(),
+        )
+
+    with restored_generators(loader.device):
+        (found,) = worker_deaths.read_all(make, "samples to look at")
+    which = "training" if micro_batches.training else "evaluation"
+    data = type(micro_batches.data).__name__
+    if found is None:
+        return []
+    if found.method is None:
+        return [
+            f"warning: sample {found.index} of the {which} data ({data}) is another one when it is read again, under "
+            "the same seeds of torch, NumPy and Python. So a training depends on what was read before, and cannot be "
+            "repeated or resumed exactly. Draw random numbers from these generators, and let reading change no sample"
+        ]
+    raise _refusal(micro_batches, found)
+
+
+@contextlib.contextmanager
+def watched(loader: Loader, index: int) -> Iterator[None]:
+    """Inside, `Task.loss` and `Task.predict` run. Where a task's own `collate` lets them, they may change the data.
+
+    Raises:
+        UsageError: they did.
+    """
+    look = _Reads(loader.micro_batches)
+    before = ""
+    if not loader.workers and loader.micro_batches.collates:
+        with contextlib.suppress(Exception), restored_generators(loader.device):
+            first, again = look.digest(index), look.digest(index)
+            before = first if first == again else ""
+    yield
+    if before:
+        with restored_generators(loader.device):
+            after = look.digest(index)
+        if after != before:
+            raise _refusal(loader.micro_batches, Changed(index, "loss"))
+
+
+def _refusal(micro_batches: MicroBatches, found: Changed) -> UsageError:
+    which = "training" if micro_batches.training else "evaluation"
+    remedy = "change a copy: sample.clone() for a tensor, sample.copy() for an array or an image, "
+    remedy += "copy.deepcopy(sample) for nested values"
+    if found.method == "loss":
+        remedy = "change a copy (clone), or let Task.collate return one, as torch.stack does"
+    return UsageError(
+        f"it changes a sample in place, and with it the {which} data: sample {found.index} of "
+        f"{type(micro_batches.data).__name__} is another one afterwards. The training would depend on the number of "
+        "epochs, evaluations and workers before",
+        where="Task.loss or Task.predict" if found.method == "loss" else f"Task.{found.method}",
+        remedy=remedy,
+    )
+
+
+@dataclass
+class Changed:
+    """A sample of a data set that is another one when it is read again."""
+
+    index: int
+    method: str | None
+    """The method of the task that changed it. None: reading alone."""
+
+
+class _Reads(Dataset[Changed | None]):
+    """What is found out about some samples, by their indices."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self.files = ExecutedFiles()  # comes before objects of the classes in them
+        self.micro_batches = micro_batches
+
+    def __getitem__(self, indices: tuple[int, ...]) -> Changed | None:
+        with contextlib.suppress(Exception):  # the loader decides what an unreadable sample means
+            return self._look(indices)
+        return None
+
+    def _look(self, indices: tuple[int, ...]) -> Changed | None:
+        one = self.micro_batches
+        if type(one.data) is TensorDataset and not one.prepares and not one.collates:
+            return None
+        for index in indices:
+            first = self._read(index)
+            before, own = digest_of_sample(first), set(_memory(first))
+            again = self._read(index)
+            if digest_of_sample(again) != before:
+                return Changed(index, None)
+            if own.isdisjoint(_memory(again)):
+                return None
+            if changed := self._use(index, again, before):
+                return changed
+        return None
+
+    def _use(self, index: int, sample: Any, before: str) -> Changed | None:
+        """Prepare and collate a sample, and read it again."""
+        one = self.micro_batches
+        seed_all(derive_seed(one.seed, 0, index))
+        for method in ("prepare", "collate"):
+            sample = one.task.prepare(sample, 0, one.training) if method == "prepare" else one.task.collate([sample])
+            if self.digest(index) != before:
+                return Changed(index, method)
+        return None
+
+    def digest(self, index: int) -> str:
+        """The digest of a raw sample."""
+        return digest_of_sample(self._read(index))
+
+    def _read(self, index: int) -> Any:
+        one = self.micro_batches
+        seed_all(derive_seed(one.seed, 0, index))
+        return one.data[index]
+
+
+def _memory(value: Any) -> Iterator[int]:
+    """What can be changed in place in a sample: addresses of tensors and arrays, identities of other objects."""
+    if isinstance(value, Tensor):
+        yield value.data_ptr() if value.layout == torch.strided else id(value)
+    elif isinstance(value, np.ndarray):
+        yield value.__array_interface__["data"][0]
+    elif isinstance(value, str | bytes | int | float | complex | None | np.generic):
+        return
+    else:
+        if not isinstance(value, tuple | frozenset):
+            yield id(value)
+        for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+            yield from _memory(item)
+
+
+def _identity(value: Any) -> Any:
+    return value
