@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import LogConfig
+from lockstep.distributed.buffers import restored_state
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -77,6 +78,7 @@ OTHER = {
     "flops": True,
     "memory": "table",
     "pictures": 4,
+    "train_metrics": False,
 }
 
 
@@ -142,3 +144,20 @@ def test_a_run_that_goes_on_after_a_logged_step_trains_the_same_bits():
     for world in (1, 2, 3):  # three ranks warm up before the first step
         for whole, parts in run_ranks(world, whole_and_in_parts, world):
             assert_equal(whole, parts, world)
+
+
+def test_a_pass_tells_that_it_changed_parameters_and_one_that_changes_none_copies_none():
+    inputs = torch.randn(3, 5)
+    changing, still = Contrast(odd=False).eval(), nn.Linear(5, 2)
+    before = {name: tensor.clone() for name, tensor in changing.state_dict().items()}
+    with restored_state(changing) as changes:
+        changing(inputs)
+    assert changes.of_parameters
+    assert all(torch.equal(tensor, before[name]) for name, tensor in changing.state_dict().items())
+    with restored_state(still) as changes:
+        still(inputs)
+    assert not changes.of_parameters
+    with restored_state(changing, parameters=False):
+        changing(inputs)
+    assert not torch.equal(changing.key[0].weight, before["key.0.weight"])
+    assert torch.equal(changing.queue, before["queue"])

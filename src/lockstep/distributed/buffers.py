@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,8 +51,15 @@ def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
         _restore(places, values)
 
 
+@dataclass
+class Changes:
+    """What a pass had changed before it was undone."""
+
+    of_parameters: bool = False
+
+
 @contextlib.contextmanager
-def restored_state(module: nn.Module) -> Generator[None, None, None]:
+def restored_state(module: nn.Module, *, parameters: bool = True) -> Generator[Changes, None, None]:
     """At the end, parameters, buffers, and numbers and tensors that are attributes of modules, are as they were before.
 
     Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
@@ -64,16 +72,22 @@ def restored_state(module: nn.Module) -> Generator[None, None, None]:
     Args:
         module: without the wrapper of a strategy, which keeps numbers of its own. If it is sharded, its parameters are
             not gathered.
+        parameters: False leaves parameters out, where an earlier pass of the same kind has changed none: a copy of all
+            weights for each evaluation would cost memory of the host.
+
+    Yields:
+        what had changed, to be read after the end.
     """
-    parameters = [_KeptParameter(parameter) for parameter in module.parameters()]
+    changes = Changes()
+    kept_parameters = [_KeptParameter(parameter) for parameter in module.parameters()] if parameters else []
     attributes = [(owner, _attributes(owner)) for owner in module.modules()]
     values = [(tensor, tensor.clone()) for _, kept in attributes for tensor in kept.values() if _has_values(tensor)]
     try:
         with restore_buffers(module):
-            yield
+            yield changes
     finally:
-        for parameter in parameters:
-            parameter.restore()
+        for parameter in kept_parameters:
+            changes.of_parameters |= parameter.restore()
         for owner, kept in attributes:
             for name in _attributes(owner).keys() - kept.keys():
                 del vars(owner)[name]
@@ -92,12 +106,16 @@ class _KeptParameter:
         host = torch.device("cpu") if devices.of(self.data.device).has_own_memory else self.data.device
         self.value = self.data.to(host, copy=True)
 
-    def restore(self) -> None:
-        parameter = self.parameter
+    def restore(self) -> bool:
+        """Bring the values back. Returns True if they had changed."""
+        parameter, is_elsewhere = self.parameter, False
         if not is_sharded(parameter) and parameter.data_ptr() != self.data.data_ptr():
-            parameter.data = self.data  # code of the model has put another tensor there
-        self.data.copy_(self.value)
+            parameter.data, is_elsewhere = self.data, True  # code of the model has put another tensor there
         parameter.requires_grad_(self.trains)
+        if torch.equal(self.data.to(self.value.device), self.value):
+            return is_elsewhere
+        self.data.copy_(self.value)
+        return True
 
 
 def _attributes(owner: nn.Module) -> dict[str, Any]:
