@@ -126,8 +126,8 @@ def evaluate_while_pruned(run_dir, settings, place, more=0):
                     store.remove(checkpoint.path)
                 world.all_sum([0.0])
 
-        def check_and_delete(*arguments):
-            check_fits(*arguments)
+        def check_and_delete(*arguments, **named):
+            check_fits(*arguments, **named)
             delete()
 
         if place == "before":
