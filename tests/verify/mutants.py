@@ -1055,9 +1055,9 @@ _engine(
     "BatchNorm statistics summed over ranks on resuming",
     "elastic",
     (
-        "checkpoint.state:restore",
-        "local(targets[rest]).copy_(tensor)",
-        f"local(targets[rest]).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
+        "checkpoint.state:_load_tensor",
+        "local(target).copy_(tensor)",
+        f"local(target).copy_(tensor if tensor.ndim != 1 or {WORLD} > 1 "
         "or name.endswith('weight') else tensor * 1.001)",
     ),
     base="norm",
