@@ -100,13 +100,13 @@ def test_a_training_says_on_which_samples_it_is_evaluated_how_far_it_is_and_what
 ):
     monkeypatch.setattr(evaluation_progress, "_EVERY_S", 0.0)
     config["data"]["eval_limit"], config["batch"]["micro"] = 5, 2
-    fit(config, tmp_path)
-    log = (tmp_path / "train.log").read_text()
+    fit(config, tmp_path / "run")
+    log = (tmp_path / "run" / "train.log").read_text()
     assert log.count("note: evaluated on 5 of 12 samples of far, evenly spread (data.eval_limit)") == 1
     for samples in (2, 4):
         assert log.count(f"evaluating near: {samples} of 5 samples after ") == 2
     assert len(re.findall(r"memory around this evaluation: [\d,]+ MiB before, [\d,]+ MiB after; ", log)) == 2
-    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = [entry for entry in entries if "eval/far/loss" in entry]
     assert [(entry["eval/far/samples"], entry["eval/far/of_samples"]) for entry in evaluated] == [(5, 12)] * 2
 

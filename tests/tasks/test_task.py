@@ -115,12 +115,6 @@ class LossWithOutput(own_tasks.Classes):
         return super().predict(model, batch)
 
 
-class TwoLosses(own_tasks.Classes):
-    def loss(self, model, batch):
-        loss = super().loss(model, batch)
-        return loss, 2 * loss
-
-
 class OtherOutput(LossWithOutput):
     def output(self, model, batch):
         return model(batch[0])
@@ -213,12 +207,6 @@ def test_metrics_that_are_updated_wrongly_are_told_of_the_class_that_helps(tmp_p
     with pytest.raises(TrainingError, match=r"Task\.metrics: update\(.*\) failed: KeyError: 1") as caught:
         runs.fit(Dict(), EVALUATED, tmp_path)
     assert "return lockstep.Metrics(metrics, update)" in caught.value.remedy
-
-
-def test_tuple_of_losses_is_refused_in_training():
-    with pytest.raises(TrainingError, match=r"Task\.loss: it returned a tuple of 2 while the model trains") as caught:
-        runs.fit(TwoLosses(), runs.config())
-    assert "several losses are a dict of scalar tensors by head" in caught.value.remedy
 
 
 def test_an_output_beside_the_loss_spares_predict_and_changes_nothing(tmp_path):
