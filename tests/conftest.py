@@ -19,11 +19,15 @@ _started = [0]
 sys.addaudithook(lambda event, _: _started.__setitem__(0, _started[0] + (event == "subprocess.Popen")))
 
 import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests import ranks  # noqa: E402
 from tests.processes import background  # noqa: E402
 
 torch.set_num_threads(1)
+# The same examples each time, and no limit on the time of one: hypothesis would take 0.2 s.
+settings.register_profile("any speed", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -44,9 +44,9 @@ def maker_of(seed, part):
     return Maker(seed + (part << 64))
 
 
-@parts(3)
+@parts(6)
 @seeds
-@examples(6, LONG)
+@examples(3, LONG)
 def test_a_case_on_one_rank_is_plain_torch(part, seed):
     fuzz_runs.check("plain", [maker_of(seed, part).case()])
 
@@ -60,9 +60,9 @@ def test_cases_on_ranks_are_plain_torch(world, part, seed):
     fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS)])
 
 
-@parts(3)
+@parts(6)
 @seeds
-@examples(4, LONG // 5)
+@examples(2, LONG // 5)
 def test_random_numbers_in_batches_survive_a_stop(part, seed):
     fuzz_runs.check("resumed", [maker_of(seed, part).noisy()])
 
@@ -76,8 +76,8 @@ def test_random_numbers_in_batches_survive_a_stop_of_ranks(world, part, seed):
     fuzz_runs.check("resumed", [maker.noisy(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 2)])
 
 
-@parts(3)
+@parts(6)
 @seeds
-@examples(2, LONG // 5)
+@examples(1, LONG // 5)
 def test_random_numbers_in_batches_are_the_same_in_workers(part, seed):
     fuzz_runs.check("workers", [maker_of(seed, part).noisy()])

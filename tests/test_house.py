@@ -1,6 +1,7 @@
 """Which part of the package may import which, read from the import statements of the source."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -192,7 +193,12 @@ def is_module(name):
 
 def imports(path):
     """What `path` imports of the package when it runs (not for type checkers alone), as names below the package."""
-    tree = ast.parse(path.read_text())
+    return _imports(path, path.read_text())
+
+
+@functools.cache
+def _imports(path, text):
+    tree, found = ast.parse(text), []
     checking = {
         id(inner)
         for node in ast.walk(tree)
@@ -209,7 +215,8 @@ def imports(path):
             names = [name if node.module == "lockstep" or is_module(name) else node.module for name in inner]
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
-        yield from (name.removeprefix("lockstep.") for name in names if name.startswith("lockstep."))
+        found += [name.removeprefix("lockstep.") for name in names if name.startswith("lockstep.")]
+    return found
 
 
 MODULES = {

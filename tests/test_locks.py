@@ -26,7 +26,7 @@ with locked(Path(sys.argv[1])):
         threading.Thread(target=begin).start()
     else:
         begin()
-    time.sleep(60)
+    time.sleep(900)
 """
 
 

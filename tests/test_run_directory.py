@@ -19,6 +19,7 @@ from lockstep.distributed.launch import RESTARTS
 from lockstep.errors import UsageError
 from tests import own_tasks, runs
 from tests.checkpoint.cases import ALONE
+from tests.processes import HANG_S
 
 VARIABLES = (RESTARTS, "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID")
 
@@ -92,7 +93,7 @@ def test_a_claim_is_free_after_any_error(tmp_path):
 
 
 def test_a_claim_waits_for_a_rank_that_is_dying(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_directory, "_DYING_S", 20.0)
+    monkeypatch.setattr(run_directory, "_DYING_S", HANG_S)
     holder = (tmp_path / ".lock").open("a+")
     fcntl.flock(holder, fcntl.LOCK_EX)
     threading.Timer(0.3, holder.close).start()
@@ -131,7 +132,7 @@ def test_children_do_not_hold_it(tmp_path):
         child = os.fork()
         if child == 0:
             os.write(writing, b"x")
-            time.sleep(60)
+            time.sleep(900)
             os._exit(0)
         os.read(reading, 1)
     try:

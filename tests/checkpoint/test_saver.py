@@ -18,9 +18,8 @@ from lockstep.distributed import faults
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 from tests.checkpoint.cases import ALONE, about, read, steps
+from tests.processes import HANG_S
 from tests.ranks import run_ranks
-
-PATIENCE_S = 20  # a test that waits longer has failed
 
 
 def state(value=0.0):
@@ -55,7 +54,7 @@ def gate(monkeypatch):
 
         def write(self, *arguments):
             self.begun.set()
-            assert self.wait(PATIENCE_S)
+            assert self.wait(HANG_S)
             return written(*arguments)
 
     written, found = files.write_share, Gate()
@@ -100,7 +99,7 @@ def test_saved_state_is_read_back(saver, tmp_path):
 
 def test_training_goes_on_while_a_checkpoint_is_written(saver, tmp_path, gate):
     saver.save(1, state(), {}, about(1))  # returns, although nothing can be written
-    assert gate.begun.wait(PATIENCE_S)
+    assert gate.begun.wait(HANG_S)
     assert steps(tmp_path) == []
     assert saver.saved is None
     gate.set()
@@ -250,7 +249,7 @@ def test_old_checkpoints_go_by_the_retention(make, tmp_path):
 
 def test_writing_is_a_sign_of_life(saver, gate):
     saver.save(1, state(), {}, about(1))
-    assert gate.begun.wait(PATIENCE_S)
+    assert gate.begun.wait(HANG_S)
     before = ALONE.heartbeat.beats
     gate.set()
     saver.wait()

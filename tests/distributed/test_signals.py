@@ -309,7 +309,7 @@ from lockstep.distributed import signals
 with signals.listening() as flag:
     flag.saves = True
     begun = multiprocessing.get_context("fork").Event()
-    worker = multiprocessing.get_context("fork").Process(target=lambda: (begun.set(), time.sleep(60)))
+    worker = multiprocessing.get_context("fork").Process(target=lambda: (begun.set(), time.sleep(900)))
     worker.start()
     begun.wait()
     worker.terminate()
@@ -509,7 +509,7 @@ def test_second_signal_ends_the_process_although_the_terminal_is_gone(tmp_path):
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
         "    time.sleep(0.05)\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
-        "    time.sleep(20)\n"
+        "    time.sleep(900)\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != signals.LAUNCHED}
     done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=HANG_S)

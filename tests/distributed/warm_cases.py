@@ -45,7 +45,7 @@ def work_in_threads(out):
 def wait(out):
     with open(out, "w") as file:
         file.write(str(os.getppid()))
-    time.sleep(60)
+    time.sleep(900)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -31,7 +31,7 @@ def test_the_phases_are_the_same_on_any_ranks(chunk):
     alone, _ = volume_cases.train({}, settings(optimizer="SGD"))
     first = volume_cases.make_model().named_parameters()
     assert [name for name, value in first if torch.equal(value, alone[name])] == []
-    for world, strategy in ((2, "ddp"), (2, "fsdp"), (3, "fsdp")):
+    for world, strategy in ((2, "ddp"), (3, "fsdp")):
         for weights, _ in run_ranks(world, volume_cases.train, options, settings(strategy, "SGD")):
             for name, value in weights.items():
                 assert torch.allclose(value, alone[name], rtol=1e-10, atol=1e-12), (world, strategy, name)

@@ -172,7 +172,7 @@ def slow(*args):
     print("written", flush=True)
     if sys.argv[2] == "hang":
         import time
-        time.sleep(60)
+        time.sleep(900)
 def counted(*args, **options):
     print("decoded", flush=True)
     return read(*args, **options)

@@ -24,7 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from lockstep import devices, shortages
 from lockstep.distributed import device_errors, flight_recorder, heartbeat, torch_internals
 from lockstep.distributed.failure import FailureBoard
-from lockstep.distributed.heartbeat import Heartbeat
+from lockstep.distributed.heartbeat import Heartbeat, Phase
 from lockstep.distributed.launch import report_failure
 from lockstep.distributed.nodes import NodeGroup, Nodes, exchange, group_of, own_name
 from lockstep.distributed.rendezvous import store_of_ranks
@@ -417,6 +417,7 @@ def _watched(world: World, store: Store | None, timeout_s: float, folder: Path |
     if folder is None:
         yield
         return
+    world.heartbeat.enter(Phase.STARTING)  # this process may have trained before
     watchdog = Watchdog(world.heartbeat, store, rank=world.rank, size=world.size, timeout_s=timeout_s, folder=folder)
     try:
         yield

@@ -167,7 +167,7 @@ def collectives(experiments: Experiments) -> CheckResult:
     first, nproc = recordings[0], experiments.nproc
     if not first.communication:
         return not_shown(f"{experiments.steps} steps are too few to record the collectives of one step")
-    # About once a second, ranks also agree whether to stop. The step with the fewest collectives has only its own.
+    # The step with the fewest collectives has only its own.
     quietest = [
         min(recording.communication.values(), key=lambda step: len(step.own_reductions) + len(step.other_collectives))
         for recording in recordings
