@@ -29,6 +29,7 @@ _SMALL: dict[str, Any] = (
     | dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "context_length"), 64)
     | {"vocab_size": WORDS, "state_size": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
     | {"image_size": SIDE, "patch_size": 8, "num_channels": 3, "num_labels": CLASSES, "use_cache": False}
+    | dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "layerdrop"), 0.0)  # layers without gradient, by chance
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "attention_window": 8}
 )
 
@@ -54,6 +55,9 @@ _LARGE = 64
 _UNUSED = ("pooler", "contact_head", "cls.predictions.dense.weight", "_global", "mask_emb", "seg_embed", "r_s_bias")
 _UNUSED += ("mask_token", "vision_model.head")
 """In names of parameters that such a training does not use. They are frozen."""
+
+_SOME_UNUSED = ("nllb-moe", "switch_transformers")
+"""Families with experts that get no word of some batches, and so no gradient."""
 
 # By family: what it predicts, and what its config has besides the small sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -188,6 +192,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _IMAGES,
         {
             "image_size": _LARGE,
+            "patch_size": 16,
             "hidden_sizes": [16, 32, 48],
             "num_attention_heads": [2, 2, 2],
             "depths": [1, 1, 1],
@@ -275,7 +280,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def arguments(family: str) -> list[str]:
     """The target of the command and its overrides."""
-    return [f"{Path(__file__).resolve()}:TransformerModel", f"task.family={family}", *OVERRIDES]
+    own = ["parallel.find_unused_parameters=true"] if family in _SOME_UNUSED else []
+    return [f"{Path(__file__).resolve()}:TransformerModel", f"task.family={family}", *OVERRIDES, *own]
 
 
 def build(family: str) -> Any:

@@ -231,7 +231,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
         (whole, _), *_ = _batches(task, samples, world.device)
         probe.random_in_collate = generators.changed(before)
         with contextlib.suppress(Exception):  # the training itself reports an error in the model or the loss
-            probe.model_difference = model_difference(make, model, partial(_loss, task, whole))
+            probe.model_difference = model_difference(make, model, partial(task.loss, batch=whole))
         probe.random = generators.random_operations(task.loss, model, whole)
         probe.random_in_evaluation = generators.random_operations(task.loss, model.eval(), whole)
         with contextlib.suppress(Exception):  # whether the task can predict is for other checks to find
@@ -248,6 +248,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 samples = read(exact)
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = generators.random_operations(exact.loss, model, batches[0][0])
+                _refuse_other_formats(model, float64)
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _look_at_coupling(probe, exact, model, batches, partial(read, exact))
@@ -261,10 +262,6 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 first_line = str(error).splitlines()[0] if str(error) else ""
                 probe.float64, probe.float64_error = False, f"{type(error).__name__}: {first_line}"
     return probe
-
-
-def _loss(task: Task, batch: Any, model: nn.Module) -> Any:
-    return task.loss(model, batch)
 
 
 def _samples(task: Task, *, train_samples: int, seed: int, skip: bool, most: int = 8) -> list[Any]:
@@ -302,6 +299,13 @@ def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 
     half = len(samples) // share
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
     return [(data.to_device(batch, device), size) for batch, size in batches]
+
+
+def _refuse_other_formats(model: nn.Module, float64: bool) -> None:
+    """Raises TypeError where a forward pass gave a parameter another number format than float64, as some routers do."""
+    for name, parameter in model.named_parameters() if float64 else ():
+        if parameter.is_floating_point() and parameter.dtype != torch.float64:
+            raise TypeError(f"the forward pass converts the parameter {name} to {parameter.dtype}")
 
 
 def _look_at_coupling(
