@@ -29,6 +29,14 @@ class Small(Task):
         return (model(batch[0]) - batch[1]).square().sum()
 
 
+class ConvertsItself(Small):
+    """The forward pass puts the weights into float32, as routers of some mixtures of experts do."""
+
+    def loss(self, model, batch):
+        outputs = model.to(torch.float32)(batch[0].float())
+        return (outputs - batch[1]).square().sum()
+
+
 class Noisy(Small):
     """Noise on the weights' outputs, in another way than by dropout."""
 

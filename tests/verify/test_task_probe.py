@@ -151,6 +151,12 @@ def test_batch_norm_without_statistics_is_an_obstacle():
     assert "keep no running statistics" in found.obstacle()
 
 
+def test_a_model_that_converts_its_own_parameters_is_compared_in_their_format():
+    found = probe("ConvertsItself")
+    assert found.float64_error == "TypeError: the forward pass converts the parameter weight to torch.float32"
+    assert found.epsilon == torch.finfo(torch.float32).eps
+
+
 def test_where_float64_fails_it_says_why_and_takes_the_models_own_format():
     found = probe("OnlySingle")
     assert not found.float64

@@ -29,6 +29,7 @@ _SMALL: dict[str, Any] = (
     | dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "context_length"), 64)
     | {"vocab_size": WORDS, "state_size": 8, "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
     | {"image_size": SIDE, "patch_size": 8, "num_channels": 3, "num_labels": CLASSES, "use_cache": False}
+    | dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop", "layerdrop"), 0.0)  # layers without gradient, by chance
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "attention_window": 8}
 )
 
@@ -52,8 +53,11 @@ _STAGES: dict[str, Any] = {"depths": [1, 1], "hidden_sizes": [16, 32], "num_stag
 _LARGE = 64
 """The side of pictures for families that halve them so often that less would leave a single place."""
 _UNUSED = ("pooler", "contact_head", "cls.predictions.dense.weight", "_global", "mask_emb", "seg_embed", "r_s_bias")
-_UNUSED += ("mask_token", "vision_model.head")
+_UNUSED += ("mask_token", "vision_model.head", "stages.2.layers.0.module.attention_biases")
 """In names of parameters that such a training does not use. They are frozen."""
+
+_SOME_UNUSED = ("switch_transformers",)
+"""Families with experts that get no word of some batches, and so no gradient."""
 
 # By family: what it predicts, and what its config has besides the small sizes.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,10 +156,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "marian": (_PAIRS, {}),
     "mbart": (_PAIRS, {}),
     "mt5": (_PAIRS, {}),
-    "nllb-moe": (_PAIRS, {"expert_capacity": 64, "encoder_sparse_step": 2, "decoder_sparse_step": 2}),
+    "nllb-moe": (
+        _PAIRS,
+        {"num_experts": 2, "expert_capacity": 1000, "encoder_sparse_step": 2, "decoder_sparse_step": 2},
+    ),
     "pegasus": (_PAIRS, {}),
     "plbart": (_PAIRS, {}),
-    "switch_transformers": (_PAIRS, {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}),
+    "switch_transformers": (
+        _PAIRS,
+        {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0},
+    ),
     "t5": (_PAIRS, {}),
     "umt5": (_PAIRS, {}),
     # pictures
@@ -166,7 +176,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "data2vec-vision": (_IMAGES, {"out_indices": [1]}),
     "deit": (_IMAGES, {}),
     "dinov2": (_IMAGES, {"mlp_ratio": 2}),
-    "efficientnet": (_IMAGES, {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320}),
+    "efficientnet": (
+        _IMAGES,
+        {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320, "initializer_range": 0.2},
+    ),
     "focalnet": (_IMAGES, {"embed_dim": 16, "depths": [1, 1], "focal_levels": [1, 1], "focal_windows": [3, 3]}),
     "hiera": (
         _IMAGES,
@@ -188,6 +201,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _IMAGES,
         {
             "image_size": _LARGE,
+            "patch_size": 16,
             "hidden_sizes": [16, 32, 48],
             "num_attention_heads": [2, 2, 2],
             "depths": [1, 1, 1],
@@ -275,7 +289,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def arguments(family: str) -> list[str]:
     """The target of the command and its overrides."""
-    return [f"{Path(__file__).resolve()}:TransformerModel", f"task.family={family}", *OVERRIDES]
+    own = ["parallel.find_unused_parameters=true"] if family in _SOME_UNUSED else []
+    return [f"{Path(__file__).resolve()}:TransformerModel", f"task.family={family}", *OVERRIDES, *own]
 
 
 def build(family: str) -> Any:

@@ -13,7 +13,8 @@ from lockstep.verify.recorder import Recording
 from lockstep.verify.reference.checkpoint import SavedState
 from lockstep.verify.reference.data import numbers
 
-_SAFETY = 30.0  # factor on measured rounding
+SAFETY = 30.0
+"""Factor on measured rounding: a single measurement may be lucky."""
 _LARGEST_USEFUL_BOUND = 1e-2  # of what training moves; a small fault could hide in a larger bound
 
 
@@ -147,7 +148,7 @@ def rounding_bound(noise: Difference, *, epsilon: float, steps: int) -> float:
         steps: of the training. The bound is at least 30 roundings times the square root of the steps, to which random
             roundings add up.
     """
-    return max(_SAFETY * noise.largest, _SAFETY * epsilon * math.sqrt(steps))
+    return max(SAFETY * noise.largest, SAFETY * epsilon * math.sqrt(steps))
 
 
 def is_too_large(bound: float) -> bool:

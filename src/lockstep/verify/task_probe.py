@@ -248,6 +248,7 @@ def probe_task(config: Mapping[str, Any], train_samples: int) -> TaskProbe:
                 samples = read(exact)
                 batches = _batches(exact, samples, world.device)
                 probe.random_without_dropout = generators.random_operations(exact.loss, model, batches[0][0])
+                _refuse_other_formats(model, float64)
                 _find_moving_buffers(probe, exact, model, batches[0][0])
                 exact.changes = dataclasses.replace(exact.changes, fixed_buffers=tuple(probe.moving_buffers))
                 _look_at_coupling(probe, exact, model, batches, partial(read, exact))
@@ -302,6 +303,13 @@ def _batches(task: Task, samples: list[Any], device: torch.device, share: int = 
     half = len(samples) // share
     batches = [(task.collate(part), len(part)) for part in (samples, samples[:half], samples[half:]) if part]
     return [(data.to_device(batch, device), size) for batch, size in batches]
+
+
+def _refuse_other_formats(model: nn.Module, float64: bool) -> None:
+    """Raises TypeError where a forward pass gave a parameter another number format than float64, as some routers do."""
+    for name, parameter in model.named_parameters() if float64 else ():
+        if parameter.is_floating_point() and parameter.dtype != torch.float64:
+            raise TypeError(f"the forward pass converts the parameter {name} to {parameter.dtype}")
 
 
 def _look_at_coupling(

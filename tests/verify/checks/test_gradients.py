@@ -14,8 +14,8 @@ from tests.verify.made_up import experiments, recording
 # ---- gradients
 
 
-def update(difference=1e-15, condition=1.0, epsilon=1e-16):
-    return GradientComparison({}, difference, 1.0 + difference, "0.weight", condition, epsilon)
+def update(difference=1e-15, condition=1.0, epsilon=1e-16, noise=0.0):
+    return GradientComparison({}, difference, 1.0 + difference, "0.weight", condition, epsilon, noise)
 
 
 def steps(count=4, lr=0.01, **more):
@@ -70,6 +70,9 @@ def test_rounding_that_is_amplified_is_allowed():
     assert checked(comparisons={0: update(1e-11)}).status == "fault"
     assert checked(comparisons={0: update(1e-11, condition=1e3)}).status == "passed"
     assert checked(comparisons={0: update(1e-6, epsilon=1e-7)}).status == "passed"
+    assert checked(comparisons={0: update(1e-11, noise=1e-12)}).status == "passed"
+    assert checked(comparisons={0: update(1e-11, noise=1e-13)}).status == "fault"
+    assert checked(comparisons={0: update(1e-11, noise=1e-12), 1: update(1e-12)}).status == "fault"
 
 
 def test_a_step_without_a_valid_label_is_rightly_skipped():

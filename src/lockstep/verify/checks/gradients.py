@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from lockstep.verify.comparable_task import TaskChanges
-from lockstep.verify.compare import is_too_large
+from lockstep.verify.compare import SAFETY, is_too_large
 from lockstep.verify.experiments import Experiments
 from lockstep.verify.recorder import RecorderOptions, Recording
 from lockstep.verify.reference import order, schedule
+from lockstep.verify.reference.gradient import GradientComparison
 from lockstep.verify.result import CheckResult, counted, fault, not_shown, passed
 
 _ROUNDINGS = 1000.0
@@ -32,7 +33,7 @@ def gradients(experiments: Experiments) -> CheckResult:
     comparisons = experiments.accumulated()[0].gradients
     worst = max(
         comparisons.values(),
-        key=lambda comparison: math.inf if math.isnan(comparison.difference) else comparison.difference,
+        key=lambda one: math.inf if math.isnan(one.difference) else one.difference / _bound(one, probe.epsilon),
         default=None,
     )
     if worst is None:
@@ -40,7 +41,7 @@ def gradients(experiments: Experiments) -> CheckResult:
             few = "no step from which gradients were to be compared has a valid unit"
             return fault("; ".join(complaints)) if complaints else not_shown(few)
         return fault("no update was made")
-    bound = _ROUNDINGS * max(worst.epsilon, probe.epsilon) * max(1.0, worst.condition)
+    bound = _bound(worst, probe.epsilon)
     more = {
         "value": worst.difference,
         "bound": bound,
@@ -67,6 +68,16 @@ def gradients(experiments: Experiments) -> CheckResult:
         f"{probe.own_gradients()}",
         **more,
     )
+
+
+def _bound(comparison: GradientComparison, epsilon: float) -> float:
+    """The largest difference of two gradients that rounding explains.
+
+    A model may amplify rounding, by a division by small deviations for example. So what another order of the samples
+    changed counts as well.
+    """
+    rounding = _ROUNDINGS * max(comparison.epsilon, epsilon) * max(1.0, comparison.condition)
+    return max(rounding, SAFETY * comparison.noise)
 
 
 def _wrong_norms(recording: Recording, experiments: Experiments) -> list[str]:

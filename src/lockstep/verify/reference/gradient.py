@@ -33,6 +33,9 @@ class GradientComparison:
     """Sum of the norms of the added parts, relative to the norm of their sum: how much rounding is amplified."""
     epsilon: float = 0.0
     """Relative rounding of the number format of the loss."""
+    noise: float = 0.0
+    """2-norm of the difference from plain torch's gradient of the samples in reversed order, relative: how this very
+    model rounds."""
 
     def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> GradientComparison:
         """Compare with the gradient `actual` that the optimizer got, clipped to `clip_norm`."""
@@ -50,6 +53,7 @@ class GradientComparison:
             worst=max(differences, key=lambda name: differences[name], default=""),
             condition=self.condition,
             epsilon=self.epsilon,
+            noise=self.noise,
         )
 
 
@@ -62,7 +66,7 @@ def reference_gradient(
 ) -> GradientComparison:
     """The gradient of (sum of losses) / (sum of units) over the global batch of a step.
 
-    The samples of the step are read and prepared anew, in their order. Memory is needed for two gradients.
+    The samples of the step are read and prepared anew, in their order. Memory is needed for three gradients.
 
     Args:
         model: in training mode, with the weights of the step.
@@ -83,6 +87,15 @@ def reference_gradient(
     skip = config["data"]["on_error"] != "raise"
     samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)
     parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
+    comparison = _gradient(task, model, parts, device)
+    again = _gradient(task, model, [part[::-1] for part in parts], device)
+    change = {name: grad - again.gradient[name] for name, grad in comparison.gradient.items()}
+    comparison.noise = _norm(change) / (_norm(comparison.gradient) or 1.0)
+    return comparison
+
+
+def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torch.device) -> GradientComparison:
+    """The gradient over samples, of which each part is one batch."""
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     by_head: dict[str, tuple[float, dict[str, Tensor], float]] = {}  # units, gradient, sum of the norms of its parts
     epsilon = 0.0
