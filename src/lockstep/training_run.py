@@ -63,8 +63,6 @@ class TrainingRun:
     """Receives metrics of two and more dimensions."""
     pictures: RunPictures = field(init=False)
     """Draws samples and confusion matrices, and describes the model."""
-    evaluation_changes_parameters: bool = field(init=False, default=True)
-    """False after an evaluation of this process whose forward passes left all parameters as they were."""
     evaluated: dict[str, EvaluationData] = field(init=False, default_factory=dict)
     """What the training evaluates, by name. Empty: nothing."""
 
@@ -413,13 +411,12 @@ class TrainingRun:
             stack.callback(self.consensus.restart)
             state.strategy.sync_buffers()
             forward = stack.enter_context(state.strategy.inference())
-            changes = stack.enter_context(restored_state(forward, parameters=self.evaluation_changes_parameters))
+            stack.enter_context(restored_state(forward, "evaluation"))
             if state.averages is not None:
                 with state.guard.update(state.step, "an evaluation"):
                     stack.enter_context(state.averages.applied())
             for name in self.evaluated:
                 results |= named_results(name, self._evaluate(name, forward, arrays))
-        self.evaluation_changes_parameters = changes.of_parameters
         self.arrays.record({"step": state.step, **arrays})
         return results
 

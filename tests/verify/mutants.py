@@ -995,7 +995,7 @@ _engine(
 _engine(
     "a pass beside the training that changes the model",
     "resume",
-    ("distributed.single:Single.pass_of_zeros", "with restored_state(self.unwrapped):", "if True:"),
+    ("distributed.single:Single.pass_of_zeros", 'with restored_state(self.unwrapped, "zeros"):', "if True:"),
     base="following",
 )
 

@@ -164,7 +164,7 @@ def restore(
             elif kind == "optimizer" and optimizer is not None:
                 parameter, slot = _slot(name, rest, parameters)
                 on_host = slot == "step" and id(parameter) not in counts_on_device
-                value = tensor if on_host else tensor.to(parameter.device)
+                value = tensor if on_host else _placed(tensor, parameter)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
     extra = _without_prefix("model.", plain)
@@ -174,6 +174,17 @@ def restore(
         if name.startswith("optimizer.") and optimizer is not None:
             parameter, slot = _slot(name, name.removeprefix("optimizer."), parameters)
             optimizer.state[parameter][slot] = setting
+
+
+def _placed(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """A slot on the device of its parameter. A slot of the parameter's shape gets its strides, too.
+
+    CUDA's fused kernels refuse other strides, such as those of a file that was written without `channels_last`.
+    """
+    own = local(parameter)
+    if tensor.shape != own.shape or tensor.layout != own.layout or own.layout != torch.strided:
+        return tensor.to(parameter.device)
+    return torch.empty_like(own, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def _load_tensor(model: nn.Module, targets: dict[str, Any], name: str, tensor: Tensor) -> None:

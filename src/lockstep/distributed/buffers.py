@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +51,12 @@ def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
         _restore(places, values)
 
 
-@dataclass
-class Changes:
-    """What a pass had changed before it was undone."""
-
-    of_parameters: bool = False
+_unchanged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""By module: the kinds of passes that have left all parameters as they were."""
 
 
 @contextlib.contextmanager
-def restored_state(module: nn.Module, *, parameters: bool = True) -> Generator[Changes, None, None]:
+def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, None]:
     """At the end, parameters, buffers, and numbers and tensors that are attributes of modules, are as they were before.
 
     Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
@@ -72,22 +69,19 @@ def restored_state(module: nn.Module, *, parameters: bool = True) -> Generator[C
     Args:
         module: without the wrapper of a strategy, which keeps numbers of its own. If it is sharded, its parameters are
             not gathered.
-        parameters: False leaves parameters out, where an earlier pass of the same kind has changed none: a copy of all
-            weights for each evaluation would cost memory of the host.
-
-    Yields:
-        what had changed, to be read after the end.
+        kind: a name for passes that are made again and again, such as evaluations. Where the first of them leaves all
+            parameters as they were, the others are made without a copy, which costs time and memory of the host.
     """
-    changes = Changes()
-    kept_parameters = [_KeptParameter(parameter) for parameter in module.parameters()] if parameters else []
+    known = _unchanged.setdefault(module, set())
+    parameters = [] if kind and kind in known else [_KeptParameter(parameter) for parameter in module.parameters()]
     attributes = [(owner, _attributes(owner)) for owner in module.modules()]
     values = [(tensor, tensor.clone()) for _, kept in attributes for tensor in kept.values() if _has_values(tensor)]
     try:
         with restore_buffers(module):
-            yield changes
+            yield
     finally:
-        for parameter in kept_parameters:
-            changes.of_parameters |= parameter.restore()
+        if not any([parameter.restore() for parameter in parameters]):
+            known.add(kind)
         for owner, kept in attributes:
             for name in _attributes(owner).keys() - kept.keys():
                 del vars(owner)[name]

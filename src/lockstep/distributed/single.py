@@ -135,7 +135,7 @@ class Single:
             ignored_heads: heads whose losses may be constants.
             check: is called with the losses before the backward pass.
         """
-        with restored_state(self.unwrapped):
+        with restored_state(self.unwrapped, "zeros"):
             with precision.autocast():
                 losses: Losses = self.forward(batch)
             losses = {head: loss for head, loss in losses.items() if loss.requires_grad or head not in ignored_heads}

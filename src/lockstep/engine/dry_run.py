@@ -38,17 +38,18 @@ _NEAR = {"fp32": 1e-3, "fp16": 5e-3, "bf16": 2e-2}  # a share of the losses that
 
 
 @contextlib.contextmanager
-def without_trace(forward: nn.Module, world: World, compiled: bool) -> Generator[None, None, None]:
+def without_trace(forward: nn.Module, world: World, compiled: bool, kind: str = "") -> Generator[None, None, None]:
     """Inside: evaluation mode, without gradients. Afterwards: training mode, and model and random states as before.
 
     Args:
+        kind: see `restored_state`.
         compiled: whether `torch.compile` was applied to `forward`. Inside, the compiler is off, because it would
             otherwise specialise on the shapes of these few samples.
     """
     as_written = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     try:
         forward.eval()
-        with restored_state(forward), restored_generators(world.device), torch.no_grad(), as_written:
+        with restored_state(forward, kind), restored_generators(world.device), torch.no_grad(), as_written:
             yield
     finally:
         forward.train()

@@ -79,9 +79,9 @@ def _is_known(owner: object) -> bool:
 
 
 def _is_readable(value: Any) -> bool:
-    return type(value) is Tensor and value.layout == torch.strided and not value.is_meta
+    return type(value) is Tensor and value.layout == torch.strided and not value.is_meta and not value.is_nested
 
 
 def _digest(tensor: Tensor) -> object:
-    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(values.tobytes())
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(values)

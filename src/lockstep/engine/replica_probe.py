@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from lockstep.data.loader import MicroBatch
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
-from lockstep.data.tensors import map_tensors
+from lockstep.data.tensors import map_tensors, moved, moves_itself
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.strategy import Strategy
 from lockstep.engine.digest import digest
@@ -115,12 +115,16 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
     world, device = state.world, state.world.device
     batch = world.broadcast(batch)
     if world.rank and device.type != "cpu":  # it arrived on the CPU
-        batch = map_tensors(batch, lambda tensor: tensor.to(device))
+        batch = map_tensors(
+            batch,
+            lambda tensor: tensor.to(device),
+            lambda item: moved(item, device) if moves_itself(item) else NotImplemented,
+        )
     state.strategy.sync_buffers()
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in state.forward.modules())
     with (
         state.strategy.inference() as forward,
-        without_trace(forward, world, compiled),
+        without_trace(forward, world, compiled, "probe"),
         state.precision.autocast(),
     ):
         # A model that draws in evaluation draws the same on all ranks.

@@ -261,7 +261,8 @@ def forward_backward_step(
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
-        strategy.unwrapped.keeps_output = state.metrics is not None
+        wants_output = state.metrics is not None and state.metrics.wants_output and not micro_batch.filler
+        strategy.unwrapped.keeps_output = wants_output
         with state.precision.autocast():
             losses: Losses = strategy.forward(micro_batch.batch)
         output = map_tensors(strategy.unwrapped.take_output(), Tensor.detach)

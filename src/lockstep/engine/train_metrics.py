@@ -50,6 +50,11 @@ class TrainMetrics:
         self._epoch: list[State] | None = None  # since the last end of an epoch
         self._noted: list[dict[str, Any]] = []
 
+    @property
+    def wants_output(self) -> bool:
+        """False where an output would be kept for nothing: there are no metrics for it, or they have failed."""
+        return not self.problem and not self._has_ended and (self.live is not None or not self._is_made)
+
     def add(self, output: Any, batch: Any) -> None:
         """Feed the output of a micro-batch, without its gradient. The first call imports torchmetrics."""
         if self.problem:
@@ -112,7 +117,7 @@ class TrainMetrics:
         try:
             yield
         except Exception as error:
-            if devices.Device.is_shortage(error):
+            if devices.Device.is_shortage(error) or isinstance(error, torch.AcceleratorError):
                 raise
             text = f"{type(error).__name__}: {error}".split("\n  remedy:")[0]
             self.problem = self.problem or f"Task.metrics cannot take what Task.loss returns in training: {text}"
@@ -127,8 +132,9 @@ class TrainMetrics:
             return
         metrics = copy.deepcopy(metrics)
         out = [name for name, metric in metrics.items(keep_base=True) if not _is_kept(name, metric)]
-        if out:
-            self._notes.append(f"note: the log has no {', '.join(out)} of the training: {_WHY}")
+        told = [name for name in out if getattr(metrics[name], "gives_numbers", True)]
+        if told:
+            self._notes.append(f"note: the log has no {', '.join(told)} of the training: {_WHY}")
         for name in out:
             metrics._modules[name] = _ignored()  # an `update` may call it by its name
         if len(out) < len(metrics):
@@ -164,7 +170,8 @@ _WHY = "only metrics are computed there whose state has a fixed size, and whose 
 
 
 def _is_kept(name: str, metric: Metric) -> bool:
-    return name.partition("/")[0] not in _TAKEN and metric_sync.has_fixed_size(metric)
+    gives_numbers = getattr(metric, "gives_numbers", True)
+    return gives_numbers and name.partition("/")[0] not in _TAKEN and metric_sync.has_fixed_size(metric)
 
 
 def _ignored() -> Metric:

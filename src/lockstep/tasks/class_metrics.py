@@ -97,6 +97,8 @@ class Confusion(Metric):
     """The number of samples by (class, predicted class)."""
 
     full_state_update = False
+    gives_numbers = False
+    """Its result is drawn, and is no figure of the log. So it is not counted in training."""
     counts: Tensor
 
     def __init__(self, classes: int) -> None:
@@ -116,6 +118,8 @@ class ConfusionByLabel(Metric):
     """Where a sample may have several labels: the number of samples by (label, has it, is said to have it)."""
 
     full_state_update = False
+    gives_numbers = False
+    """Its result is drawn, and is no figure of the log. So it is not counted in training."""
     counts: Tensor
 
     def __init__(self, labels: int) -> None:
