@@ -80,7 +80,8 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
         with restore_buffers(module):
             yield
     finally:
-        if not any([parameter.restore() for parameter in parameters]):
+        changed = [parameter.restore() for parameter in parameters]
+        if not any(changed):
             known.add(kind)
         for owner, kept in attributes:
             for name in _attributes(owner).keys() - kept.keys():
