@@ -251,6 +251,7 @@ class TrainingRun:
             epoch=state.step / per_epoch,
             trained_s=self.prepared.stopping.earlier_s + elapsed_s,
             samples_per_s=samples / elapsed_s if samples else None,
+            since=since,
             compared=(chosen[0], chosen[1]) if chosen else ("min", "eval/loss"),
             kept=[checkpoint.step for checkpoint in manifest.listed(self.run_dir / "checkpoints")],
             latest=latest,

@@ -32,6 +32,10 @@ def test_the_end_names_last_and_best_results_with_their_steps(run):
     assert f"lockstep export {run} OUT " in following[2]
 
 
+def test_the_speed_of_a_run_that_went_on_is_that_of_its_last_start(run):
+    assert "in 1 h 01 min, 1,234 samples/s since step 20 with evaluations and saves" in text(run, since=20)
+
+
 def test_a_best_result_without_its_checkpoint_names_the_key_that_keeps_it(run):
     assert "; its checkpoint was not kept: checkpoint.keep_best='min eval/loss' keeps it" in text(run, kept=(30,))
     assert "best result by max eval/accuracy: the last\n" in text(run, ("max", "eval/accuracy"), kept=(30,))

@@ -282,9 +282,12 @@ def _open(path: Path, opened: contextlib.ExitStack) -> Any:
         raise UsageError(f"there is no {path}", where="train.init_from", remedy=remedy) from error
     except (OSError, SafetensorError) as error:
         remedy = "it is damaged, or of another format: fetch or export it again, as safetensors"
-        raise UsageError(
-            f"{path} cannot be read as a safetensors file: {error}", where="train.init_from", remedy=remedy
-        ) from error
+        what = f"{path} cannot be read as a safetensors file: {error}"
+        if Path(path).is_file() and Path(path).suffix != ".safetensors":
+            is_empty = not Path(path).stat().st_size
+            what = f"{path} is {'empty' if is_empty else 'neither a file of torch.save nor of safetensors'}"
+            remedy = "write or fetch it again: it is damaged or of another format"
+        raise UsageError(what, where="train.init_from", remedy=remedy) from error
 
 
 def _difference(name: str, first: str, own: Mapping[str, Tensor], stored: Mapping[str, _Stored]) -> str | None:

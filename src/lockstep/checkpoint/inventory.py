@@ -51,7 +51,8 @@ def show(folder: Path, retention: Retention, check: bool, prune: bool) -> bool:
 
 
 def _line(checkpoint: Checkpoint) -> str:
-    hidden = ("eval/samples", "eval/bad")
-    metrics = "".join(f"  {name} {value:.4g}" for name, value in checkpoint.metrics.items() if name not in hidden)
+    hidden = ("/samples", "/bad", "/of_samples")
+    shown = {name: value for name, value in checkpoint.metrics.items() if not name.endswith(hidden)}
+    metrics = "".join(f"  {name} {value:.4g}" for name, value in shown.items())
     saved_at = checkpoint.manifest.get("saved_at", "")
     return f"{checkpoint.path.name}  {checkpoint.size / 2**20:,.1f} MiB  {saved_at}{metrics}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,10 +40,14 @@ def capture(
     plain = {name: value for name, value in state.items() if name not in tensors}
     for name, value in plain.items():
         if not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
+            remedy = "use another optimizer"
+            if name.startswith("model."):
+                remedy = (
+                    "keep it in a buffer (register_buffer), or let get_extra_state return a tensor, a number or a text"
+                )
+                remedy += ", such as json.dumps of a dict"
             raise CheckpointError(
-                f"{value!r} can be saved neither as a tensor nor as a number",
-                where=name,
-                remedy="keep it in a buffer (register_buffer), or use another optimizer",
+                f"{reprlib.repr(value)} can be saved neither as a tensor nor as a number", where=name, remedy=remedy
             )
     return tensors, plain
 

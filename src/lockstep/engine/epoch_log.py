@@ -13,7 +13,7 @@ from lockstep.engine.step import TrainState
 if TYPE_CHECKING:
     from lockstep.observe.writer import Writer
 
-_HIDDEN = ("eval/samples", "eval/bad", "eval/of_samples", "eval/loss/")
+_COUNTS = ("/samples", "/bad", "/of_samples")  # of each set of evaluation data
 
 
 class EpochLog:
@@ -102,7 +102,7 @@ class EpochLog:
             which = "" if whole else f" (of the last {steps} steps)"
             shortly = {name: value for name, value in trained.items() if "/" not in name or name.startswith("loss/")}
             parts.append("train " + ", ".join(f"{name} {value:.4g}" for name, value in shortly.items()) + which)
-        shown = {name: value for name, value in results.items() if not name.startswith(_HIDDEN)}
+        shown = {name: value for name, value in results.items() if not name.endswith(_COUNTS) and "/loss/" not in name}
         if shown:
             parts.append("eval " + ", ".join(f"{name.removeprefix('eval/')} {shown[name]:.4g}" for name in shown))
         duration = f" after {time.perf_counter() - self.begun:.1f} s" if steps else ""

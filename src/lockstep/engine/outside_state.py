@@ -56,7 +56,8 @@ class OutsideState:
             for key in module._non_persistent_buffers_set:
                 if _is_readable(buffer := module._buffers.get(key)):
                     yield f"{dot}{key}", "non-persistent buffer", _digest(buffer)
-            if not _is_known(module):
+            keeps_more = type(module).get_extra_state is not nn.Module.get_extra_state
+            if not _is_known(module) and not keeps_more:
                 yield from _attributes(dot, module)
         if not _is_known(self.task):
             yield from _attributes("Task.", self.task)

@@ -21,6 +21,7 @@ from lockstep.data.randomness import restored_generators, seed_all
 from lockstep.errors import UsageError
 
 _SAMPLES = 8
+_CONTROLS = 16
 
 
 def check(loader: Loader, indices: Sequence[int]) -> list[str]:
@@ -57,7 +58,8 @@ def check(loader: Loader, indices: Sequence[int]) -> list[str]:
         return [
             f"warning: sample {found.index} of the {which} data ({data}) is another one when it is read again, under "
             "the same seeds of torch, NumPy and Python. So a training depends on what was read before, and cannot be "
-            "repeated or resumed exactly. Draw random numbers from these generators, and let reading change no sample"
+            "repeated or resumed exactly: to go on with it needs --allow-change data. Draw random numbers from these "
+            "generators, and let reading change no sample"
         ]
     raise _refusal(micro_batches, found)
 
@@ -142,8 +144,16 @@ class _Reads(Dataset[Changed | None]):
         for method in ("prepare", "collate"):
             sample = one.task.prepare(sample, 0, one.training) if method == "prepare" else one.task.collate([sample])
             if self.digest(index) != before:
-                return Changed(index, method)
+                return Changed(index, method if self._has_own(method) and self._repeats(index) else None)
         return None
+
+    def _has_own(self, method: str) -> bool:
+        """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
+        return self.micro_batches.prepares if method == "prepare" else self.micro_batches.collates
+
+    def _repeats(self, index: int) -> bool:
+        """Read a sample several times more. It would differ again where the data set draws its samples."""
+        return len({self.digest(index) for _ in range(_CONTROLS)}) == 1
 
     def digest(self, index: int) -> str:
         """The digest of a raw sample."""

@@ -20,6 +20,7 @@ def lines(
     epoch: float,
     trained_s: float,
     samples_per_s: float | None,
+    since: int = 0,
     compared: tuple[str, str],
     kept: Sequence[int],
     latest: Mapping[str, float],
@@ -30,13 +31,15 @@ def lines(
         step: the last step of the run.
         epoch: passes through the training data until then.
         trained_s: seconds of training, over all starts.
-        samples_per_s: training samples per second since this start, evaluations and saves included. None: this start
+        samples_per_s: training samples per second of this start, evaluations and saves included. None: this start
             made no step.
+        since: the step from which this start went on.
         compared: `min` or `max`, and the name of the result by which the best evaluation is found.
         kept: steps of the checkpoints on the disk.
         latest: the last value of everything logged, for a run without metrics.jsonl.
     """
-    speed = f", {samples_per_s:,.0f} samples/s with evaluations and saves" if samples_per_s else ""
+    whence = f" since step {since:,}" if since else ""
+    speed = f", {samples_per_s:,.0f} samples/s{whence} with evaluations and saves" if samples_per_s else ""
     found = [f"done: {step:,} steps, {epoch:.4g} epochs, in {duration(trained_s)}{speed}"]
     evaluations = _evaluations(run_dir / "metrics.jsonl")
     last = {name: value for name, value in latest.items() if name.startswith("eval/")}
