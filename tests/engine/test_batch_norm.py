@@ -67,7 +67,12 @@ def test_a_last_micro_batch_of_one_sample_is_known_before_the_first_step(world, 
         assert "in step 2 of each epoch some rank has a micro-batch of one sample" in message
         assert "data.drop_last=true" in message
     for weights, _ in run_ranks(
-        world, runs.fit_kind, "Normed", {"length": length}, settings | {"data": {"drop_last": True}}, tmp_path
+        world,
+        runs.fit_kind,
+        "Normed",
+        {"length": length},
+        settings | {"data": {"drop_last": True}},
+        tmp_path / "second",
     ):
         assert weights["1.num_batches_tracked"] == 20 * 2 // world
 

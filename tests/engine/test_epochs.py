@@ -133,7 +133,7 @@ class Sized(own_tasks.Classes):
 
 
 def epoch_lines(folder):
-    lines = [line.split("  ", 1)[1] for line in (folder / "train.log").read_text().splitlines()]
+    lines = [line.partition("  ")[2] for line in (folder / "train.log").read_text().splitlines()]
     return [re.sub(r" after \d+\.\d s", "", line) for line in lines if line.startswith("epoch ")]
 
 

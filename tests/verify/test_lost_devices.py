@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep import devices
 from lockstep.distributed import world
-from lockstep.verify.recorder import TrainingRecorder
+from lockstep.engine.replica_probe import losses_of_one_batch
 from lockstep.verify.worker_functions import answering
 from lockstep.verify.workers import Workers
 from tests.python_device import NAME
@@ -52,7 +52,8 @@ def probe(device, rank):
     strategy = SimpleNamespace(sync_buffers=lambda: None, inference=lambda: contextlib.nullcontext(Forward()))
     precision = SimpleNamespace(autocast=contextlib.nullcontext)
     state = SimpleNamespace(strategy=strategy, world=ranks, precision=precision, step=1)
-    (losses,) = TrainingRecorder._probe(None, SimpleNamespace(state=state), batch)
+    state.forward, state.seed = nn.Module(), 0
+    (losses,) = losses_of_one_batch(state, batch)
     return seen, float.fromhex(losses["loss"])
 
 

@@ -84,9 +84,8 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
         if not any(changed):
             known.add(kind)
         for owner, kept in attributes:
-            for name in _attributes(owner).keys() - kept.keys():
-                del vars(owner)[name]
-            vars(owner).update(kept)
+            now = _attributes(owner)
+            vars(owner).update((name, value) for name, value in kept.items() if name in now)
         for tensor, value in values:
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)
@@ -114,9 +113,13 @@ class _KeptParameter:
 
 
 def _attributes(owner: nn.Module) -> dict[str, Any]:
-    """Numbers, texts and tensors that a module keeps as attributes."""
-    kinds = (int, float, complex, str, type(None), Tensor)
-    return {name: value for name, value in vars(owner).items() if isinstance(value, kinds) and name != "training"}
+    """Numbers and tensors, or None in their place, that a module keeps as attributes.
+
+    Flags are left out: they often say that something else was made, such as a hook of a module of transformers, which
+    stays when the flag is set back, and would be made twice.
+    """
+    kinds = (int, float, complex, type(None), Tensor)
+    return {n: value for n, value in vars(owner).items() if isinstance(value, kinds) and not isinstance(value, bool)}
 
 
 def _has_values(attribute: Any) -> bool:
