@@ -1044,8 +1044,8 @@ _engine(
     "elastic",
     (
         "checkpoint.state:restore",
-        "tensor.to(parameter.device)",
-        "tensor.to(parameter.device)\n"
+        "_placed(tensor, parameter)",
+        "_placed(tensor, parameter)\n"
         f"if value.ndim and {WORLD} == 1:\n"
         "    value = torch.cat([value[: len(value) // 2], value[: len(value) - len(value) // 2]])",
     ),
@@ -1204,8 +1204,8 @@ _engine(
     "evaluation",
     (
         "data.order:EvaluationPlan._micro_batches",
-        "range(0, self.length, self.micro_batch)]",
-        "range(0, self.length - self.micro_batch + 1, self.micro_batch)]",
+        "range(0, self.count, self.micro_batch)]",
+        "range(0, self.count - self.micro_batch + 1, self.micro_batch)]",
     ),
 )
 _engine(
@@ -1240,7 +1240,7 @@ _engine(
 _engine(
     "rank 0's metric states only",
     "evaluation",
-    ("engine.metric_sync:compute", "for rank_states in gathered]", "for rank_states in gathered[:1]]"),
+    ("engine.metric_sync:compute", "merge(metrics, gathered)", "merge(metrics, gathered[:1])"),
 )
 _engine(
     "evaluation in training mode",

@@ -121,9 +121,9 @@ class World:
         """The largest of `value` over all ranks."""
         if self.size == 1:
             return value
-        largest = torch.tensor(value)
+        largest = torch.tensor([value])
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return int(largest)
+        return int(largest.tolist()[0])
 
     def data_sum(self, values: Sequence[float]) -> list[float]:
         """As `all_sum`, for values that come from samples: of the ranks that see the same samples, one counts."""

@@ -295,7 +295,7 @@ class Classification(Task):
         return self._probabilities(self._logits(model, batch))
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        return logits.float().softmax(dim=-1)
+        return (logits if logits.dtype == torch.float64 else logits.float()).softmax(dim=-1)
 
     def metrics(self) -> Metrics:
         """`accuracy`, `accuracy_top5` (where there are more classes than that), `macro_f1`, and the matrix

@@ -279,7 +279,8 @@ class Text(Task):
     # ---- outputs
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        return logits.float().sigmoid() if self.options.multi_label else logits.float().softmax(dim=-1)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return logits.sigmoid() if self.options.multi_label else logits.softmax(dim=-1)
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Probabilities by class: (samples, classes).
