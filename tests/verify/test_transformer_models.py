@@ -6,7 +6,7 @@ from lockstep import config_file
 from lockstep.verify import command
 from tests import ranks
 from tests.selection import mainly
-from tests.verify.transformer_models import FAMILIES, arguments
+from tests.verify.transformer_models import FAMILIES, NOT_PASSED, arguments
 
 KEPT = {  # by family: what the reason says of a number format that is coarser than the model's
     "llama": "the task rounds to float32 at modeling_llama.py:",
@@ -24,7 +24,8 @@ def test_a_plain_model_has_plain_torchs_gradients(family, tmp_path):
     (found,) = command.verify(
         config, 2, tmp_path, checks=["gradients"], quick=True, steps=4, tell=lambda _: None, workers=ranks._ranks
     ).checks
-    assert found.status == "passed", found.reason
+    status, words = NOT_PASSED.get(family, ("passed", ""))
+    assert (found.status, words in found.reason) == (status, True), found.reason
     assert KEPT.get(family, "") in found.reason
     assert found.bound < 1e-3
     assert family not in KEPT or ("float32" in found.reason) == bool(KEPT[family])

@@ -34,8 +34,8 @@ class GradientComparison:
     epsilon: float = 0.0
     """Relative rounding of the number format of the loss."""
     noise: float = 0.0
-    """2-norm of the difference from plain torch's gradient of the samples in reversed order, relative: how this very
-    model rounds."""
+    """2-norm of the difference from plain torch's gradient of the samples in reversed order, at weights that are moved
+    by one rounding each; relative. So it tells how this very model amplifies rounding."""
 
     def compare(self, actual: Mapping[str, Tensor], clip_norm: float | None) -> GradientComparison:
         """Compare with the gradient `actual` that the optimizer got, clipped to `clip_norm`."""
@@ -69,7 +69,7 @@ def reference_gradient(
     The samples of the step are read and prepared anew, in their order. Memory is needed for three gradients.
 
     Args:
-        model: in training mode, with the weights of the step.
+        model: in training mode, with the weights of the step, which are moved by one rounding.
         config: of the training, as `RunConfig` writes it, with a number as its global batch.
         step: counted from 0.
         device: of the model.
@@ -88,6 +88,7 @@ def reference_gradient(
     samples = data.read(task, samples_of, indices, epoch=epoch, training=True, seed=config["seed"], skip=skip)
     parts = [samples[start : start + _BATCH_SIZE] for start in range(0, len(samples), _BATCH_SIZE)]
     comparison = _gradient(task, model, parts, device)
+    _move_by_one_rounding(model)
     again = _gradient(task, model, [part[::-1] for part in parts], device)
     change = {name: grad - again.gradient[name] for name, grad in comparison.gradient.items()}
     comparison.noise = _norm(change) / (_norm(comparison.gradient) or 1.0)
@@ -120,6 +121,14 @@ def _gradient(task: Task, model: nn.Module, parts: list[list[Any]], device: torc
     norm = _norm(whole)
     on_cpu = {name: grad.cpu() for name, grad in whole.items()}
     return GradientComparison(on_cpu, condition=max(1.0, sum_of_norms / norm) if norm else 1.0, epsilon=epsilon)
+
+
+def _move_by_one_rounding(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * signs)
 
 
 def _gradient_of(loss: Tensor, parameters: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
