@@ -136,7 +136,7 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             caller = _caller()
             own = str(Path(caller.f_code.co_filename).parent) == _DISTRIBUTED
-            if own and _agrees_on_the_end(caller):
+            if own and _is_of_no_step(caller):
                 return
             reductions = communication.own_reductions if own else communication.reductions
             if not own and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
@@ -278,10 +278,13 @@ def pretended_ranks(size: int) -> Iterator[CollectiveOperations]:
         yield operations
 
 
-def _agrees_on_the_end(frame: FrameType | None) -> bool:
-    """Whether the ranks agree here whether to stop: once a second, so slow steps do so each time. It is of no step."""
+def _is_of_no_step(frame: FrameType | None) -> bool:
+    """True where ranks agree whether to stop (once a second, so slow steps do so each time), or on shapes of buffers.
+
+    The latter is for the first steps of a process alone.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTED):
-        if frame.f_code.co_filename == _AGREEMENT:
+        if frame.f_code.co_filename == _AGREEMENT or frame.f_code.co_name == "_agree_on_shapes":
             return True
         frame = frame.f_back
     return False
