@@ -162,3 +162,27 @@ def test_a_kind_of_passes_that_changes_no_parameter_is_made_without_a_copy_from_
                 still.weight.data.add_(1)
         assert torch.equal(still.weight, weight) == is_restored
         still.weight.data.copy_(weight)
+
+
+class HooksOnce(nn.Module):
+    """As models of transformers: the first forward pass installs a hook, and sets a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.is_ready, self.calls = nn.Linear(5, 2), False, 0
+
+    def forward(self, x):
+        if not self.is_ready:
+            self.inner.register_forward_hook(lambda *_: setattr(self, "calls", self.calls + 1))
+            self.is_ready = True
+        return self.inner(x)
+
+
+def test_a_flag_stays_with_the_hook_that_it_stands_for_and_numbers_are_restored():
+    model = HooksOnce()
+    with restored_state(model):
+        model(torch.randn(3, 5))
+        assert model.calls == 1
+    assert (model.is_ready, model.calls) == (True, 0)
+    model(torch.randn(3, 5))
+    assert (model.calls, len(model.inner._forward_hooks)) == (1, 1)
