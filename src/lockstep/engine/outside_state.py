@@ -85,4 +85,4 @@ def _is_readable(value: Any) -> bool:
 
 def _digest(tensor: Tensor) -> object:
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(memoryview(values))
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(values.data)
