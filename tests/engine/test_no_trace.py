@@ -155,6 +155,8 @@ def test_a_kind_of_passes_that_changes_no_parameter_is_made_without_a_copy_from_
             changing(inputs)
         assert all(torch.equal(tensor, before[name]) for name, tensor in changing.state_dict().items())
     weight = still.weight.detach().clone()
+    with pytest.raises(ValueError, match="too early"), restored_state(still, "evaluation"):
+        raise ValueError("too early")  # it shows nothing of the passes after it
     for kind, is_restored in (("evaluation", True), ("evaluation", False), ("", True), ("probe", True)):
         with restored_state(still, kind):
             still(inputs)

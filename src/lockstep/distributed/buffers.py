@@ -72,16 +72,17 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
         kind: a name for passes that are made again and again, such as evaluations. Where the first of them leaves all
             parameters as they were, the others are made without a copy, which costs time and memory of the host.
     """
-    known = _unchanged.setdefault(module, set())
+    known, has_ended = _unchanged.setdefault(module, set()), False
     parameters = [] if kind and kind in known else [_KeptParameter(parameter) for parameter in module.parameters()]
     attributes = [(owner, _attributes(owner)) for owner in module.modules()]
     values = [(tensor, tensor.clone()) for _, kept in attributes for tensor in kept.values() if _has_values(tensor)]
     try:
         with restore_buffers(module):
             yield
+            has_ended = True
     finally:
         changed = [parameter.restore() for parameter in parameters]
-        if not any(changed):
+        if has_ended and not any(changed):  # a pass that failed may have changed nothing yet
             known.add(kind)
         for owner, kept in attributes:
             now = _attributes(owner)
