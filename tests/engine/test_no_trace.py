@@ -157,6 +157,9 @@ def test_a_kind_of_passes_that_changes_no_parameter_is_made_without_a_copy_from_
     weight = still.weight.detach().clone()
     with pytest.raises(ValueError, match="too early"), restored_state(still, "evaluation"):
         raise ValueError("too early")  # it shows nothing of the passes after it
+    with restored_state(still, "evaluation"):
+        still.weight.data.add_(1)
+    assert torch.equal(still.weight, weight)
     for kind, is_restored in (("evaluation", True), ("evaluation", False), ("", True), ("probe", True)):
         with restored_state(still, kind):
             still(inputs)
