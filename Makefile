@@ -13,8 +13,8 @@ MODELS := .venv/models
 demo: $(DEMO_READY)
 	@rm -rf runs/demo
 	$(BIN)/lockstep train digits --nproc 2 --run-dir runs/demo
-	$(BIN)/lockstep evaluate runs/demo --nproc 2 > runs/demo/evaluation.json
-	$(BIN)/lockstep predict runs/demo --samples 5 > runs/demo/predictions.jsonl
+	$(BIN)/lockstep predict runs/demo --samples 5 > runs/demo/predictions.jsonl & \
+	    $(BIN)/lockstep evaluate runs/demo --nproc 2 > runs/demo/evaluation.json && wait $$!
 	@$(BIN)/python examples/demo_result.py runs/demo
 
 test: $(READY)

@@ -30,6 +30,17 @@ settings.register_profile("any speed", deadline=None, derandomize=True, suppress
 settings.load_profile("any speed")
 
 
+_frozen_modules = [0]
+
+
+def pytest_runtest_logfinish():
+    """Tests collect garbage, which takes long where all of torch and transformers is looked through."""
+    if len(sys.modules) != _frozen_modules[0]:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules[0] = len(sys.modules)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _processes():
     background.start()

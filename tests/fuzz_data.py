@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -171,9 +172,9 @@ def fail(case: Case, index: int) -> None:
         raise (
             OSError("truncated"),
             ValueError("no image"),
-            StopIteration(),
+            EOFError("short"),
             DataError("bad label"),
-            IndexError("short"),
+            zlib.error("damaged"),
         )[index % 5]
 
 

@@ -55,10 +55,12 @@ class Averages:
         self.model, self.decay = model, decay
         self.values = [parameter.detach().clone() for parameter in model.parameters()]
 
-    def update(self) -> None:
+    def update(self, number: int) -> None:
+        """Add the weights after update `number`, counted from 1."""
         if self.decay is not None:
+            decay = min(self.decay, (1 + number) / (10 + number))
             for value, parameter in zip(self.values, self.model.parameters(), strict=True):
-                value.mul_(self.decay).add_(parameter.detach(), alpha=1 - self.decay)
+                value.mul_(decay).add_(parameter.detach(), alpha=1 - decay)
 
     def swap(self) -> None:
         """Exchange weights and averages, where there are averages."""
@@ -97,8 +99,8 @@ def train_plainly(case: Case, restart: int = 0) -> Result:
             for group in optimizer.param_groups:
                 group["lr"] = group["base"] * rate(case, result.applied)
             optimizer.step()
-            averages.update()
             result.applied += 1
+            averages.update(result.applied)
         done = step + 1
         if done % case.log_every == 0 or done == case.stop:
             row = entry(case, done, window, optimizer, done - result.applied)

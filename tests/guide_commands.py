@@ -12,6 +12,7 @@ quoted, and `...` at the end of a line for the rest of the line:
 
 import contextlib
 import functools
+import gc
 import io
 import os
 import re
@@ -82,6 +83,7 @@ def run_script(folder, script, *arguments):
         os.chdir(before[2])
         del os.environ["TORCHELASTIC_RUN_ID"]
         if dist.is_initialized():
+            gc.collect()  # to destroy the group before the script's models can hang; see examples/tricks/toy.py
             dist.destroy_process_group()
     return printed.getvalue()
 

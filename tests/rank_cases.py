@@ -222,7 +222,7 @@ def export_and_evaluate(run_dir, settings, options, out):
     trainer = Trainer(settings, run_dir=Path(run_dir), quiet=True)
     trainer.export(out, own_tasks.Deep(**options))
     outputs = trainer.predict(own_tasks.Deep(**options))
-    assert (outputs is None) == (os.environ["RANK"] != "0")
+    assert (not outputs) == (os.environ["RANK"] != "0")
     return trainer.evaluate(own_tasks.Deep(**options))
 
 

@@ -111,7 +111,8 @@ def evaluate(task, state, data):
 
 def whole_weights(model):
     """All tensors of a model by name, gathered from the ranks' shards. A collective."""
-    return {name: gather(tensor.detach()).clone() for name, tensor in model.state_dict().items()}
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {name: gather(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
 class FinalWeights(Recorder):

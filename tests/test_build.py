@@ -1,7 +1,12 @@
 """From a task's model to one that can be trained."""
 
+import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
+from lockstep.engine.optim import build_optimizer
+from lockstep.errors import TrainingError, UsageError
 from tests import own_tasks, runs
 
 
@@ -16,3 +21,51 @@ def test_gradients_that_a_task_left_on_its_model_do_not_count():
     expected, _ = runs.by_hand(own_tasks.Plain())
     assert runs.difference(left, expected) < 1e-10
     assert all(torch.isfinite(tensor).all() for tensor in left.values())
+
+
+def with_table(change):
+    """A task whose model looks up a table of weights, after `change(model)`, by `functional.embedding`."""
+
+    class Lookup(own_tasks.Plain):
+        def model(self):
+            model = nn.Module()
+            model.table = nn.Parameter(torch.randn(20, 4))
+            model.is_sparse = False
+            change(model)
+            return model
+
+        def loss(self, model, batch):
+            rows = torch.zeros(len(batch[0]), dtype=torch.long)
+            return functional.embedding(rows, model.table, sparse=model.is_sparse).square().sum()
+
+        def predict(self, model, batch):
+            return batch[0]
+
+    return Lookup()
+
+
+SPARSE = {
+    "buffer": lambda model: model.register_buffer("adjacent", torch.eye(4).to_sparse()),
+    "buffer that is not saved": lambda model: model.register_buffer("adjacent", torch.eye(4).to_sparse_coo(), False),
+    "parameter": lambda model: setattr(model, "adjacent", nn.Parameter(torch.eye(4).to_sparse())),
+}
+
+
+@pytest.mark.parametrize("change", SPARSE.values(), ids=list(SPARSE))
+def test_a_sparse_tensor_of_a_model_is_named_before_anything_else(change):
+    with pytest.raises(TrainingError, match=r"adjacent \(sparse_coo\): a model needs dense tensors") as caught:
+        runs.fit(with_table(change), runs.config())
+    assert "torch.sparse_coo_tensor" in caught.value.remedy
+
+
+def test_a_sparse_gradient_of_a_function_is_named_before_the_first_update():
+    with pytest.raises(TrainingError, match="table would have sparse gradients") as caught:
+        runs.fit(with_table(lambda model: setattr(model, "is_sparse", True)), runs.config())
+    assert "sparse=False" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("name", "why"), [("LBFGS", "by a closure"), ("SparseAdam", "gradients are dense here")])
+def test_an_optimizer_that_cannot_train_here_says_why(name, why):
+    with pytest.raises(UsageError, match=f"{name} cannot train here: .*{why}") as caught:
+        build_optimizer(nn.Linear(2, 2), name, 0.1)
+    assert "AdamW" in caught.value.remedy

@@ -16,6 +16,7 @@ from lockstep.distributed import signals
 from lockstep.errors import DataError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 def saved(run_dir):
@@ -107,12 +108,16 @@ def test_every_rank_writes_a_share_and_any_number_of_ranks_reads_them(tmp_path):
 def test_averaged_weights_are_torchs_are_evaluated_and_exported(tmp_path):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-    settings = runs.config(train={"steps": 20, "eval_every_steps": 10, "ema_decay": 0.8})
+    settings = runs.config(train={"steps": 20, "eval_every_steps": 10, "ema_decay": 0.6})  # 0.6 counts from 13 on
     task = own_tasks.Plain(length=120, eval_length=30)
     _, results = runs.fit(task, settings, tmp_path)
     torch.manual_seed(0)
     model = own_tasks.Plain(length=120, eval_length=30).model()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def average(averages, current, count):  # the count is 1 at the first update, because torch counts the copy too
+        get_ema_multi_avg_fn(min(0.6, (1 + int(count)) / (10 + int(count))))(averages, current, count)
+
+    averaged = AveragedModel(model, multi_avg_fn=average)
     averaged.update_parameters(model)  # the first only copies
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     data = task.train_data().tensors
@@ -122,13 +127,14 @@ def test_averaged_weights_are_torchs_are_evaluated_and_exported(tmp_path):
         (task.loss(model, [tensor[indices] for tensor in data]) / 24).backward()
         optimizer.step()
         averaged.update_parameters(model)
-    file = Trainer(settings, run_dir=tmp_path, quiet=True).export(tmp_path / "out", task)
+    file = Trainer(settings, run_dir=tmp_path, quiet=True).export(tmp_path / "out", task, program=False)
     found = load_file(file)
     expected = averaged.module.state_dict()
     assert runs.difference(found, expected) < 1e-12
     batch = task.eval_data().tensors
     assert results["eval/loss"] == pytest.approx(task.loss(averaged.module, batch).item() / len(batch[0]), rel=1e-9)
     assert Trainer(settings, run_dir=tmp_path, quiet=True).evaluate(task)["loss"] == results["eval/loss"]
+    assert "averages of the weights (train.ema_decay=0.6), not the weights" in (tmp_path / "train.log").read_text()
 
 
 def own_tasks_order(length, step, batch=24):
@@ -145,7 +151,8 @@ def own_tasks_order(length, step, batch=24):
 
 def test_training_starts_from_exported_weights_and_names_what_does_not_fit(tmp_path):
     first, _ = runs.fit(own_tasks.Plain(), runs.config(train={"steps": 3}), tmp_path / "first")
-    Trainer(runs.config(), run_dir=tmp_path / "first", quiet=True).export(tmp_path / "weights", own_tasks.Plain())
+    trainer = Trainer(runs.config(), run_dir=tmp_path / "first", quiet=True)
+    trainer.export(tmp_path / "weights", own_tasks.Plain(), program=False)
     settings = runs.config(
         train={"steps": 1, "init_from": str(tmp_path / "weights")}, optim={"lr": 1e-30, "weight_decay": 0.0}
     )
@@ -261,8 +268,8 @@ class Evaluated(own_tasks.Classes):
 EVALUATING = runs.config(train={"steps": 12, "eval_every_steps": 4}, checkpoint={"keep_last": 9, "every_minutes": None})
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize(("fails_at", "kept"), [(1, [4]), (2, [8, 4]), (3, [12, 4])])
+@pytest.mark.parametrize("mode", mainly(["async"], ["async", "sync"]))
+@pytest.mark.parametrize(("fails_at", "kept"), mainly([(1, [4]), (3, [12, 4])], [(1, [4]), (2, [8, 4]), (3, [12, 4])]))
 def test_what_was_trained_is_saved_where_an_evaluation_fails(tmp_path, mode, fails_at, kept):
     settings = EVALUATING | {"checkpoint": {"keep_last": 9, "mode": mode}}
     with pytest.raises(ValueError, match="bad label") as caught:
@@ -451,7 +458,7 @@ def test_other_training_data_are_refused(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "index.json", "manifest.json"])
+@pytest.mark.parametrize("name", mainly(["__0_0.distcp"], ["__0_0.distcp", ".metadata", "index.json", "manifest.json"]))
 def test_flipped_byte_in_any_file_is_found_and_the_checkpoint_before_is_used(tmp_path, capsys, name):
     settings = runs.config(checkpoint={"every_steps": 10})
     runs.fit(own_tasks.Plain(), settings, tmp_path)
@@ -530,7 +537,7 @@ def test_state_that_cannot_be_saved_is_named_before_training(tmp_path):
         def model(self):
             class Extra(torch.nn.Linear):
                 def get_extra_state(self):
-                    return {"a": 1}
+                    return {"a": [1, object()]}
 
             self.built = Extra(10, 5, dtype=torch.float64)
             return self.built
@@ -538,7 +545,7 @@ def test_state_that_cannot_be_saved_is_named_before_training(tmp_path):
         def loss(self, model, batch):
             raise AssertionError("it trained")
 
-    with pytest.raises(LockstepError, match=r"_extra_state.*can be saved neither as a tensor nor as a number"):
+    with pytest.raises(LockstepError, match=r"_extra_state: .* cannot be saved: \['a'\]\[1\] is a builtins\.object"):
         runs.fit(Odd(), runs.config(), tmp_path)
 
 

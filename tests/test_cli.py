@@ -235,6 +235,12 @@ def test_export_writes_weights_that_load_without_lockstep(call, tmp_path):
     done = call("export", "runs/mine", "out")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "out" / "model.safetensors")
+    *told, last = done.stderr.splitlines()
+    assert told[-1].endswith("the weights need the code of the model: UsageError: Task.predict: Mine has no predict")
+    assert (
+        last == "next, in Python: from safetensors.torch import load_file; weights = load_file('out/model.safetensors')"
+    )
+    assert (tmp_path / "out" / "source").is_dir()
     assert {name: tuple(tensor.shape) for name, tensor in load_file("out/model.safetensors").items()} == {
         "weight": (1, 4),
         "bias": (1,),

@@ -137,7 +137,7 @@ def test_a_preset_applies_to_a_run_that_was_recorded(tmp_path):
 
 
 def test_what_people_should_know_is_said():
-    recipe = config_file.load("ag_news")
+    recipe = config_file.load("ag_news", ["batch.per_rank=32"])
     p3 = config_preset.read("p3")
     first, second = p3.notes(recipe, p3.apply(recipe))
     assert "precision=fp16 instead of bf16" in first

@@ -4,9 +4,10 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli, config_file, config_text
+from tests.selection import mainly
 
 
-@pytest.mark.parametrize("recipe", sorted(config_file.recipes()))
+@pytest.mark.parametrize("recipe", mainly(["digits", "imagenet_88", "text"], sorted(config_file.recipes())))
 def test_the_printed_config_is_the_config(tmp_path, recipe):
     overrides = ["optim.lr=1e-8", "seed=3"]
     text = config_text.resolved(recipe, overrides)

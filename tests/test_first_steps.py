@@ -1,4 +1,8 @@
-"""A run whose checkpoints could not be loaded ends after its first step, and state that no checkpoint holds is told."""
+"""A run whose checkpoints could not be loaded ends after its first step."""
+
+import json
+import math
+import shutil
 
 import pytest
 import torch
@@ -6,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import LockstepError, Trainer
-from lockstep.engine.outside_state import OutsideState
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
 
@@ -63,6 +66,28 @@ class History(Net):
         self.means = state.tolist()
 
 
+class Nested(Net):
+    """An extra state of nested values whose keys change. Later outputs depend on them."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = {"norms": {}, "last": (math.inf, [None, "begun"], b"\0")}
+
+    def forward(self, inputs):
+        if self.training and torch.is_grad_enabled():
+            step = len(self.state["norms"])
+            self.state["norms"][step] = inputs.new_tensor([step, 0.1])
+            self.state["last"] = (step * 0.1, [True, f"step {step}"], b"\1")
+        shift = sum(norm.sum() for norm in self.state["norms"].values())
+        return super().forward(inputs) * (1 + shift / 20)
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
 class MadeInForward(Net):
     def forward(self, inputs):
         if not hasattr(self, "late"):
@@ -78,6 +103,38 @@ class OtherDtype(Net):
     def forward(self, inputs):
         self.seen = self.seen.double() + 1
         return super().forward(inputs)
+
+
+class Replaces(Net):
+    """Its forward passes put a new object in the place of a parameter, from the call `begin` in training on."""
+
+    begin = 1
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += self.training and torch.is_grad_enabled()
+        if self.calls >= self.begin:
+            self.second.weight = nn.Parameter(self.second.weight.detach().clone())
+        return super().forward(inputs)
+
+
+class ReplacesLater(Replaces):
+    begin = 3
+
+
+class ReplacesFrozen(Net):
+    """What is not trained may be another object."""
+
+    def forward(self, inputs):
+        self.scale = nn.Parameter(self.scale + 1, requires_grad=False)
+        return super().forward(inputs)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1), requires_grad=False)
 
 
 class OfFixedLength(History):
@@ -153,11 +210,28 @@ def test_a_run_that_could_not_be_resumed_ends_after_its_first_step(tmp_path):
     assert "late.weight" in refusal("MadeInForward", tmp_path / "one", steps=1, train={"eval_every_steps": None})
 
 
+def test_a_parameter_that_a_forward_pass_replaces_is_named(tmp_path):
+    for kind in ("Replaces", "ReplacesLater"):
+        text = refusal(kind, tmp_path / kind)
+        assert "Task.model: code of the model or the loss puts new objects in the place of parameters" in text
+        assert "second.weight" in text
+    runs.fit(Task("ReplacesFrozen"), settings(3), tmp_path / "frozen")
+
+
+def test_every_strategy_names_a_parameter_that_is_replaced(tmp_path):
+    for strategy, kinds in {"ddp": ["Replaces", "ReplacesLater"], "fsdp": ["Replaces"]}.items():
+        for kind in kinds:
+            texts = [text for text, _ in run_ranks(2, _on_two_ranks, str(tmp_path / strategy), kind, strategy, 3)]
+            assert any("The optimizer does not have" in text and "second.weight" in text for text in texts)
+
+
 def test_frozen_weights_may_stay_out_of_checkpoints_only_where_the_task_makes_them_again(tmp_path):
     runs.fit(Task("LoadsTheRest"), settings(3), tmp_path / "run")
     runs.fit(Task("LoadsTheRest"), settings(6), tmp_path / "run")
     Trainer(settings(3), run_dir=tmp_path / "whole", quiet=True).fit(Task("Net"))
-    weights = Trainer(settings(3), run_dir=tmp_path / "whole", quiet=True).export(tmp_path / "out", Task("Net"))
+    weights = Trainer(settings(3), run_dir=tmp_path / "whole", quiet=True).export(
+        tmp_path / "out", Task("Net"), program=False
+    )
     text = refusal("LoadsTheRest", tmp_path / "begun", train={"init_from": str(weights), "init_skip": ["first.*"]})
     assert "state_dict leaves out first.weight, first.bias" in text
 
@@ -165,8 +239,8 @@ def test_frozen_weights_may_stay_out_of_checkpoints_only_where_the_task_makes_th
 # ---- buffers and extra states take the form that they have in the checkpoint
 
 
-@pytest.mark.parametrize("kind", ["Bank", "LateBank", "History"])
-def test_a_buffer_that_grows_is_resumed_bit_for_bit_evaluated_and_exported(tmp_path, kind):
+@pytest.mark.parametrize("kind", ["Bank", "LateBank", "History", "Nested"])
+def test_a_buffer_that_grows_is_resumed_bit_for_bit_evaluated_and_exported(tmp_path, kind, capsys):
     def told(folder):
         return (folder / "train.log").read_text()
 
@@ -175,15 +249,21 @@ def test_a_buffer_that_grows_is_resumed_bit_for_bit_evaluated_and_exported(tmp_p
     runs.fit(Task(kind), settings(4, train=ema), tmp_path / "halved")
     halved, again = runs.fit(Task(kind), settings(7, train=ema), tmp_path / "halved")
     assert all(torch.equal(whole[name], halved[name]) for name in whole | halved)
-    assert len(whole["bank" if "Bank" in kind else "_extra_state"]) == (30 if "Bank" in kind else 7)
+    if kind != "Nested":
+        assert len(whole["bank" if "Bank" in kind else "_extra_state"]) == (30 if "Bank" in kind else 7)
     assert again["eval/loss"] == results["eval/loss"]
     trainer = Trainer(settings(7, train=ema), run_dir=tmp_path / "halved", quiet=True)
     assert trainer.evaluate(Task(kind))["loss"] == pytest.approx(results["eval/loss"])
     assert len(trainer.predict(Task(kind))) == 24
-    exported = load_file(trainer.export(tmp_path / "out", Task(kind)))
-    if kind != "History":
+    trainer.quiet = False
+    exported = load_file(trainer.export(tmp_path / "out", Task(kind), program=False))
+    assert ("what get_extra_state returned: _extra_state" in capsys.readouterr().err) == (kind == "Nested")
+    if kind == "Nested":
+        state = torch.load(trainer.export_training_state(tmp_path / "all.pt", Task(kind)), weights_only=True)["model"]
+        assert list(state["_extra_state"]["norms"]) == list(range(7))
+    if "Bank" in kind:
         assert torch.equal(exported["bank"], whole["bank"])
-    assert ("note: bank" in told(tmp_path / "halved")) == (kind != "History")
+    assert ("note: bank" in told(tmp_path / "halved")) == ("Bank" in kind)
     assert "note: bank" not in told(tmp_path / "whole")
 
 
@@ -215,6 +295,25 @@ def test_two_ranks_have_the_buffers_of_rank_0_also_where_these_grow_by_other_num
     run_ranks(2, _evaluate_with_fsdp, str(tmp_path / "Bank-whole"))
 
 
+def _losses_of(folder):
+    settings_ = settings(6, batch={"global": 6, "micro": 3}, parallel={"strategy": "single"})
+    return Trainer(settings_, run_dir=folder, quiet=True).evaluate(Task("Nested"))["loss"]
+
+
+def test_nested_values_of_get_extra_state_are_resumed_with_every_strategy_and_on_other_ranks(tmp_path):
+    for strategy in ("ddp", "fsdp"):
+        whole, halved = run_ranks(2, _on_two_ranks, str(tmp_path), "Nested", strategy, 3)[0]
+        assert all(torch.equal(value, halved[name]) for name, value in whole.items())
+        values = [
+            json.loads((newest / "index.json").read_text())["values"]
+            for newest in sorted(tmp_path.glob("Nested-*/checkpoints/step-00000006"))
+        ]
+        assert values[0] == values[1] != {}
+        assert _losses_of(tmp_path / "Nested-whole") == _losses_of(tmp_path / "Nested-halved")
+        for name in ("whole", "halved"):
+            shutil.rmtree(tmp_path / f"Nested-{name}")
+
+
 def test_every_rank_names_what_could_not_be_loaded(tmp_path):
     for kind, strategy, part in [
         ("MadeInForward", "ddp", "late.weight"),
@@ -224,88 +323,3 @@ def test_every_rank_names_what_could_not_be_loaded(tmp_path):
         for text in texts:
             assert part in text
             assert "after step 1 no checkpoint of this run can be loaded" in text
-
-
-# ---- state outside of what is saved
-
-
-class Outside(Net):
-    """Keeps state where no checkpoint holds it, besides what is no state."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.scale, self.ready = 0, 1.0, False
-        self.mean = torch.zeros(16)
-        self.size, self.same, self.last = 0, 3, None
-        self.register_buffer("queue", torch.zeros(4), persistent=False)
-        self.register_buffer("positions", torch.arange(4), persistent=False)
-        self.register_buffer("recomputed", torch.arange(4), persistent=False)
-        self.norm = nn.BatchNorm1d(16, dtype=torch.float64)
-
-    def forward(self, inputs):
-        self.ready, self.size, self.same = True, len(inputs), 3
-        self.recomputed = torch.arange(4)
-        self.last = self.norm(self.first(inputs)).tanh()
-        if self.training:
-            self.calls += 1
-            self.scale *= 0.5
-            self.mean += 1
-            self.queue += 1
-        return self.second(self.last)
-
-
-class Counting(Task):
-    def __init__(self):
-        super().__init__("Net")
-        self.losses, self.rate = 0, 0.1
-
-    def loss(self, model, batch):
-        self.losses += 1
-        return super().loss(model, batch)
-
-
-def _warnings(folder, make, **options):
-    runs.fit(make(**options), settings(3), folder)
-    lines = (folder / "train.log").read_text().splitlines()
-    return [line for line in lines if "and no checkpoint holds that" in line]
-
-
-def test_state_that_no_checkpoint_holds_is_named_while_the_run_is_young_and_at_its_end(tmp_path):
-    found = _warnings(tmp_path / "outside", Task, kind="Outside")
-    assert len(found) == 2  # when it is seen, and at the end
-    named = found[0].partition("training changes ")[2].partition(", and no checkpoint")[0].split(", ")
-    assert set(named) == {
-        "calls (int)",
-        "scale (float)",
-        "ready (bool)",
-        "mean (tensor)",
-        "queue (non-persistent buffer)",
-    }
-    runs.fit(Task("Outside"), settings(6), tmp_path / "outside")  # a resumed run does not say it twice
-    log = (tmp_path / "outside" / "train.log").read_text()
-    assert log.count("and no checkpoint holds that") == 4
-    found = _warnings(tmp_path / "task", Counting)
-    assert "training changes Task.losses (int), and" in found[0]
-
-
-def test_nothing_is_said_of_models_whose_state_is_saved(tmp_path):
-    for kind in ("Net", "Bank"):
-        assert not _warnings(tmp_path / kind, Task, kind=kind)
-
-
-def test_a_model_of_transformers_keeps_nothing_outside(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
-    models = [
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, vocab_size=50)),
-        transformers.BertForMaskedLM(transformers.BertConfig(**small, vocab_size=50)),
-    ]
-    for model in models:
-        model.train()
-        outside = OutsideState(nn.Sequential(model), object())
-        for length in (7, 9):
-            outside.look()
-            tokens = torch.zeros(2, length, dtype=torch.int64)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-        outside.look()
-        assert outside.warnings() == []

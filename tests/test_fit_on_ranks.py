@@ -132,6 +132,7 @@ def test_script_trains_on_ranks_and_hears_of_their_errors_and_can_be_stopped(lau
     assert done.stdout.count("2 x cpu, global batch 32, steps 0 to 12") == 2  # done, fails: the ranks' output
 
 
+@pytest.mark.exhaustive
 @launched(run_notebook)
 def test_the_notebook_runs_and_shows_how_far_the_training_is(launch):
     (done,) = launch.done

@@ -46,7 +46,7 @@ def maker_of(seed, part):
 
 @parts(6)
 @seeds
-@examples(3, LONG)
+@examples(2, LONG)
 def test_a_case_on_one_rank_is_plain_torch(part, seed):
     fuzz_runs.check("plain", [maker_of(seed, part).case()])
 
@@ -57,12 +57,13 @@ def test_a_case_on_one_rank_is_plain_torch(part, seed):
 @examples(1, LONG // 5 // ON_RANKS)
 def test_cases_on_ranks_are_plain_torch(world, part, seed):
     maker = maker_of(seed, part)
-    fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS)])
+    fuzz_runs.check("plain", [maker.case(world) for _ in range(ON_RANKS if LONG else ON_RANKS // 2)])
 
 
+@pytest.mark.exhaustive  # as the next test on ranks
 @parts(6)
 @seeds
-@examples(2, LONG // 5)
+@examples(1, LONG // 5)
 def test_random_numbers_in_batches_survive_a_stop(part, seed):
     fuzz_runs.check("resumed", [maker_of(seed, part).noisy()])
 

@@ -7,10 +7,11 @@ import pytest
 from tests.guide_commands import NUMBER, ROOT, differences, output_of, quoted
 
 PAGES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+# A command of each page, which the tests of the scripts and of `lockstep verify` run, too.
 QUOTES = [
-    pytest.param(page, command, quote, id=f"{page.stem}: {command}")
+    pytest.param(page, *pair, id=f"{page.stem}: {pair[0]}", marks=pytest.mark.exhaustive if number else ())
     for page in PAGES
-    for command, quote in quoted(page.read_text())
+    for number, pair in enumerate(quoted(page.read_text()))
 ]
 
 

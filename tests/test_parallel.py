@@ -59,6 +59,10 @@ OTHERS_COVER = (
     "fused ddp",
     "prefetching",
     "resharding not",
+    "no bucket views",
+    "recompute",
+    "compile model",
+    "fused",
 )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from lockstep import cli
+from lockstep import Trainer, cli
 from lockstep.commands import predict
 from tests import rank_cases
 from tests.ranks import run_ranks
@@ -134,7 +134,8 @@ def test_ranks_share_the_files_and_write_what_one_rank_writes(run, tmp_path, wor
 
 
 def files_of(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = [path for path in folder.rglob("[!.]*") if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -197,6 +198,17 @@ def test_a_folder_that_cannot_be_written_is_known_before_anything_is_computed(ru
         assert done.exit_code == 2
         assert "cannot be written there" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_of_somebody_else_is_refused_before_anything_is_computed(run, tmp_path, monkeypatch):
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "0.bin").write_text("drawn by hand")
+    monkeypatch.setattr(Trainer, "predict_rows", lambda *_, **__: pytest.fail("it computes"))
+    done = call("predict", run / "boxes", run / "good", "--out", tmp_path)
+    assert done.exit_code == 2
+    assert "the folder holds what is no prediction of Lockstep: masks/. Predictions could replace" in done.stderr
+    assert (tmp_path / "masks" / "0.bin").read_text() == "drawn by hand"
+    assert not (tmp_path / "predictions.jsonl").exists()
 
 
 def test_a_file_that_cannot_be_read_ends_the_command_and_leaves_no_output(run, tmp_path):
@@ -285,3 +297,16 @@ def test_the_bar_is_on_a_terminal_where_no_predictions_go(run, tmp_path, monkeyp
     path = tmp_path / "rows.jsonl" if to_file else None
     predict._predict(Trainer({"task": {"kind": "toy"}}, run_dir=run / "run"), [], 1, path, None)
     assert seen == [bool(shown)]
+
+
+def test_neither_an_input_nor_a_file_of_the_run_is_replaced(run, tmp_path):
+    (tmp_path / "a.json").write_text("1")
+    for out, message in (
+        (tmp_path / "a.json", "is an input, and would be replaced"),
+        (run / "run" / "metrics.jsonl", "is a file of the run, and would be replaced"),
+    ):
+        before = out.read_bytes()
+        done = call("predict", run / "run", tmp_path / "a.json", "--out", out)
+        assert done.exit_code == 2
+        assert message in done.stderr
+        assert out.read_bytes() == before

@@ -240,6 +240,7 @@ def ask_one_rank(folder):
     return SimpleNamespace(returncode=process.returncode, stderr=errors)
 
 
+@pytest.mark.exhaustive
 @launched(ask_one_rank)
 def test_request_to_one_rank_during_an_evaluation_stops_all_and_the_evaluation_is_made_up_for(launch):
     (done,) = launch.done
@@ -283,6 +284,7 @@ def kill_the_warm_process(folder):
     return SimpleNamespace(returncode=process.returncode, stderr=errors, left=[r for r in ranks if is_running(r)])
 
 
+@pytest.mark.exhaustive
 @launched(kill_the_warm_process)
 def test_killed_warm_process_is_named_and_ranks_start_again_without_it(launch):
     (done,) = launch.done
@@ -383,6 +385,7 @@ FAILING = [
 ]
 
 
+@pytest.mark.exhaustive
 @launched(("train", "{folder}/tasks.py:FailsToEvaluate", *FAILING, "--run-dir", "{folder}/run"))
 def test_what_was_trained_is_saved_where_one_rank_fails_to_evaluate(launch):
     (done,) = launch.done
@@ -441,6 +444,7 @@ def close_the_terminal(folder):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.exhaustive
 @launched(close_the_terminal)
 def test_closed_terminal_asks_to_stop_and_nothing_is_lost(launch):
     assert launch.done == [75]

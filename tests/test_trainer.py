@@ -9,6 +9,7 @@ import yaml
 
 import lockstep.trainer
 from lockstep import LockstepError, Trainer
+from lockstep.errors import UsageError
 from tests import own_tasks, rank_cases, runs
 from tests.ranks import run_ranks
 
@@ -174,7 +175,7 @@ def test_other_config_in_the_same_directory_is_refused_by_name(tmp_path):
     message = str(caught.value)
     assert "optim.lr: 0.01 there, 0.5 here" in message
     assert "batch.global: 24 there, 48 here" in message
-    assert "--fresh" in message
+    assert "Trainer(fresh=True)" in message
     assert caught.value.exit_code == 2
     fresh = Trainer(other, run_dir=tmp_path, fresh=True, quiet=True).fit()
     assert fresh["step"] == 20
@@ -287,6 +288,21 @@ def test_prediction_without_predict_is_an_error(tmp_path):
         Trainer(runs.config(), run_dir=tmp_path, quiet=True).predict(own_tasks.Plain(), own_tasks.Plain().train_data())
 
 
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "describe", "preflight", "export"])
+def test_a_class_in_place_of_a_task_is_refused_before_anything_is_written(tmp_path, method):
+    trainer = Trainer(runs.config(), run_dir=tmp_path / "run", quiet=True)
+    arguments = [tmp_path / "out"] if method == "export" else []
+    with pytest.raises(UsageError, match=r"the task is the class Plain\n.*give an object: Plain\(\)"):
+        getattr(trainer, method)(*arguments, task=own_tasks.Plain)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("config", [[1], None, 7, own_tasks.Plain, own_tasks.Plain()])
+def test_a_config_of_another_type_is_refused(config):
+    with pytest.raises(UsageError, match=r"Trainer\(config\): the config is of type .*\n.*give a RunConfig, a mapping"):
+        Trainer(config)
+
+
 def test_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(LockstepError, match="cannot write") as caught:
@@ -342,7 +358,10 @@ def test_model_that_fit_leaves_is_the_evaluated_model(tmp_path, decay):
     assert all(torch.equal(fitted[name], tensor) for name, tensor in trainer.model.state_dict().items())
     with pytest.raises(LockstepError):
         trainer.fit(own_tasks.Plain())
-    assert trainer.model is None
+    with pytest.raises(LockstepError, match="there is no model"):
+        assert trainer.model
+    trainer.predict(own_tasks.Classes(eval_length=20))
+    assert not trainer.model.training
 
 
 @pytest.mark.parametrize(("samples", "told"), [(1, True), (2, False)])

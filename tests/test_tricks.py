@@ -1,5 +1,7 @@
 """What the files in examples/tricks print: the right way is right, and each mistake costs what it should."""
 
+import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -7,10 +9,10 @@ import tempfile
 import pytest
 import torch
 
-from tests import processes
+from tests import processes, trick_device
 from tests.guide_commands import ROOT, numbers, output_of, run_script
 from tests.processes import HANG_S
-from tests.ranks import run_ranks
+from tests.ranks import run_on_python_device, run_ranks
 
 
 def on_two(name, wrong=""):
@@ -169,6 +171,41 @@ def test_the_lines_are_counted():
     by_hand, in_lockstep = numbers(everything)
     assert in_lockstep < by_hand / 2
     assert numbers(itself)[0] < by_hand
+
+
+def test_a_trick_says_that_there_is_no_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "tricks"))
+    for name in ("00_one_process", "01_ddp_by_hand", "02_shards_and_epochs", "14_scaling", "98_all_by_hand"):
+        path = str(ROOT / "examples" / "tricks" / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [path, "--device", "cuda"])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(path, run_name="__main__")
+        assert caught.value.code == 2
+        assert re.search(r"--device cuda: .*torch sees (no GPU|0) here", capsys.readouterr().err), name
+
+
+def test_a_trick_that_is_told_a_device_takes_it():
+    assert on_two("09_evaluation", "padded --device cpu") == on_two("09_evaluation", "padded")
+
+
+ON_A_DEVICE = ["08_metrics", "09_evaluation"]
+MORE_ON_A_DEVICE = [
+    *["02_shards_and_epochs", "03_accumulation", "04_mixed_precision", "05_loss_scaling", "06_clipping"],
+    *["07_learning_rate", "10_checkpoint", "12_failing_and_hanging", "14_scaling", "15_probe"],
+]
+
+
+@pytest.mark.parametrize(
+    "name", [*ON_A_DEVICE, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_ON_A_DEVICE)]
+)
+def test_a_trick_does_not_mix_the_cpu_with_its_device(name):
+    """Whatever the ranks sum is on the device, as NCCL needs it."""
+    printed, sent = run_on_python_device(trick_device.run_trick, name)
+    assert printed
+    assert set(sent) <= {"pygpu"}
+    assert sent or name not in ON_A_DEVICE
 
 
 END = """

@@ -1,7 +1,9 @@
 """A plain PyTorch training on one process. All tricks begin with it.
 
-python examples/tricks/00_one_process.py
+python examples/tricks/00_one_process.py   # or --device cuda
 """
+
+import argparse
 
 import torch
 from torch import nn
@@ -14,12 +16,17 @@ EPOCHS, BATCH, RATE = 3, 64, 0.5
 
 def load(training):
     data = Digits(training)
-    return data.images / 255, torch.from_numpy(data.labels)
+    return (data.images / 255).to(DEVICE), torch.from_numpy(data.labels).to(DEVICE)
 
 
+parser = argparse.ArgumentParser()
+parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+DEVICE = parser.parse_args().device
+if DEVICE == "cuda" and not torch.cuda.is_available():
+    parser.error("--device cuda: torch sees no GPU here")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(DEVICE)
 optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 images, labels = load(training=True)
 for epoch in range(EPOCHS):

@@ -7,7 +7,7 @@ torchrun --nproc-per-node 2 examples/tricks/04_mixed_precision.py --wrong   # ke
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from toy import digits, flat, gradient, make_model, mistake, say, shuffled, start
+from toy import digits, flat, gradient, make_model, mistake, place, say, shuffled, start
 
 wrong = mistake("weights")
 rank, world = start()
@@ -21,7 +21,9 @@ for epoch in range(10):
     for batch in shuffled(len(labels), epoch).split(64):
         mine = batch[rank::world]
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=not wrong):  # around forward pass and loss, not backward
+        with torch.autocast(
+            place().type, torch.bfloat16, enabled=not wrong
+        ):  # around forward pass and loss, not backward
             output = model(images[mine])
             loss = cross_entropy(output, labels[mine], reduction="sum") * world / len(batch)
         loss.backward()

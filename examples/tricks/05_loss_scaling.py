@@ -10,7 +10,7 @@ the update is left out on all ranks, and the scale is halved.
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from toy import deviation, digits, gradient, make_model, mistake, say, shuffled, start
+from toy import deviation, digits, gradient, make_model, mistake, place, say, shuffled, start
 
 FACTOR = 1e-5
 
@@ -23,7 +23,7 @@ scale, skipped = 1.0 if wrong else 2.0**42, 0
 for batch in shuffled(len(labels), epoch=0).split(64):
     mine = batch[rank::world]
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast(place().type, torch.float16):
         output = model(images[mine])
     loss = FACTOR * cross_entropy(output.float(), labels[mine], reduction="sum") * world / len(batch)
     (loss * scale).backward()

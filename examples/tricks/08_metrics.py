@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from toy import digits, make_model, mistake, say, shuffled, start
+from toy import digits, make_model, mistake, place, say, shuffled, start
 
 
 def macro_f1(confusion):
@@ -29,12 +29,12 @@ for batch in shuffled(len(labels), epoch=0).split(64):
     optimizer.step()
 
 images, labels = digits(training=False)
-total, confusion, means = torch.zeros(2), torch.zeros(10, 10), []
+total, confusion, means = torch.zeros(2, device=place()), torch.zeros(10, 10, device=place()), []
 with torch.no_grad():
     for batch in torch.arange(rank, len(labels), world).split(50):
         output = model.module(images[batch])
         loss = cross_entropy(output, labels[batch], reduction="sum")
-        total += torch.tensor([loss, len(batch)])
+        total += torch.tensor([loss.item(), len(batch)]).to(place())
         means.append(loss / len(batch))
         confusion += torch.bincount(labels[batch] * 10 + output.argmax(dim=1), minlength=100).view(10, 10)
 if wrong:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from toy import digits, make_model, mistake, say, shuffled, start
+from toy import digits, make_model, mistake, place, say, shuffled, start
 
 BATCH, SAMPLES = 32, 101  # a number that nothing divides
 
@@ -28,10 +28,11 @@ samples = torch.arange(SAMPLES)
 if wrong:
     missing = -SAMPLES % (BATCH * world)
     samples = torch.cat([samples, samples[:missing]])
-counts = torch.zeros(2, dtype=torch.long)
+counts = torch.zeros(2, dtype=torch.long, device=place())
 with torch.no_grad():
     for batch in samples[rank::world].split(BATCH):  # one rank may have a batch less than another
         output = model.module(images[batch])  # the bare model: DDP's forward may wait for the other ranks
-        counts += torch.stack([(output.argmax(dim=1) == labels[batch]).sum(), torch.tensor(len(batch))])
+        correct = (output.argmax(dim=1) == labels[batch]).sum().item()
+        counts += torch.tensor([correct, len(batch)]).to(place())
 dist.all_reduce(counts)
 say(f"accuracy {counts[0] / counts[1]:.4f}: {counts[0]} of {counts[1]}, of a set of {SAMPLES}")

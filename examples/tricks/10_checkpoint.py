@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from toy import digits, flat, make_model, mistake, say, shuffled, start
+from toy import digits, flat, make_model, mistake, place, say, shuffled, start
 
 STEPS, EVERY, BATCH = 30, 10, 64
 
@@ -47,7 +47,7 @@ def save(path, state, fails):
 def load(path):
     """The newest state that can be read, or None."""
     try:
-        return torch.load(path)
+        return torch.load(path, map_location=place())  # and not the GPU of the rank that saved
     except (OSError, RuntimeError, EOFError, UnpicklingError):  # absent, or not a whole file: torch has three errors
         return None
 
@@ -89,4 +89,4 @@ except PowerFailure:
     dist.barrier()
 resumed, begin = train(path)
 say(f"the power failed after step {2 * EVERY}; the second start began at step {begin}")
-say(f"largest difference from the weights of an undisturbed run: {(resumed - undisturbed).abs().max():.3g}")
+say(f"largest difference from the weights of an undisturbed run: {(resumed - undisturbed).abs().max().item():.3g}")

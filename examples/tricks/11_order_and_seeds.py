@@ -10,7 +10,7 @@ Each rank also trains alone, with all samples. Its weights should be those of th
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from toy import deviation, digits, flat, make_model, mistake, say, shuffled, start
+from toy import deviation, digits, flat, make_model, mistake, place, say, shuffled, start
 
 SEED, BATCH, EPOCHS = 7, 64, 2
 
@@ -22,7 +22,10 @@ images, labels = digits()
 def prepare(number, epoch, stream):
     """An image with noise: the same noise whichever rank or process prepares the image, and after every restart."""
     own = torch.Generator().manual_seed((SEED * 1000 + epoch) * len(labels) + number)
-    return images[number] + 0.2 * torch.randn(1, 8, 8, generator=stream if wrong == "seeds" else own)
+    noise = torch.randn(
+        1, 8, 8, generator=stream if wrong == "seeds" else own
+    )  # on the CPU: every device gets the same
+    return images[number] + 0.2 * noise.to(place())
 
 
 def parts(epoch, rank, world):

@@ -13,13 +13,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from toy import digits, make_model, mistake, say, shuffled, start
+from toy import digits, make_model, mistake, place, say, shuffled, start
 
 BATCH = 64
 
 wrong = mistake("unchecked", "barrier")
 PATIENCE_S = 3 if wrong else 60
 rank, world = start()
+on_cpu = dist.new_group(backend="gloo")  # NCCL has no monitored barrier
 images, labels = digits()
 model = make_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -37,8 +38,9 @@ def wait(work, what):
 def send(tensor, step):
     """Add a tensor over the ranks. The ranks also compare the numbers of their steps."""
     if not wrong:
-        steps = [torch.zeros((), dtype=torch.long) for _ in range(world)]
-        wait(dist.all_gather(steps, torch.tensor(step), async_op=True), f"in step {step} for the other ranks' steps")
+        steps = [torch.zeros((), dtype=torch.long, device=place()) for _ in range(world)]
+        own = torch.tensor(step).to(place())
+        wait(dist.all_gather(steps, own, async_op=True), f"in step {step} for the other ranks' steps")
         if len(set(map(int, steps))) > 1:
             raise SystemExit(f"rank {rank}: the ranks are at different steps: {[int(other) for other in steps]}")
     wait(dist.all_reduce(tensor, async_op=True), f"for the gradients of step {step}, after {mixed} mixed updates")
@@ -61,7 +63,7 @@ try:
         optimizer.step()
         if wrong == "barrier" and rank == 0 and step == 10:
             # Rank 0 saves, and waits for rank 1, which never comes here. A monitored barrier names the missing rank.
-            dist.monitored_barrier(timeout=timedelta(seconds=PATIENCE_S))
+            dist.monitored_barrier(on_cpu, timeout=timedelta(seconds=PATIENCE_S))
     if rank == 1:
         time.sleep(2 * PATIENCE_S)  # rank 1 has had its last batch, and does something else, such as evaluating
 except (SystemExit, RuntimeError) as error:

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from toy import deviation, flat, mistake, say, start
+from toy import deviation, flat, mistake, place, say, start
 
 WIDTH, BLOCKS = 64, 4
 
 wrong = mistake("one_block")
 rank, world = start()
-inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank))
+inputs = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(rank)).to(place())
 
 
 def bytes_here(tensors):
@@ -26,7 +26,7 @@ def bytes_here(tensors):
 
 def make_blocks():
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS))).to(place())
 
 
 def train(model):
@@ -58,7 +58,7 @@ def gathered(model):
 
 replicated, bytes_ddp = train(DistributedDataParallel(make_blocks()))
 model = make_blocks()
-mesh = init_device_mesh("cpu", (world,))
+mesh = init_device_mesh(place().type, (world,))
 if not wrong:
     for block in model:
         fully_shard(block, mesh=mesh)

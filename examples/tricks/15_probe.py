@@ -52,7 +52,7 @@ losses = on_all_ranks(probe)
 say(f"the loss of each rank on the same samples: {', '.join(f'{v:.4f}' for v in losses)}")
 say(f"ranks whose loss is another number: {odd_one_out(losses)}")
 for name, tensor in model.module.state_dict().items():
-    others = odd_one_out(on_all_ranks(tensor.numpy().tobytes()))
+    others = odd_one_out(on_all_ranks(tensor.cpu().numpy().tobytes()))
     if others:
         say(f"the first tensor that differs on ranks {others}: {name}")
         break

@@ -1,8 +1,9 @@
-"""What the tricks share: the digits, a small model, the ranks, and the option for mistakes."""
+"""What the tricks share: the digits, a small model, the ranks, and the options --wrong and --device."""
 
 import argparse
 import atexit
 import gc
+import os
 import sys
 
 import torch
@@ -15,19 +16,40 @@ from lockstep.sources.digits import Digits
 
 def mistake(*names):
     """The mistake that `--wrong NAME` asks for, or None. `--wrong` alone means the first name."""
+    return arguments(*names).wrong
+
+
+def arguments(*names):
+    """The options of a trick: `wrong`, and `device`, which is cpu or cuda."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--wrong", nargs="?", const=names[0], choices=names)
-    return parser.parse_args().wrong
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank, and NCCL")
+    if names:
+        parser.add_argument("--wrong", nargs="?", const=names[0], choices=names)
+    given = parser.parse_args() if names else parser.parse_known_args()[0]
+    if given.device == "cuda" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.cuda.device_count():
+        parser.error(f"--device cuda: each rank needs a GPU, and torch sees {torch.cuda.device_count()} here")
+    return given
 
 
 def start():
     """Join the ranks that torchrun has started. Returns this process's rank, and the number of ranks."""
     torch.set_num_threads(1)
+    backend = "gloo"
+    if arguments().device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        backend = "nccl"
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     else:  # started by python: a world of one rank
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.get_rank(), dist.get_world_size()
+
+
+def place():
+    """The device of this rank. What NCCL sends must be there: models, data, and counts that are summed over ranks."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 @atexit.register
@@ -46,17 +68,17 @@ def leave():
 def digits(training=True):
     """Images (samples, 1, 8, 8) from 0 to 1, and labels (samples,) from 0 to 9."""
     data = Digits(training)
-    return data.images / 255, torch.from_numpy(data.labels)
+    return (data.images / 255).to(place()), torch.from_numpy(data.labels).to(place())
 
 
 def make_model():
     """The same weights on every call, and so on every rank."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(place())
 
 
 def shuffled(count, epoch):
-    """The numbers below `count` in an order that depends on the epoch alone."""
+    """The numbers below `count` in an order that depends on the epoch alone: drawn on the CPU, whatever the device."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
 
 

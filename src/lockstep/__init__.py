@@ -13,6 +13,8 @@ LockstepError: the base class of all errors. Each says what is wrong, where, and
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 
 TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
@@ -33,6 +35,10 @@ _HOMES = {
     "Task": "tasks.task",
     "Trainer": "trainer",
 }
+
+
+if sys.platform == "darwin" and "torch" not in sys.modules:  # torch reads this when it is imported
+    os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
 
 
 def __dir__() -> list[str]:

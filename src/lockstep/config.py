@@ -7,11 +7,12 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from lockstep.config_section import DETERMINES_TRAINING, DOES_NOT_DETERMINE, Section, determines
+from lockstep.errors import UsageError
 
 _GLOBAL_BATCH = 32
 _LONGEST_NAME = 200  # characters; file systems allow 255 bytes
@@ -206,6 +207,9 @@ class TrainConfig(Section):
     """Epochs between evaluations. 0 or None: no evaluation."""
     eval_every_steps: Annotated[int | None, Field(ge=0), DOES_NOT_DETERMINE] = None
     """Steps between evaluations. 0: no evaluation."""
+    allow_mean_loss: Annotated[bool, DOES_NOT_DETERMINE] = False
+    """Train although `Task.loss` returns a mean over a micro-batch, and not the sum over its units. The gradient is
+    then smaller, and depends on the size of the micro-batch."""
     probe_every: Annotated[int, Field(ge=0), DOES_NOT_DETERMINE] = 0
     """Steps between two comparisons of the ranks, which are also compared before each save: their states, and their
     losses of one batch. 0: never."""
@@ -214,7 +218,8 @@ class TrainConfig(Section):
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
     """Ends the training after this time, over all its starts: seconds, or text such as `90s`, `45m`, `4h` and `2d`."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Decay of an exponential moving average of the weights, which is evaluated and exported instead of the weights."""
+    """Largest decay of an exponential moving average of the weights, which is evaluated and exported instead of the
+    weights. Update n, counted from 1, has the decay min(ema_decay, (1 + n) / (10 + n))."""
     init_from: str | None = None
     """Weights to begin with: a safetensors file, a folder with such a file, a file of torch.save, or the directory of a
     run. A file of torch.save may have a state of the optimizer, which is taken too."""
@@ -463,6 +468,24 @@ class LogConfig(Section):
 
 class RunConfig(Section):
     """A whole run. Every key but the task and its data has a default. In Python, the task may be an object instead."""
+
+    if TYPE_CHECKING:  # a section may also be given as a mapping, such as optim={"lr": 0.1}
+
+        def __init__(self, **keys: Any) -> None: ...
+
+    def __new__(cls, *mappings: Any, **values: Any) -> Self:
+        given: dict[Any, Any] = {}
+        for mapping in (*mappings, values):
+            given |= mapping if isinstance(mapping, Mapping) else {}
+        dotted = next((key for key in given if "." in str(key)), None)
+        if dotted is not None:
+            section, _, key = str(dotted).partition(".")
+            what, example = f"{dotted!r} names a section and a key in it", {section: {key: given[dotted]}}
+            raise UsageError(what, where="RunConfig(...)", remedy=f"nest them: RunConfig(**{example!r})")
+        if mappings:
+            what, remedy = "takes keywords, and no mapping", "write RunConfig(**mapping), or Trainer(mapping)"
+            raise UsageError(what, where="RunConfig(...)", remedy=remedy)
+        return super().__new__(cls)
 
     name: Annotated[str, AfterValidator(_folder_name), DOES_NOT_DETERMINE] = "run"
     """Name of the run directory in `runs/`."""

@@ -223,7 +223,7 @@ def _plain(value: Any, path: str, where: str, problems: list[str]) -> Any:
     """A copy of `value` in the types of YAML (tuples become lists), so that YAML reads it back unchanged."""
     if isinstance(value, Mapping):
         # An epoch may be a key: `batch.micro: {0: 256, 20: 128}`. A bool is an int: YAML reads `yes` as True.
-        known = {key: type(key) in (str, int) for key in value}
+        known = {key: type(key) in (str, int, float) for key in value}
         problems += [f"{where}: {path}{key!r}: a key must be text" for key in value if not known[key]]
         return {key: _plain(item, f"{path}{key}.", where, problems) for key, item in value.items() if known[key]}
     if isinstance(value, list | tuple):
@@ -294,11 +294,27 @@ def _check_task(task: dict[str, Any], origin: Origin, *, epochs: int | None) -> 
     options = {key: value for key, value in task.items() if key != "kind"}
     try:
         checked = options_class.model_validate(options)
+        try:
+            checked = checked.for_epochs(epochs)
+        except ValueError as error:
+            return None, [f"{origin('task')}: task.{error}"]
         never = {} if epochs is None else checked.never_reached(epochs)
         problems = [f"{origin(f'task.{key}')}: task.{key}: {what}" for key, what in never.items()]
         return {"kind": kind, **checked.model_dump()}, problems
     except ValidationError as error:
         return None, _describe(error, model=options_class, raw=options, prefix="task.", origin=origin)
+
+
+_OPTIONS = {
+    "run-dir": "--run-dir DIR, in Python Trainer(run_dir=...)",
+    "nproc": "--nproc N, in Python Trainer.fit(nproc=N)",
+    "gpus": "--nproc N, in Python Trainer.fit(nproc=N): a rank has a GPU",
+    "fresh": "--fresh, in Python Trainer(fresh=True)",
+    "allow-change": "--allow-change KEY, in Python Trainer(allow_change=[KEY])",
+    "preset": "--preset NAME",
+    "max-restarts": "--max-restarts N, in Python Trainer.fit(max_restarts=N)",
+}
+"""What users write as keys, and what gives it."""
 
 
 def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: str, origin: Origin) -> list[str]:
@@ -319,6 +335,11 @@ def _describe(error: ValidationError, model: type[BaseModel], raw: Any, prefix: 
             hint = did_you_mean(keys[-1], known, f"{parent}." if parent else "")
             if re.search(r"\w:\S", keys[-1]):  # {key:value} is one key
                 hint = "YAML needs a space after a colon; "
+            elif "." in keys[-1]:  # of a mapping: on the command line, a point begins a section
+                first, _, rest = keys[-1].partition(".")
+                hint = f"write sections as mappings: {{{first!r}: {{{rest!r}: ...}}}}; "
+            elif not parent and (option := _OPTIONS.get(keys[-1].replace("_", "-"))):
+                hint = f"it is no key, but an option of the command: {option}; "
             lines[path] = f"{where}: unknown key; {hint}known here: {', '.join(known)}"
         elif path in lines:
             lines[path] += f", or {message.removeprefix('Input should be ')}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import textwrap
@@ -97,6 +98,7 @@ def _dump(value: Any, *, default_flow_style: bool | None) -> str:
     return text
 
 
+@functools.cache
 def _meanings(section: type[BaseModel] | None) -> dict[str, str]:
     """The text below each key in the source of a section, by key. It ends at an empty line."""
     found: dict[str, str] = {}

@@ -34,6 +34,9 @@ class LockstepError(Exception):
     retries_differently = False
     """Whether the next start does the same step in another way, so that a second failure at this step is another
     failure."""
+    from_outside = False
+    """Whether something outside of the training caused it: a signal, a GPU, another rank. Otherwise the ranks of a new
+    run that has not made a step are not started again, because they would do the same."""
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
         super().__init__(what, where, remedy)
@@ -77,6 +80,7 @@ class MemoryShortage(TrainingError):
 class DeviceError(LockstepError):
     """A GPU reported an error. The process in which it did so cannot use the GPU any more."""
 
+    from_outside = True
     retryable = True  # `distributed.device_errors` sets it to False where the same step would fail again
 
 
@@ -87,7 +91,7 @@ class CheckpointError(LockstepError):
 class RankError(LockstepError):
     """A rank failed. The other ranks and the launcher raise this error."""
 
-    retryable = True
+    retryable = from_outside = True
     origin: tuple[int, str] | None = None
     """The rank that failed first, and its message. None if this rank failed first, or does not know the first."""
     lost_another: bool = False
@@ -138,15 +142,24 @@ def exits_are_failures() -> Iterator[None]:
 
 def exit_of_task(error: SystemExit) -> TrainingError:
     """The error that says where a task called `sys.exit`."""
-    libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep)
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(library in frame.filename for library in libraries)]
-    last = (own or frames)[-1]
+    frame = frame_of_task(error)
     return TrainingError(
         f"the task called sys.exit({'' if error.code is None else repr(error.code)})",
-        where=f"{last.filename}:{last.lineno}, in {last.name}",
+        where=f"{frame.filename}:{frame.lineno}, in {frame.name}",
         remedy="raise an exception if something is wrong, else return",
     )
+
+
+def frame_of_task(error: BaseException) -> traceback.FrameSummary:
+    """The last frame in a user's own code; else the last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame for frame in reversed(frames) if is_own_code(frame.filename)), frames[-1])
+
+
+def is_own_code(file: str) -> bool:
+    """Whether a file is a user's own: of no installed library, and not of Lockstep."""
+    libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep, os.path.dirname(__file__))
+    return not any(library in file for library in libraries)
 
 
 def short_traceback(error: BaseException) -> str:

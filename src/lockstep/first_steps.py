@@ -15,6 +15,7 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.randomness import restored_generators, seed_all
 from lockstep.engine import task_checks
 from lockstep.engine.outside_state import OutsideState
+from lockstep.engine.replica_probe import differing, digests_of
 from lockstep.errors import LockstepError, TrainingError
 from lockstep.tasks.task import Task
 
@@ -47,11 +48,31 @@ class FirstSteps:
             done = state.step - first
             self._look()
             if done == 1:
+                self._check_replicas()
                 state.strategy.sync_buffers()
                 self.check_loadable()
             else:
                 self._warn()
                 return
+
+    def _check_replicas(self) -> None:
+        """Check that all ranks hold the same parameters, where each holds all of them.
+
+        Raises:
+            TrainingError: on all ranks; names the first parameter that differs.
+        """
+        state, world = self.prepared.state, self.prepared.state.world
+        if state.strategy.is_sharded or world.size == 1:
+            return
+        by_rank = world.gather(digests_of(dict(self.prepared.built.model.named_parameters())))
+        found = world.broadcast(differing(by_rank) if by_rank is not None else None)
+        if found:
+            raise TrainingError(
+                f"after step {state.step} the ranks do not hold the same parameters: {found[0].who} in {found[0].name}",
+                where="Task.model",
+                remedy="change parameters by the optimizer alone. What forward passes compute from samples, such as a "
+                "code book, belongs into buffers (register_buffer): every rank gets those of rank 0",
+            )
 
     def _look(self) -> None:
         if self.outside is not None:
@@ -65,7 +86,7 @@ class FirstSteps:
                 self.tell(text)
 
     def check_loadable(self) -> None:
-        """Check that a newly built model can load the state as it is now.
+        """Check that the optimizer has the model's parameters, and that a newly built model can load the state.
 
         All ranks call it, after their buffers were made the same.
 
@@ -73,6 +94,7 @@ class FirstSteps:
             TrainingError: on all ranks; names the tensors, and how they differ.
         """
         world, state = self.prepared.state.world, self.prepared.state
+        state.strategy.check_kept()
         found = kinds(self.prepared.built.model.state_dict())
         code = zlib.crc32(repr(sorted(found.items())).encode())
         if world.all_max(code) != -world.all_max(-code):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep import shortages
+from lockstep import debugging, shortages
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def run_rank(arguments: Sequence[str]) -> None:
         launch.report_failure(stopped, str(stopped))
         sys.exit(stopped.exit_code)
     except Exception as raised:
-        error = shortages.explanation(raised) or raised
+        error = shortages.explanation(raised) or debugging.explanation(raised) or raised
         launch.report_failure(error, str(error) if isinstance(error, LockstepError) else short_traceback(error))
         sys.exit(error.exit_code if isinstance(error, LockstepError) else 1)
     finally:

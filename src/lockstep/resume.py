@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep
 from lockstep.build import PreparedRun
-from lockstep.checkpoint import files, finite, room, store, torch_optimizer
+from lockstep.checkpoint import files, finite, nested, room, store, torch_optimizer
 from lockstep.checkpoint import state as checkpoint_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.store import Checkpoint
@@ -226,8 +226,9 @@ def as_torch(
         CheckpointError: the checkpoint does not fit the model, or is damaged.
     """
     manifest = checkpoint.manifest
-    checkpoint_state.check_fits(checkpoint.index, model)
-    found: dict[str, Any] = {**checkpoint.values, **dict(files.read(checkpoint.path, checkpoint.index))}
+    checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
+    found: dict[str, Any] = {name: nested.decode(saved, model) for name, saved in checkpoint.values.items()}
+    found |= files.read(checkpoint.path, checkpoint.index)
     of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ema": {}}
     for name, value in found.items():
         kind, _, rest = name.partition(".")

@@ -18,7 +18,7 @@ from lockstep.data.randomness import restored_generators
 from lockstep.distributed.world import World
 from lockstep.engine import same_samples, task_checks
 from lockstep.errors import DataError, UsageError
-from lockstep.tasks.task import Task
+from lockstep.tasks.task import Samples, Task
 
 
 @dataclass
@@ -100,7 +100,7 @@ def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World,
 
 
 def evaluation_data(
-    config: RunConfig, task: Task, world: World, data: Dataset[Any] | None = None, *, limit: int | None = None
+    config: RunConfig, task: Task, world: World, data: Samples | None = None, *, limit: int | None = None
 ) -> EvaluationData:
     """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
 

@@ -27,7 +27,7 @@ from lockstep.engine.blocks import compile_modules, find_blocks, recompute_activ
 from lockstep.engine.optim import Group, build_optimizer
 from lockstep.engine.schedule import scaled_lr
 from lockstep.engine.unfreeze import Stage, Unfreezing
-from lockstep.errors import TrainingError, UsageError
+from lockstep.errors import TrainingError, UsageError, listed
 from lockstep.tasks.task import Task
 
 # Found by training with every class of torch.optim (tests/distributed/test_sharding.py). Muon would silently train
@@ -93,6 +93,7 @@ def build_model(
         made, notes[:] = batch_norm.without_unsupported(_check_parameters(task_checks.model(task)), world)
         if training:
             notes.extend(held_parameters.check_hooks(made, ranks=world.size, sharded=strategy.is_sharded))
+            held_parameters.check_renormalised(made, ranks=world.size)
         if strategy.is_sharded:
             held_parameters.check_references(made, task)
         return made
@@ -190,10 +191,10 @@ def load_first_state(
 
 
 def _check_parameters(model: nn.Module) -> nn.Module:
-    """Check that all parameters of `model` have shapes and dense gradients. Returns `model`.
+    """Check that parameters and buffers of `model` have shapes and are dense, and gradients, too. Returns `model`.
 
     Raises:
-        TrainingError: some module is lazy or has sparse gradients; names the modules and the remedy.
+        TrainingError: some module is lazy or has sparse gradients, or a tensor is sparse; names them and the remedy.
     """
     lazy = [name for name, value in (*model.named_parameters(), *model.named_buffers()) if nn.parameter.is_lazy(value)]
     if lazy:
@@ -201,6 +202,16 @@ def _check_parameters(model: nn.Module) -> nn.Module:
             f"the model is not complete: {', '.join(lazy[:5])} get a shape only when a batch passes through",
             where="Task.model",
             remedy="give lazy modules (LazyLinear, ...) their sizes, or pass a batch through the model",
+        )
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    layouts = {name: str(tensor.layout).removeprefix("torch.") for name, tensor in tensors.items()}
+    scattered = [f"{name} ({layout})" for name, layout in layouts.items() if layout != "strided"]
+    if scattered:
+        raise TrainingError(
+            f"{listed(scattered, 5)}: a model needs dense tensors, which other ranks and checkpoints get",
+            where="Task.model",
+            remedy="keep a sparse matrix as dense tensors, such as buffers of its indices and values, and make it "
+            "of them in `forward`: torch.sparse_coo_tensor(self.indices, self.values, size)",
         )
     kinds = (nn.Embedding, nn.EmbeddingBag)
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}

@@ -20,7 +20,7 @@ from lockstep.data.loader import is_default
 from lockstep.data.randomness import restored_generators
 from lockstep.engine import dry_run, task_checks
 from lockstep.engine.worst import WorstSamples
-from lockstep.observe import drawing, model_table
+from lockstep.observe import diagrams, drawing, model_table
 from lockstep.observe.plain import as_numpy, is_tensor
 from lockstep.observe.writer import Guard, Writer
 from lockstep.run_data import EvaluationData
@@ -29,7 +29,8 @@ from lockstep.tasks.task import Task
 _CPU = torch.device("cpu")
 _DRAWS = 4  # epochs in which a training sample is drawn
 _COLUMNS = 4
-_WIDE = 688  # pixels of a row of evaluation samples, unless one picture is wider
+_WIDE = 2240  # pixels of a row of evaluation samples, unless one picture is wider
+_WIDE_AUGMENTED = 2752  # the same of training samples
 AUGMENTED, EVALUATED, WORST = "samples/augmented", "samples/evaluation", "samples/worst"
 
 
@@ -188,7 +189,7 @@ class RunPictures:
         names = list(task_checks.presenter(self.task).class_names())
         if len(names) != len(counts):
             names = []
-        picture = drawing.confusion_matrix(as_numpy(counts), names)
+        picture = diagrams.confusion_matrix(as_numpy(counts), names)
         if picture is not None:
             self._save(f"eval/{name}", picture, step=step, file=_file_of(name, step))
 
@@ -196,7 +197,7 @@ class RunPictures:
         if shown:
             pictures, captions = zip(*shown, strict=True)
             side = task_checks.presenter(self.task).picture_side
-            width = _WIDE if name != AUGMENTED else _DRAWS * _WIDE
+            width = _WIDE if name != AUGMENTED else _WIDE_AUGMENTED
             page = drawing.sheet(pictures, captions, columns=columns, side=side, width=width)
             self._save(name, page, step=step, file=file)
 

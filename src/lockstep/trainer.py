@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import lockstep
 from lockstep import (
     atomic,
     build,
+    caller,
     config_file,
     devices,
     local_ranks,
@@ -26,6 +26,7 @@ from lockstep import (
     resume,
     run_data,
     run_directory,
+    run_export,
     run_model,
 )
 from lockstep.build import PreparedRun
@@ -54,12 +55,13 @@ from lockstep.run_data import EvaluationData
 from lockstep.run_model import BuiltModel
 from lockstep.tasks import registry, source_code
 from lockstep.tasks.options import TaskOptions
-from lockstep.tasks.task import Task, methods_not_called
+from lockstep.tasks.task import Samples, Task, methods_not_called
 from lockstep.training_run import TrainingRun, named_results, report, samples_of_report
 
 _PREFLIGHT_S = 25.0  # in `preflight`, ranks wait so long for each other
 
 
+@caller.speaks_python
 class Trainer:
     """Trains a model as a config says, and evaluates, predicts with and exports the trained model.
 
@@ -74,21 +76,19 @@ class Trainer:
     Args:
         config: a `RunConfig`, a mapping with the same keys, or a text as on the command line: a recipe, FILE.yaml or
             FILE.py:Task.
-        run_dir: the folder into which everything is written. None: `runs/<name>`.
+        run_dir: the folder into which everything is written. None: `runs/<name>`, where a config without a name has
+            the name of the script.
         fresh: delete the run that the folder holds, and begin anew. Otherwise that run is resumed.
         allow_change: keys of the config (or `data`, or `task`) that may differ from those of the resumed run.
         checkpoint: the checkpoint that `evaluate`, `predict`, `describe` and `export` use: `newest`, `best` or a step.
             None: the best where the config has `checkpoint.keep_best`, else the newest.
         quiet: print nothing.
         profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
+
+    Raises:
+        UsageError: the config is something else, or has faults, all of which are named.
     """
 
-    model: nn.Module | None = None
-    """After `fit`, `evaluate` or `predict`: the evaluated model, in evaluation mode.
-
-    If the run keeps a moving average of the weights, the model holds the average. With FSDP, ranks hold only parts of
-    the model, and this is None: use `export`.
-    """
     variables: Sequence[Mapping[str, str | None]] = ()
     """After `preflight`, on rank 0: the environment variables of each rank that matter to a training."""
     results: Mapping[str, float] = {}
@@ -109,13 +109,44 @@ class Trainer:
         if isinstance(config, str):
             config = config_file.load(config)
         elif not isinstance(config, RunConfig):
+            if not isinstance(config, Mapping):
+                raise UsageError(
+                    f"the config is of type {type(config).__name__}",
+                    where="Trainer(config)",
+                    remedy="give a RunConfig, a mapping with the same keys, or a text: a recipe, FILE.yaml or "
+                    "FILE.py:Task. A task is the argument of fit",
+                )
             config = config_file.parse(config, needs_task=False)
+        script = caller.script_name() if run_dir is None and "name" not in config.model_fields_set else None
+        if script is not None:
+            config = config.model_copy(update={"name": script})
         self.config = config
         self.run_dir = Path(run_dir) if run_dir is not None else Path("runs") / config.name
+        self._has_chosen_folder = script is not None
         self.fresh, self.allow_change, self.quiet = fresh, tuple(allow_change), quiet
         self.loaded_step: int | None = None
         """The step of the checkpoint that was evaluated, or that gave predictions. None: there was none yet."""
         self.checkpoint = checkpoint
+        self._model: nn.Module | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of the last `fit`, `evaluate`, `predict` or `describe`, always in evaluation mode.
+
+        After `fit`, it has the last weights; otherwise those of `checkpoint`. If the run keeps a moving average of the
+        weights, the model holds the average. It is on the device of this process.
+
+        Raises:
+            UsageError: nothing has trained or loaded a model, or, with FSDP, this rank holds only parts of it.
+        """
+        if self._model is None:
+            raise UsageError(
+                "there is no model",
+                where="Trainer.model",
+                remedy="call fit, evaluate or predict first. Where the ranks of FSDP hold parts of the model: export, "
+                "or evaluate in a process of its own",
+            )
+        return self._model.eval()
 
     # ---- training
 
@@ -149,6 +180,9 @@ class Trainer:
             RankError: with `nproc`: a rank failed. Has the message of the rank.
             LockstepError: the config, the data or the model cannot be used, or the training failed.
         """
+        _given(task)
+        if self._has_chosen_folder and not self.quiet and os.environ.get("RANK", "0") == "0":
+            print(f"the run directory is {self.run_dir}, by the name of the script; Trainer(run_dir=...) sets another")
         if nproc is not None:
             return self._fit_on_ranks(task, recorder, nproc, max_restarts)
         with (
@@ -157,8 +191,8 @@ class Trainer:
             self._looked_at(task, world) as remarks,
             run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
         ):
-            self.config, self.model = config, None
-            task = task or self.task()
+            self.config, self._model = config, None
+            task = _given(task) or self.task()
             messages = remarks + run_directory.check_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
             prepared.built.messages += messages
@@ -187,7 +221,7 @@ class Trainer:
             finally:
                 for writer in writers:
                     writer.close()
-            self.model = _finished(prepared)
+            self._model = _finished(prepared)
             return dict(self.results)
 
     def preflight(self, task: Task | None = None) -> list[Finding]:
@@ -203,6 +237,7 @@ class Trainer:
             update={"timeout_s": min(self.config.parallel.timeout_s, _PREFLIGHT_S)}
         )
         self.config = self.config.model_copy(update={"parallel": patience})
+        _given(task)
         with signals.listening(), self._join() as world:
             self.variables = variables.of_ranks(world)
             return preflight.check(self._subject(task, world), world, everything=True)
@@ -243,7 +278,7 @@ class Trainer:
                 where="fit(recorder=..., nproc=...)",
                 remedy="leave nproc out, or write a writer: log.writers",
             )
-        self.model, self.results = None, {}
+        self._model, self.results = None, {}
         try:
             self.results = local_ranks.fit(
                 self.config,
@@ -267,11 +302,11 @@ class Trainer:
             # One process can hold the whole model.
             parallel = self.config.parallel.model_copy(update={"strategy": "ddp"})
             with self._join() as world:
-                found = task or self.task()
+                found = _given(task) or self.task()
                 alone = Trainer(self.config.model_copy(update={"parallel": parallel}), run_dir=self.run_dir, quiet=True)
                 alone.checkpoint = choice.NEWEST
                 alone._trained(found, world)
-                self.model = alone.model
+                self._model = alone.model
         return dict(self.results)
 
     @property
@@ -348,7 +383,7 @@ class Trainer:
             their names stand in front: `clean/loss`.
         """
         with self._join() as world:
-            task = task or self.task()
+            task = _given(task) or self.task()
             strategy = self._trained(task, world).strategy
             precision = Precision(self.config.precision, world.device)
             results: dict[str, float] = {}
@@ -412,21 +447,22 @@ class Trainer:
             halves=self.config.compute.halve_on_oom,
         )
 
-    def predict(self, task: Task | None = None, data: Dataset[Any] | None = None) -> list[Any] | None:
+    def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:
         """The task's outputs for every sample of `data` (default: its evaluation data), in the order of the samples.
 
         Returns:
-            outputs on rank 0, None on the other ranks.
+            outputs on rank 0, an empty list on the other ranks.
         """
         with self._join() as world:
-            task = task or self.task()
+            task = _given(task) or self.task()
             strategy = self._trained(task, world).strategy
             evaluated = run_data.evaluation_data(self.config, task, world, data)
             precision = Precision(self.config.precision, world.device)
             with strategy.inference() as forward:
-                return evaluation.predict(
+                outputs = evaluation.predict(
                     task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
                 )
+                return outputs or []
 
     def describe(
         self,
@@ -507,11 +543,14 @@ class Trainer:
         if on_error is not None:
             config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": on_error})})
         with self._join() as world:
-            task = task or self.task()
+            task = _given(task) or self.task()
             if self._kept.is_dir():
                 self._set_up(task, world, trained=True)
             presenter = task_checks.presenter(task)
             found = prediction_run.read_samples(task, presenter, world, inputs, samples)
+            if world.rank == 0 and found.is_input and not self.quiet:
+                for note in getattr(found.data, "notes", ()):
+                    print(f"note: {note}", file=sys.stderr)
             strategy = self._trained(task, world).strategy
             evaluated = run_data.evaluation_data(config, task, world, found.data)
             if world.rank == 0:
@@ -533,10 +572,15 @@ class Trainer:
                         else:
                             add(rows, True)
 
-    def export(self, folder: str | Path, task: Task | None = None) -> Path:
-        """Write the checkpoint's weights into `folder`: `model.safetensors`, and files that the task adds.
+    def export(self, folder: str | Path, task: Task | None = None, *, program: bool = True) -> Path:
+        """Write the checkpoint's weights into `folder`: `model.safetensors`, files that the task adds, and `model.pt2`.
 
-        The tensors have the names that they have in the task's model.
+        The tensors have the names that they have in the task's model. A warning names values of `get_extra_state` that
+        are no tensors, which the file cannot hold. torch runs `model.pt2` without the code of the model: see
+        `tasks.program.write_program`. Of a task in a file of one's own, the folder has its source, too.
+
+        Args:
+            program: whether to write `model.pt2`.
 
         Returns:
             the file.
@@ -545,16 +589,26 @@ class Trainer:
             LockstepError: as `checkpoint.export.export_weights`.
         """
         with self._join() as world:
-            task = task or self.task()
+            task = _given(task) or self.task()
             model = self._trained(task, world).model
             about = {"lockstep": lockstep.__version__, "run": self.config.name}
             # Every rank gathers one tensor at a time. Rank 0 keeps the tensors in host memory, and writes.
-            tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+            held = model.state_dict()
+            tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
             whole = {name: gather_on_rank0(tensor, world) for name, tensor in tensors.items()}
             warnings: list[str] = []
+            if left_out := sorted(held.keys() - tensors.keys()):
+                warnings.append(
+                    f"the file holds tensors only. It leaves out what get_extra_state returned: {', '.join(left_out)}. "
+                    "lockstep export --optimizer writes all"
+                )
 
             def add_files(staging: Path) -> None:
-                warnings.extend(task.presenter(task).export(model, staging) or ())
+                presenter = task.presenter(task)
+                warnings.extend(presenter.export(model, staging) or ())
+                run_export.copy_source(self.run_dir, staging)
+                if program:
+                    warnings.extend(run_export.write_program_of(task, presenter, held | whole, staging))
 
             file: Path = world.on_rank0(lambda: export_weights(whole, Path(folder), about, add_files))
             for text in [] if self.quiet else warnings:
@@ -573,7 +627,7 @@ class Trainer:
             LockstepError: the file exists or cannot be written, or there is no checkpoint.
         """
         with self._join() as world:
-            task = task or self.task()
+            task = _given(task) or self.task()
             config = self.config
 
             def write(checkpoint: Checkpoint, built: BuiltModel) -> None:
@@ -591,12 +645,12 @@ class Trainer:
         built = self._built(
             task, world, lambda checkpoint, made: resume.load_trained_weights(checkpoint, made.model, world)
         )
-        self.model = None if built.strategy.is_sharded else built.model.eval()
+        self._model = None if built.strategy.is_sharded else built.model.eval()
         return built
 
     def _built(self, task: Task, world: World, load: Callable[[Checkpoint, BuiltModel], object]) -> BuiltModel:
         """The model with the weights that the task gives it. `load` is called with `self.checkpoint` and the model."""
-        self.model = None  # its memory may be needed
+        self._model = None  # its memory may be needed
         retention = run_directory.retention(self.config)
         chosen = choice.choose(self._checkpoints, world, retention, self.checkpoint)
         self._set_up(task, world, trained=True)
@@ -692,6 +746,18 @@ class Recorder(Writer, abc.ABC):
     @abc.abstractmethod
     def record_steps(self, prepared: PreparedRun) -> Iterator[list[MicroBatch]]:
         """Pass the batches of `prepared` on. When the next batch is asked for, the step before it is done."""
+
+
+def _given(task: Task | None) -> Task | None:
+    """The task that a method was given.
+
+    Raises:
+        UsageError: it is no object of a task, but the class.
+    """
+    if isinstance(task, type):
+        name = task.__name__
+        raise UsageError(f"the task is the class {name}", where="Trainer", remedy=f"give an object: {name}()")
+    return task
 
 
 def _finished(prepared: PreparedRun) -> nn.Module | None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lockstep import build, devices, resume, run_data, run_directory
+from lockstep import build, caller, devices, resume, run_data, run_directory
 from lockstep.build import PreparedRun
 from lockstep.checkpoint import choice, manifest
 from lockstep.checkpoint.saver import Saver
@@ -159,10 +159,16 @@ class TrainingRun:
         if intervals.evaluate:
             self.evaluated = self._evaluation_data()
             intervals = intervals if self.evaluated else replace(intervals, evaluate=0)
+        if prepared.state.averages is not None:
+            decay = prepared.state.averages.decay
+            self.tell(
+                f"evaluations and exports use the averages of the weights (train.ema_decay={decay:g}), not the weights"
+            )
         is_first = prepared.state.world.rank == 0
         for loader in self._loaders if is_first else ():
             loader.tell = partial(_tell, self.writers)
-        for text in [*self._check_model(), *self.look_ahead(), *prepared.warnings]:
+        note = devices.of(prepared.state.world.device).note()
+        for text in [*([note] if note else []), *self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
         if is_first:
             self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
@@ -221,7 +227,7 @@ class TrainingRun:
         if key:
             change = "change" if key == "train.stop_when" else "raise"
             done = f"{self.run_dir} is complete at step {state.step}"
-            self.tell(f"{done}: {change} {key} to go on, or start anew with --fresh")
+            self.tell(caller.words(f"{done}: {change} {key} to go on, or start anew with --fresh"))
 
     def _tell_why_it_ended(self) -> None:
         """Say why the training ended before its last step, if it did."""
@@ -361,8 +367,10 @@ class TrainingRun:
             return []
         samples = {prepared.batches.loader: prepared.plan.indices(0)[0].tolist()}
         samples |= {evaluated.loader: evaluated.plan.first(8) for evaluated in self.evaluated.values()}
+        last_epoch = max(0, prepared.stop - 1) // prepared.plan.steps_per_epoch
         for loader, indices in samples.items():
-            prepared.warnings += untouched_data.check(loader, indices)
+            of_training = loader is prepared.batches.loader
+            prepared.warnings += untouched_data.check(loader, indices, last_epoch if of_training else 0)
         compiled = self.config.compute.compile is not None
         with contextlib.ExitStack() as stack:
             for loader, indices in samples.items():
@@ -376,6 +384,7 @@ class TrainingRun:
                 world=state.world,
                 precision=state.precision,
                 must_run=bool(self.evaluated),
+                allow_mean=self.config.train.allow_mean_loss,
             )
             messages: list[str] = []
             names: list[str] = []

@@ -11,6 +11,7 @@ from lockstep.checkpoint import store
 from tests import own_tasks, rank_cases, runs
 from tests.engine.test_strategies import STRATEGIES, settings_for
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 OPTIONS = {"eval_length": 10}
 
@@ -52,7 +53,7 @@ def pairs(always):
 
 
 @pytest.mark.parametrize(
-    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 4))), indirect=["saved"]
+    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 2), (2, 1))), indirect=["saved"]
 )
 def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "run")
@@ -63,7 +64,7 @@ def test_checkpoint_goes_on_anywhere_as_if_undisturbed(saved, undisturbed, name,
     assert "from step 6" in (folder / "train.log").read_text()
 
 
-@pytest.mark.parametrize("saved", ["ddp 2", "hybrid 2x2"], indirect=True)
+@pytest.mark.parametrize("saved", mainly(["hybrid 2x2"], ["ddp 2", "hybrid 2x2"]), indirect=True)
 def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -75,12 +76,15 @@ def test_checkpoint_is_read_by_torchs_own_tools(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "name"), pairs(lambda one, other: (one, other) in ((0, 4), (2, 1), (4, 3))), indirect=["saved"]
+    ("saved", "name"), pairs(lambda one, other: (one, other) in ((2, 1), (4, 3))), indirect=["saved"]
 )
 def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name, tmp_path):
     task = own_tasks.Deep(**OPTIONS)
     alone = Trainer(settings("single", 6), run_dir=saved, quiet=True)
-    expected, results = load_file(alone.export(tmp_path / "alone", task)), alone.evaluate(own_tasks.Deep(**OPTIONS))
+    expected, results = (
+        load_file(alone.export(tmp_path / "alone", task, program=False)),
+        alone.evaluate(own_tasks.Deep(**OPTIONS)),
+    )
     for answer in run_ranks(
         STRATEGIES[name][0], rank_cases.export_and_evaluate, saved, settings(name, 6), OPTIONS, tmp_path / "many"
     ):
@@ -88,3 +92,7 @@ def test_any_ranks_export_and_evaluate_the_same_from_one_checkpoint(saved, name,
     found = load_file(tmp_path / "many" / "model.safetensors")
     assert list(found) == list(expected)
     assert all(bool((found[key] == expected[key]).all()) for key in found)
+    program = torch.export.load(tmp_path / "many" / "model.pt2").module()
+    batch = list(torch.utils.data.default_collate([task.train_data()[index] for index in range(3)]))
+    with torch.no_grad():
+        torch.testing.assert_close(program(batch=batch), task.predict(alone.model, batch), rtol=0, atol=1e-12)

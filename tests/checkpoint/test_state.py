@@ -267,14 +267,17 @@ def test_extra_state_that_is_a_tensor_comes_back(tmp_path):
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_saved_is_named(value):
-    model, optimizer = nn.Sequential(Counting(value)), None
-    with pytest.raises(CheckpointError, match="can be saved neither as a tensor nor as a number") as caught:
-        state.capture(model, torch.optim.SGD(model.parameters()))
-    assert caught.value.where == "model.0._extra_state"
-    assert caught.value.remedy
+    if isinstance(value, complex) or type(value) is object:  # the others are saved, see test_nested.py
+        model = nn.Sequential(Counting(value))
+        with pytest.raises(
+            CheckpointError, match=f"cannot be saved: it is a builtins.{type(value).__name__}"
+        ) as caught:
+            state.capture(model, torch.optim.SGD(model.parameters()))
+        assert caught.value.where == "model.0._extra_state"
+        assert caught.value.remedy
     model, optimizer = make("SGD", {})
     optimizer.state[model.first.weight]["history"] = value
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="can be saved neither as a tensor nor as a number") as caught:
         state.capture(model, optimizer)
     assert caught.value.where == "optimizer.first.weight.history"
 

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from lockstep import LockstepError, Trainer, plugins
 from lockstep.data import worker_deaths
 from lockstep.data.loader import Loader, MicroBatch, MicroBatches, StepIterator
 from lockstep.data.order import MicroBatchPlan, StepPlan
-from lockstep.errors import DataError
+from lockstep.errors import DataError, TrainingError
 from lockstep.training_run import TrainingRun
 from tests import own_tasks, runs
 from tests.processes import launched
@@ -105,6 +106,69 @@ def test_unreadable_sample_names_its_file(workers):
     ) as caught:
         list(loader.run(lambda: [MicroBatchPlan((4, 5, 6), 0, False)]))
     assert "data.on_error=skip" in str(caught.value)
+
+
+class Faulty(own_tasks.Plain):
+    """Reading or preparing sample 5 raises an error."""
+
+    def __init__(self, error, preparing):
+        super().__init__()
+        self.error, self.preparing = error, preparing
+
+    def train_data(self):
+        def fail():
+            raise self.error
+
+        class Rows(torch.utils.data.Dataset):
+            def __len__(self):
+                return 8
+
+            def __getitem__(rows, index):
+                return fail() if index == 5 and not self.preparing else index
+
+        return Rows()
+
+    def prepare(self, sample, epoch, training):
+        if sample == 5 and self.preparing:
+            raise self.error
+        return torch.ones(1), torch.ones(1)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+@pytest.mark.parametrize("preparing", [True, False])
+@pytest.mark.parametrize(
+    ("error", "is_of_data"),
+    [
+        (AttributeError("'NoneType' object has no attribute 'size'"), {True: False, False: False}),
+        (KeyError("label"), {True: False, False: False}),
+        (RuntimeError("a file ends too early"), {True: False, False: True}),
+        (ValueError("no number: 'x'"), {True: True, False: True}),
+        (FileNotFoundError("a.png"), {True: True, False: True}),
+        (zlib.error("incorrect header"), {True: True, False: True}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_faults_of_code_are_not_blamed_on_the_data(error, is_of_data, preparing, on_error):
+    task = Faulty(error, preparing)
+    micro_batches = MicroBatches(task.train_data(), task, 0, training=True, on_error=on_error)
+    plan = MicroBatchPlan((4, 5, 6), 0, False)
+    if is_of_data[preparing] and on_error == "skip":
+        ((index, text),) = micro_batches[plan].bad
+        assert index == 5
+        assert "data.on_error" not in text, "the sample is left out already"
+    else:
+        with pytest.raises(DataError if is_of_data[preparing] else TrainingError) as caught:
+            micro_batches[plan]
+        text = str(caught.value)
+    assert f"{type(error).__name__}: {error}" in text
+    assert f"{__file__}:" in text
+    if is_of_data[preparing]:
+        assert "sample 5 cannot be read" in text
+        assert "Traceback" not in text
+    else:
+        assert f"{'Task.prepare' if preparing else 'Rows.__getitem__'} failed for sample 5 (Rows[5])" in text
+        assert "Traceback" in text
+        assert "raise self.error" in text
 
 
 def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
@@ -281,6 +345,7 @@ def _note(folder):
     (folder / "two").touch()
 
 
+@pytest.mark.exhaustive
 @launched(
     _note,
     (*_KILLED, "task.note={folder}/one", "--run-dir", "{folder}/run"),

@@ -4,7 +4,10 @@ import json
 import signal
 
 import pytest
+import torch
 
+from lockstep import errors
+from lockstep.distributed import launch
 from lockstep.distributed.decision import Action, Ending, History, RankFailure, decide
 from lockstep.errors import Preempted
 
@@ -68,6 +71,42 @@ def test_ranks_that_their_launcher_ended_are_neither_a_cause_nor_a_kill_from_out
     second = decide(Ending(failures, step=7), first.history, 9)
     assert second.action is Action.FAIL  # the second time, and not the fifth
     assert "failed 2 times in a row at step 7" in str(second.error)
+
+
+def test_an_exception_before_the_first_step_of_a_new_run_is_not_tried_again():
+    bad = (told(1, "KeyError: 'labels'", from_outside=False),)
+    for step in (-1, 0):
+        decision = decide(Ending(bad, step=step), NEW, 3)
+        assert decision.action is Action.FAIL
+        assert "KeyError" in str(decision.error)
+    assert decide(Ending(bad, step=1), NEW, 3).action is Action.RESTART
+    went_on = History(restarts=1, crashed_at=7, in_a_row=1)  # a start before this one has made steps
+    assert decide(Ending(bad, step=-1), went_on, 3).action is Action.RESTART
+    for outside in (
+        told(1, "the GPU has an error", from_outside=True),
+        told(1, "out of memory", from_outside=False, retries_differently=True),
+        killed(1),
+    ):
+        assert decide(Ending((outside,), step=-1), NEW, 3).action is Action.RESTART
+    assert decide(Ending(bad, step=-1, lost=("b",)), NEW, 3).action is Action.RESTART
+
+
+@pytest.mark.parametrize(
+    ("error", "from_outside"),
+    [
+        (KeyError("labels"), False),
+        (errors.DataError("no such file"), False),
+        (errors.DeviceError("ECC"), True),
+        (errors.RankError("lost the connection"), True),
+        (ConnectionResetError(), True),
+        (torch.distributed.DistNetworkError("the address is in use"), True),
+    ],
+)
+def test_a_rank_reports_whether_its_error_came_from_outside(tmp_path, monkeypatch, error, from_outside):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    launch.report_failure(error, "text")
+    report = json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]
+    assert report["from_outside"] is from_outside
 
 
 def test_five_kills_in_a_row_at_one_step_end_the_run_and_another_step_begins_anew():

@@ -11,6 +11,7 @@ from lockstep.distributed import held_parameters
 from lockstep.errors import LockstepError, UsageError
 from tests import own_tasks, runs
 from tests.ranks import run_ranks
+from tests.selection import mainly
 
 
 class Masked(own_tasks.Deep):
@@ -117,7 +118,7 @@ def difference(one, other):
 RIGHT = [(Masked, {}), (Held, {"how": "module"}), (TiedAcrossBlocks, {})]
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("world", "strategy"), mainly([(2, "fsdp")], [(1, "single"), (2, "ddp"), (2, "fsdp")]))
 def test_a_training_is_that_of_plain_torch_or_refused_with_the_names(world, strategy):
     held = [(Held, {"how": how}) for how in HELD]
     after = (Masked, {"hook": "post"})

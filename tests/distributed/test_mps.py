@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
-from lockstep import config_file
+from lockstep import config_file, devices
 from lockstep.data.device_copies import DeviceCopies
 from lockstep.data.randomness import seed_forward
 from lockstep.distributed.precision import Precision, check_supported
@@ -14,6 +14,7 @@ from lockstep.distributed.world import World, join_world, pick_device
 from lockstep.engine import metric_sync
 from lockstep.engine.log_window import _as_float64
 from lockstep.errors import UsageError
+from lockstep.plan import measure
 from lockstep.verify import command
 
 MPS = torch.device("mps", 0)
@@ -31,6 +32,35 @@ def test_mps_is_the_device_of_a_single_rank(has_mps):
         with pytest.raises(UsageError, match="2 ranks, but mps is a device for one rank") as caught:
             pick_device("mps", 0, **ranks)
         assert "device=cpu" in caught.value.remedy
+
+
+def test_auto_takes_mps_for_a_single_rank(has_mps, monkeypatch):
+    assert pick_device("auto", 0, 1) == MPS
+    assert pick_device("cpu", 0, 1).type == "cpu"
+    for ranks in ({"local_size": 2}, {"local_size": 1, "size": 2}):
+        assert pick_device("auto", 0, **ranks).type == "cpu"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert pick_device("auto", 0, 1).type == "cuda"
+    assert devices.rather_than_mps("auto") == "auto"
+
+
+def test_verify_and_plan_stay_on_the_cpu_under_auto(has_mps):
+    config = config_file.load("toy", ["device=auto"])
+    told = []
+    assert command._on_device_for(config.model_dump(by_alias=True), 2, told.append)["device"] == "cpu"
+    assert "made on the CPU" in told[0]
+    assert measure._short(config).device == "cpu"
+    assert measure._short(config.model_copy(update={"device": "cuda"})).device == "cuda"
+
+
+def test_a_log_says_what_differs_on_mps(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", "1")
+    note = devices.of(MPS).note()
+    assert "one rank only" in note
+    assert "run on the CPU" in note
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK")
+    assert "end the training; PYTORCH_ENABLE_MPS_FALLBACK=1" in devices.of(MPS).note()
+    assert devices.of(torch.device("cpu")).note() is None
 
 
 def test_a_machine_without_mps_is_said_so(monkeypatch):

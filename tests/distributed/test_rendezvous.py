@@ -171,9 +171,7 @@ def test_a_killed_worker_comes_back_under_the_users_own_torchrun_on_two_nodes(tm
     try:
         for number in range(kills + 1):
             before = logged()
-            wait_for(
-                lambda before=before: logged() > before + 2 or any(agent.poll() is not None for agent in agents), 100
-            )
+            wait_for(lambda before=before: logged() > before + 2 or any(agent.poll() is not None for agent in agents))
             assert [agent.poll() for agent in agents] == [None, None], (tmp_path / "agent-0").read_text()[-3000:]
             if number < kills:
                 agent = random.choice(agents)

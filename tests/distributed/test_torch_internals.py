@@ -6,6 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lockstep.distributed import torch_internals
 from tests.processes import HANG_S
@@ -24,6 +26,12 @@ def test_functions_do_what_they_are_used_for():
         assert {"collective_seq_id", "p2p_seq_id", "state"} <= newest.keys()
         torch_internals.set_timeout(dist.group.WORLD, datetime.timedelta(seconds=5))
         assert torch_internals.timeouts(dist.group.WORLD) == {datetime.timedelta(seconds=5)}
+        linear = fully_shard(torch.nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (1,)))
+        ((owner, name, (sharded, _)),) = torch_internals.sharded_places(linear)
+        assert (owner is linear, name, sharded is linear.weight) == (True, "weight", True)
+        linear.unshard()
+        ((_, _, (_, gathered)),) = torch_internals.sharded_places(linear)
+        assert gathered is linear.weight is not sharded
     finally:
         torch_internals.abort_groups()
     assert not dist.is_initialized()
@@ -50,3 +58,25 @@ def test_hooks_of_a_parameter_are_seen():
         assert has_hooks(parameter)
         handle.remove()
         assert not has_hooks(parameter)
+
+
+def test_parameters_have_the_tensors_into_which_they_were_gathered():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1, bias=False))
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert torch_internals.gathered_parameters(model) == []
+        model(torch.ones(1, 2))
+        for module, names in ((model[0], ["0.weight", "0.bias"]), (model, ["1.weight"])):
+            module.reshard()
+            found = torch_internals.gathered_parameters(module)
+            assert [id(model.get_parameter(name)) for name in names] == [id(parameter) for parameter, _ in found]
+            module.unshard()
+            assert [id(model.get_parameter(name)) for name in names] == [id(gathered) for _, gathered in found]
+    finally:
+        torch_internals.abort_groups()

@@ -12,6 +12,7 @@ import pytest
 
 from lockstep.distributed import preload, warm_process
 from tests.processes import HANG_S, is_running, launched, wait_for
+from tests.selection import mainly
 
 pytestmark = pytest.mark.skipif(not warm_process.is_possible(), reason="this system starts ranks cold")
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def program(case, folder, cwd=ROOT, **variables):
     )
 
 
-@pytest.mark.parametrize("case", ["warm", "cold"])
+@pytest.mark.parametrize("case", mainly(["warm"], ["warm", "cold"]))
 def test_processes_are_like_new_interpreters(tmp_path, case):
     out, err = program(case, tmp_path).communicate(timeout=HANG_S)
     first, second = json.loads(out.rpartition(" ")[0])
@@ -62,6 +63,7 @@ def test_killed_warm_process_makes_ranks_start_cold(tmp_path):
     assert [fields["imported"] for fields in json.loads(out.rpartition(" ")[0])] == [False, False]
 
 
+@pytest.mark.exhaustive
 def test_warm_process_that_cannot_start_makes_ranks_start_cold(tmp_path):
     folder = tmp_path / ("long" * 30)  # no socket has such a path
     folder.mkdir()
@@ -80,6 +82,7 @@ def test_files_in_the_current_directory_replace_no_module_of_the_warm_process(tm
     assert not (tmp_path / "imported").exists()
 
 
+@pytest.mark.exhaustive
 def test_pool_of_threads_that_is_left_open_does_not_keep_a_rank_alive(tmp_path):
     out, err = program("threads", tmp_path).communicate(timeout=HANG_S)
     assert err == ""
@@ -127,6 +130,7 @@ def _preloaded(folder):
     return json.loads(subprocess.run([sys.executable, "-c", command], capture_output=True, check=True).stdout)
 
 
+@pytest.mark.exhaustive
 @launched(
     ("train", "{folder}/tasks.py:Names", "train.steps=3", "--nproc", 2, "--run-dir", "{folder}/run"),
     _preloaded,

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import weakref
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.engine.ema import Ema
+from lockstep.engine.ema import Ema, decay_at
 
 
 class Tied(nn.Module):
@@ -48,8 +49,17 @@ def after(updates, dtype=torch.float32, decay=0.9):
     optimizer, ema = make_optimizer(model), Ema(model, decay)
     for number in range(updates):
         one_update(model, optimizer, number)
-        ema.update()
+        ema.update(number + 1)
     return model, optimizer, ema
+
+
+def ramp(decay):
+    """What AveragedModel calls. It counts from the second update on, because its first update only copies."""
+
+    def add(averages, current, count):
+        get_ema_multi_avg_fn(min(decay, (1 + int(count)) / (10 + int(count))))(averages, current, count)
+
+    return add
 
 
 def values(tensors):
@@ -69,29 +79,46 @@ def same(one, other):
 def test_averages_are_torchs_own_to_the_last_bit(dtype, decay):
     model = make_model(dtype)
     optimizer, ema = make_optimizer(model), Ema(model, decay)
-    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    reference = AveragedModel(model, multi_avg_fn=ramp(decay))
     reference.update_parameters(model)  # its first update only copies, as Ema does when it is made
     seen = [values(ema.tensors)]
     for number in range(20):
         one_update(model, optimizer, number)
-        ema.update()
+        ema.update(number + 1)
         reference.update_parameters(model)
         assert same(values(ema.tensors), values(reference.module.named_parameters()))
         seen.append(values(ema.tensors))
-    assert all(same(a, b) == (decay == 1.0) for a, b in itertools.pairwise(seen))
+    assert not any(same(a, b) for a, b in itertools.pairwise(seen))
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.995, 0.99999])
+def test_the_weights_at_the_start_lose_their_share_in_short_trainings_and_late_ones_have_the_given_decay(decay):
+    start = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(start.weight)
+    ema = Ema(start, decay)
+    with torch.no_grad():
+        start.weight.zero_()  # so that the average is the share of the first weights
+    shares = []
+    for number in range(1, 121):
+        ema.update(number)
+        shares.append(ema.tensors["weight"].item())
+    assert shares[19] < 1e-6
+    exact = math.factorial(10) / math.prod(range(11, 20))  # the docstring's product for 9 updates
+    assert shares[8] == pytest.approx(exact, rel=1e-5) or decay == 0.5
+    assert [decay_at(number, decay) for number in (1, 10**9)] == [2 / 11, decay]
 
 
 def test_averages_of_a_model_of_several_dtypes_are_torchs_own():
     model = make_model()
     model.head = nn.Linear(5, 7).double()
     model.codes = nn.Parameter(torch.arange(4), requires_grad=False)  # torch has another formula for integers
-    ema, reference = Ema(model, 0.7), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    ema, reference = Ema(model, 0.7), AveragedModel(model, multi_avg_fn=ramp(0.7))
     reference.update_parameters(model)
-    for _ in range(3):
+    for number in range(1, 4):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_((torch.randn(parameter.shape) * 9).to(parameter.dtype))
-        ema.update()
+        ema.update(number)
         reference.update_parameters(model)
     assert same(values(ema.tensors), values(reference.module.named_parameters()))
     assert {tensor.dtype for tensor in ema.tensors.values()} == {torch.float32, torch.float64, torch.int64}
@@ -126,8 +153,9 @@ def test_averages_of_narrow_parameters_are_in_float32(dtype):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-        ema.update()
-        get_ema_multi_avg_fn(0.999)(list(wide.values()), [p.detach().float() for p in model.parameters()], None)
+        ema.update(number + 1)
+        current = [parameter.detach().float() for parameter in model.parameters()]
+        get_ema_multi_avg_fn((2 + number) / (11 + number))(list(wide.values()), current, None)
     assert {tensor.dtype for tensor in ema.tensors.values()} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert same(values(ema.tensors), values(wide))
@@ -140,8 +168,8 @@ def test_averages_that_were_loaded_are_gone_on_with():
     for name, tensor in ema.tensors.items():
         resumed.tensors[name] = tensor.clone()  # as from a checkpoint
     one_update(model, optimizer, 3)
-    ema.update()
-    resumed.update()
+    ema.update(4)
+    resumed.update(4)
     assert same(values(resumed.tensors), values(ema.tensors))
 
 
@@ -153,7 +181,7 @@ def test_a_decay_outside_0_and_1_is_refused(decay):
 
 def test_a_model_without_parameters_has_no_averages():
     ema = Ema(nn.ReLU(), 0.9)
-    ema.update()
+    ema.update(1)
     with ema.applied():
         assert ema.tensors == {}
 
@@ -218,7 +246,7 @@ def test_when_memory_runs_out_on_the_way_in_both_are_back(dtype, monkeypatch):
             pytest.fail("entered")
     assert same(values(model.named_parameters()), raw)
     assert same(values(ema.tensors), averages)
-    ema.update()  # it knows that it is outside
+    ema.update(4)  # it knows that it is outside
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -231,7 +259,7 @@ def test_inside_itself_it_changes_nothing(dtype):
             assert same(values(model.named_parameters()), inside)
         assert same(values(model.named_parameters()), inside)
         with pytest.raises(RuntimeError, match=r"Ema\.update inside"):
-            ema.update()
+            ema.update(4)
     assert same(values(model.named_parameters()), raw)
     assert same(values(ema.tensors), averages)
 
@@ -255,7 +283,7 @@ def test_parameters_that_are_views_of_one_storage_come_back():
     ema = Ema(model, 0.5)
     with torch.no_grad():
         model["flat"].add_(1)
-    ema.update()
+    ema.update(10**6)
     raw, averages = values(model.named_parameters()), values(ema.tensors)
     with ema.applied():
         assert torch.equal(model["flat"].detach(), torch.arange(6.0) + 0.5)
@@ -288,7 +316,7 @@ def test_the_grad_mode_around_it_holds_inside_and_training_goes_on(mode, dtype):
     assert same(values(model.named_parameters()), raw)
     model.train()
     one_update(model, optimizer, 3)
-    ema.update()
+    ema.update(4)
     assert not same(values(model.named_parameters()), raw)
 
 
@@ -299,7 +327,7 @@ def test_training_with_evaluations_is_training_without(dtype):
         optimizer, ema = make_optimizer(model), Ema(model, 0.9)
         for number in range(10):
             one_update(model, optimizer, number)
-            ema.update()
+            ema.update(number + 1)
             if evaluates and number % 3 == 2:
                 with torch.no_grad(), ema.applied():
                     model.eval()(torch.arange(7))

@@ -66,7 +66,7 @@ def test_training_is_that_of_plain_torch(world):
         assert runs.difference(weights, expected) < 1e-10
 
 
-@pytest.mark.parametrize("stop", mainly([10, 34], [4, 10, 17, 30, 34]))
+@pytest.mark.parametrize("stop", mainly([10], [4, 10, 17, 30, 34]))
 def test_run_goes_on_in_every_phase_with_the_same_bits(stop, tmp_path):
     settings = runs.config(batch={"micro": SIZES}, train={"steps": 40})
     whole, rest = StopAfter(None), StopAfter(None)
@@ -187,7 +187,9 @@ class Stopped(Sized):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize(("task", "stop"), [(Sized, 5), (Stopped, None), (Sized, 7)])
+@pytest.mark.parametrize(
+    ("task", "stop"), mainly([(Stopped, None), (Sized, 7)], [(Sized, 5), (Stopped, None), (Sized, 7)])
+)
 def test_resumed_run_goes_on_with_its_epoch(task, stop, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     Trainer(settings_of_epochs(), run_dir=whole, quiet=True).fit(Sized())

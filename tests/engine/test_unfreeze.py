@@ -205,14 +205,11 @@ def test_a_parameter_that_a_forward_pass_freezes_or_unfreezes_is_named(world, st
     """Ranks would drift apart, and clipping would leave it out."""
     up, head = "blocks.1.up.weight", "head.weight"
     cases = [(up, True, False), (head, False, False), (up, True, True)]
-    if strategy == "fsdp":  # which gives gathered parameters their `requires_grad` back at each gathering
-        cases = cases[:1]
-    for unfrozen, *more in run_ranks(world, errors_of_switching, strategy, cases):
-        frozen, in_a_block = (more[0], more[1:]) if more else (None, [])
-        for text in (unfrozen, *in_a_block):
+    for unfrozen, frozen, in_a_block in run_ranks(world, errors_of_switching, strategy, cases):
+        for text in (unfrozen, in_a_block):
             assert "step 3, Task.loss or the model: a forward pass has changed which parameters train" in text
             assert f"(requires_grad): unfrozen were {up}\n" in text
-        assert frozen is None or f"(requires_grad): frozen were {head}\n" in frozen
+        assert f"(requires_grad): frozen were {head}\n" in frozen
         assert "remedy: let train.unfreeze say" in unfrozen
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lockstep import LockstepError
+from lockstep.engine import untouched_data
 from tests import own_tasks, runs
 
 
@@ -34,7 +35,7 @@ class InMemory(own_tasks.Plain):
 
     def prepare(self, sample, epoch, training):
         concerned = training == (self.kind == "train")
-        if self.change == "prepare" and concerned:
+        if (self.change == "prepare" and concerned) or (self.change == "later" and epoch > 0):
             inputs, _ = self.pair(sample)
             inputs *= 0.9
         if self.change == "copy":
@@ -59,10 +60,10 @@ class InMemory(own_tasks.Plain):
         return model(batch[0])
 
 
-def trained(task, folder, workers=0):
+def trained(task, folder, workers=0, steps=2):
     settings = runs.config(
         batch={"global": 2, "micro": 1} if task.change == "loss" else {},
-        train={"steps": 2, "eval_every_steps": 2},
+        train={"steps": steps, "eval_every_steps": 2},
         data={"workers": workers},
     )
     runs.fit(task, settings, folder)
@@ -86,6 +87,47 @@ def test_what_changes_the_data_is_named_before_the_first_step(tmp_path, options,
     for text in texts:
         assert text in str(caught.value)
     assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
+
+
+class KeepsInSample(InMemory):
+    """Keeps what it has prepared in its sample, which is a dict."""
+
+    def __init__(self, how):
+        super().__init__(nested=True)
+        self.how = how
+
+    def prepare(self, sample, epoch, training):
+        if self.how == "prepare" and "kept" not in sample:
+            sample["kept"] = self.pair(sample)[0] * 2
+        if self.how == "augmented" and "kept" not in sample:  # of the first epoch, for ever
+            sample["kept"] = self.pair(sample)[0] + np.random.rand()
+        if self.how == "counts":
+            sample["uses"] = sample.get("uses", 0) + 1
+        return sample
+
+    def collate(self, samples):
+        for sample in samples:
+            if self.how == "collate":
+                sample.setdefault("kept", self.pair(sample)[0] * 2)
+        inputs = [sample.get("kept", sample["inputs"]) for sample in samples]
+        return super().collate([(torch.as_tensor(x), self.pair(s)[1]) for x, s in zip(inputs, samples, strict=True)])
+
+
+@pytest.mark.parametrize("how", ["prepare", "collate", "counts"])
+def test_what_is_kept_in_a_sample_and_changes_no_batch_passes(tmp_path, how):
+    assert "is another one" not in trained(KeepsInSample(how), tmp_path)
+
+
+def test_what_is_kept_in_a_sample_and_changes_a_batch_is_refused(tmp_path):
+    with pytest.raises(LockstepError, match=r"Task\.prepare: it changes a sample in place"):
+        trained(KeepsInSample("augmented"), tmp_path)
+    assert not untouched_data._is_comparable({"batch": [object()]})  # so a change counts
+
+
+def test_a_change_that_begins_in_a_later_epoch_is_found_before_the_first_step(tmp_path):
+    with pytest.raises(LockstepError, match=r"Task\.prepare: it changes a sample in place"):
+        trained(InMemory("later"), tmp_path / "two", steps=3)
+    trained(InMemory("later"), tmp_path / "one")
 
 
 def test_workers_find_it_too(tmp_path):

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import sys
 import warnings
 import zlib
 
@@ -12,6 +13,7 @@ from PIL import Image, ImageOps
 from lockstep.errors import DataError, UsageError
 from lockstep.images import decode as module
 from lockstep.images.decode import decode, image_size
+from lockstep.sources.image_files import is_picture
 from tests.images.pictures import colours, encode
 
 RGB = Image.fromarray(colours())
@@ -211,3 +213,45 @@ def test_real_photographs_are_decoded_as_pil_does(shared_data):
         data = file.read_bytes()
         np.testing.assert_array_equal(decode(data, where=str(file)), reference(data))
         assert image_size(data) == reference(data).shape[:2]
+
+
+# ---- HEIC
+
+
+@pytest.fixture
+def heic(monkeypatch):
+    """A HEIC file, and what stands in for pillow-heif: PIL then reads files of this kind as a PNG after 12 bytes."""
+    data = b"\0\0\0\x0cftypheic" + encode(RGB, "PNG")
+    registered = []
+
+    class Opener:
+        @staticmethod
+        def register_heif_opener():
+            registered.append(True)
+            plain = Image.open
+
+            def opened(file, *rest):
+                content = file.read()
+                return plain(io.BytesIO(content[12:] if content[4:8] == b"ftyp" else content), *rest)
+
+            monkeypatch.setattr(Image, "open", opened)
+
+    module.reads_heif.cache_clear()
+    yield data, lambda: monkeypatch.setitem(sys.modules, "pillow_heif", Opener), registered
+    module.reads_heif.cache_clear()
+
+
+def test_heic_is_read_where_pillow_heif_is_installed(heic):
+    data, install, registered = heic
+    install()
+    assert np.array_equal(decode(data), np.asarray(RGB))
+    assert image_size(data) == RGB.size[::-1]
+    assert is_picture("IMG_1.HEIC")
+    assert registered == [True]
+
+
+def test_heic_without_pillow_heif_is_an_error_that_names_it(heic, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    with pytest.raises(DataError, match=r"HEIC picture, which needs pillow-heif(?s:.*)torch-lockstep\[heic\]"):
+        decode(heic[0], where="a.heic")
+    assert not is_picture("IMG_1.HEIC")

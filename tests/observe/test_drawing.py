@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from lockstep.observe import drawing
+from lockstep.observe import diagrams, drawing
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -18,7 +18,7 @@ def test_pictures_stand_in_rows_at_the_size_of_a_tile():
     red, green, blue = plain(20, 40, (255, 0, 0)), plain(8, 8, (0, 255, 0)), plain(500, 300, (0, 0, 255))
     page = drawing.sheet([red, green, blue], ["a", "b\nc", ""], columns=2)
     assert page.dtype == np.uint8
-    assert page.shape == (8 + 2 * (160 + 8 + 2 * 14), 8 + 2 * 168, 3)
+    assert page.shape == (8 + (160 + 8 + 2 * 14) + (160 + 8), 8 + 2 * 168, 3)  # the second row has no caption
     areas = {name: (page == colour).all(axis=2).sum() for name, colour in zip("rgb", np.eye(3) * 255, strict=True)}
     assert areas == {"r": 80 * 160, "g": 160 * 160, "b": 160 * 96}
     rows, columns = np.nonzero((page == (0, 0, 255)).all(axis=2))
@@ -50,7 +50,7 @@ def cells(page, classes, cell, margin):
 
 def test_cells_of_a_confusion_matrix_darken_with_the_share_of_their_row():
     counts = np.array([[8, 2, 0], [0, 100, 0], [0, 0, 0]])
-    page = drawing.confusion_matrix(counts, ["cat", "dog", "a name that does not fit beside the matrix"])
+    page = diagrams.confusion_matrix(counts, ["cat", "dog", "a name that does not fit beside the matrix"])
     brightness = cells(page, 3, 40, 110 + 14 + 8)
     assert brightness[0, 0] < brightness[0, 1] < brightness[0, 2] == brightness[2, 2] == 3 * 255
     assert brightness[1, 1] < brightness[0, 0]
@@ -60,13 +60,13 @@ def test_cells_of_a_confusion_matrix_darken_with_the_share_of_their_row():
     ("classes", "cell", "names"), [(2, 40, True), (21, 16, True), (61, 15, False), (1000, 1, False)]
 )
 def test_matrix_of_any_size_is_drawn(classes, cell, names):
-    page = drawing.confusion_matrix(np.eye(classes, dtype=np.int64) * 7, [])
+    page = diagrams.confusion_matrix(np.eye(classes, dtype=np.int64) * 7, [])
     margin = (110 if names else 0) + 14 + 8
     assert page.shape == (margin + classes * cell + 8,) * 2 + (3,)
 
 
 def test_matrix_of_too_many_classes_is_not_drawn():
-    assert drawing.confusion_matrix(np.zeros((2001, 2001))) is None
+    assert diagrams.confusion_matrix(np.zeros((2001, 2001))) is None
 
 
 def test_png_holds_the_pixels(tmp_path):
@@ -74,6 +74,15 @@ def test_png_holds_the_pixels(tmp_path):
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(drawing.png(picture)))), picture)
     drawing.write(tmp_path / "new" / "a.png", picture)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.png"]
+
+
+def test_a_picture_that_is_taller_than_most_does_not_make_the_sheet_tall():
+    """A row is as tall as its pictures, and a tall picture fits beside the others."""
+    wide, tall = plain(40, 300, 90), plain(300, 100, 200)
+    page = drawing.sheet([wide, wide, wide, tall], [""] * 4, columns=2, side=300)
+    assert page.shape == (8 + (40 + 8) + (160 + 8), 8 + 2 * (300 + 8), 3)
+    rows, columns = np.nonzero((page == 200).all(axis=2))
+    assert (rows.max() - rows.min() + 1, columns.max() - columns.min() + 1) == (160, 53)
 
 
 def test_wide_pictures_leave_no_empty_rows():
@@ -96,15 +105,33 @@ def test_a_sheet_of_wide_pictures_has_fewer_columns():
     assert drawing.sheet([plain(20, 400, 90)], [""], columns=4, side=300).shape == (8 + 15 + 8, 316, 3)
 
 
-def test_masks_are_blended_by_class_and_ignored_pixels_are_white():
-    image = np.full((2, 3), 100, np.uint8)
-    mask = np.array([[0, 1, -1], [1, 0, -7]])
+def test_masks_are_blended_by_class_and_ignored_pixels_are_hatched():
+    image = np.full((20, 30), 100, np.uint8)
+    mask = np.zeros((20, 30), int)
+    mask[:, 10:] = 1
+    mask[10:] = -1
+    mask[15:] = -7
     colors = [[200, 0, 0], [0, 0, 50]]
     page = drawing.colored_mask(image, mask, colors, alpha=0.25)
-    expected = {0: [125, 75, 75], 1: [75, 75, 88], -1: [139, 139, 139]}
-    assert page.tolist() == [[expected[max(number, -1)] for number in row] for row in mask.tolist()]
+    assert (page[:10, :10] == [125, 75, 75]).all()
+    assert (page[:10, 10:] == [75, 75, 88]).all()
+    greys, counts = np.unique(page[10:].reshape(-1, 3), axis=0, return_counts=True)
+    assert greys.tolist() == [[99] * 3, [139] * 3]  # stripes of grey and white
+    assert counts.min() > 80
     alone = drawing.colored_mask(image[..., None], mask, colors, alpha=1.0)
-    assert alone[0].tolist() == [*colors, [255, 255, 255]]
+    assert alone[0, [0, 29]].tolist() == colors
+
+
+def test_colours_of_classes_differ_from_black_white_and_each_other():
+    given = [[0, 0, 0], [128, 0, 0], [255, 255, 255], [130, 4, 0], [0, 0, 9]]
+    found = drawing.distinct(given).astype(int)
+    assert found[0].tolist() == [128, 128, 128]  # a background stays without a colour
+    assert found[1].tolist() == given[1]
+    apart = abs(found[:, None] - found).sum(axis=2) + 1000 * np.eye(5, dtype=int)
+    assert apart.min() >= 60
+    assert all(color.max() >= 40 and color.min() <= 215 for color in found)
+    many = drawing.distinct(np.zeros((60, 3)))
+    assert len({tuple(color) for color in many.tolist()}) == 60
 
 
 @pytest.mark.parametrize(
@@ -167,10 +194,18 @@ def test_texts_hide_no_small_box_and_no_other_text():
     assert np.array_equal(drawing.with_boxes(plain(6, 7, 9), [], ["x"]), plain(6, 7, 9))
 
 
-def test_thin_boxes_have_lines_of_a_pixel():
-    page = drawing.with_boxes(plain(900, 900, 0), [[100, 100, 300, 300]], colors=(0, 255, 0), thin=True)
-    assert page.any(axis=2).sum() == 800
-    assert drawing.with_boxes(plain(900, 900, 0), [[100, 100, 300, 300]], colors=(0, 255, 0)).any(axis=2).sum() > 2000
+def test_lines_and_texts_of_boxes_are_larger_in_large_pictures():
+    """And the lines of a small box are thin."""
+    for side, line in ((320, 2), (2000, 10)):
+        box = [[side // 10, side // 10, side // 3, side // 3]]
+        page = drawing.with_boxes(plain(side, side, 0), box, colors=(0, 255, 0))
+        assert (page[side // 5] > 0).any(axis=1).sum() == 2 * line
+    tiny = drawing.with_boxes(plain(2000, 2000, 0), [[100, 100, 108, 108]], colors=(0, 255, 0))
+    assert (tiny[104] > 0).any(axis=1).sum() == 2
+    large = {"image": plain(2000, 2000, 0), "colors": (0, 255, 0)}
+    box = [[300, 300, 900, 900]]
+    _, top, _, last = places_of_texts(drawing.with_boxes(boxes=box, texts=["cell"], **large), box, **large)
+    assert last - top + 1 == 30
 
 
 def test_pictures_in_a_row_have_one_height_and_the_asked_width():
@@ -198,7 +233,7 @@ def test_legend_breaks_lines_and_names_every_class():
 
 def test_curves_pass_through_their_points_and_stop_where_there_is_no_number():
     x = np.linspace(0, 1, 11)
-    page = drawing.curves(
+    page = diagrams.curves(
         {"up": (x, x), "half": (x, np.where(x > 0.55, np.nan, 0.5)), "none": ([], [])},
         title="t",
         x_label="recall",
@@ -211,4 +246,27 @@ def test_curves_pass_through_their_points_and_stop_where_there_is_no_number():
         assert (near == red).all(axis=2).any()
     columns = np.nonzero((page[top + high // 2 - 2 : top + high // 2 + 2] == blue).all(axis=2))[1]
     assert left + 0.45 * wide < columns.max() <= left + 0.5 * wide + 2
-    assert drawing.curves({}).ndim == 3
+    assert diagrams.curves({}).ndim == 3
+
+
+def test_panels_have_at_most_five_curves_each_and_name_what_is_not_drawn():
+    def series(count):
+        return {f"s{number}": ([0, 1], [number / count, 1]) for number in range(count)}
+
+    def shape(groups, **options):
+        return diagrams.panels(groups, title="t", also={"chance": ([0, 1], [0, 1])}, **options).shape
+
+    one = shape({"": series(5)})
+    assert one[1] == 56 + 480 + 24
+    assert shape({"": series(6)})[1] == 2 * one[1]
+    assert shape({"a": series(3), "b": series(3), "c": series(3)}) == (2 * one[0], 2 * one[1], 3)
+    assert shape({"": series(30)}) == (3 * one[0], 2 * one[1], 3)
+    more = shape({"": series(80)})
+    assert more[0] in (3 * one[0] + lines * 14 + 8 for lines in (1, 2, 3))  # the names of fifty curves
+
+
+def test_a_legend_shows_ignored_pixels_hatched():
+    page = drawing.legend(["a"], [[255, 0, 0]], width=200, ignored="ignored")
+    assert page.shape == drawing.legend(["a", "ignored"], [[255, 0, 0], [255] * 3], width=200).shape
+    assert (page == 96).all(axis=2).sum() > 20
+    assert drawing.legend(["a"], [[255, 0, 0]], width=200, scale=2.0).shape[0] > 1.8 * (page.shape[0] - 2)

@@ -24,6 +24,14 @@ def test_entries_after_the_resumed_step_are_dropped(tmp_path):
     assert note == ""
 
 
+def test_nothing_is_dropped_before_the_first_entry(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join([*GOOD, b'{"step": 15}\n', b"damaged"]))
+    before = path.read_bytes()
+    JsonLinesFile(path, last_step=5).close()
+    assert path.read_bytes() == before
+
+
 NO_ENTRIES = [
     b"\0\0\n",
     b'\0\0{"step": 7}\n',
@@ -48,7 +56,7 @@ TORN = [b'{"st', b'{"step": 10}', b"\0" * 5000]
 def test_damaged_line_is_dropped_with_one_message(tmp_path, damage, place):
     content, note = resumed(tmp_path / "metrics.jsonl", b"".join([*GOOD[:place], damage, *GOOD[place:]]))
     assert content == b"".join([*GOOD, b'{"step": 11}\n'])
-    assert note == "metrics.jsonl: 1 of 3 lines are damaged (by a power cut or a full disk?) and were dropped"
+    assert note == "metrics.jsonl: 1 of 3 lines are damaged (by a power cut or a full disk?) and are dropped"
 
 
 def test_whole_file_of_zeros_is_an_empty_one(tmp_path):

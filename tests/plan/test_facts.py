@@ -334,7 +334,7 @@ class Transformers(Task):
         return cross_entropy(logits, torch.zeros_like(logits[:, 0]).long(), reduction="sum")
 
 
-@pytest.mark.parametrize("kind", mainly(["bert", "resnet"], ["bert", "resnet", "vit", "segformer", "gpt2"]))
+@pytest.mark.parametrize("kind", mainly(["bert"], ["bert", "resnet", "vit", "segformer", "gpt2"]))
 def test_operations_are_those_of_torchs_counter(kind):
     task = Transformers(kind)
     facts = plain(task)

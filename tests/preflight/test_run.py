@@ -25,13 +25,13 @@ SETTINGS = runs.config(train={"steps": 2})
     [
         ("torch", ["versions: torch 2.13", "2.12.1 on rank 1 (node b, cpu)", "on node b: pip install 'torch==2.13"]),
         ("lockstep", ["versions: lockstep", "(other co) on rank 1 (node b, cpu)"]),
-        ("read-only", ["rank 1 (node b, cpu) cannot write there: Read-only file system", "--run-dir"]),
+        ("read-only", ["rank 1 (node b, cpu) cannot write there: Read-only file system", "run_dir"]),
         pytest.param(
             "full",
             ["rank 1 (node b, cpu) cannot write there: No space left on device"],
             marks=pytest.mark.exhaustive,
         ),
-        ("folder", ["rank 1 (node b, cpu)", "--run-dir"]),
+        ("folder", ["rank 1 (node b, cpu)", "run_dir"]),
         ("memory", ["0.2 of 80.0 GiB are free on rank 1 (node b, cpu): process 4711 (python) holds 60000 MiB"]),
         ("device", ["rank 0 (node a, cpu), rank 1 (node b, cpu) have the same device, GPU-1234"]),
     ],

@@ -48,3 +48,16 @@ def test_a_folder_as_the_place_of_the_page(tmp_path, monkeypatch, command):
         result = call(command, *(folders if command == "compare" else folders[:1]), "--out", place)
         assert result.exit_code == 2
         assert f"error: {place}: is a folder" in result.output
+
+
+def test_a_page_of_somebody_else_stays_and_an_earlier_page_is_replaced(tmp_path):
+    run, other = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    page = run / "report.html"
+    for command in (["report", run], ["compare", run, other, "--out", page]):
+        page.write_text("<h1>My own page</h1>")
+        done = call(*command)
+        assert done.exit_code == 2
+        assert "report.html: exists, is none of this command's files, and is not overwritten" in done.stderr
+        assert page.read_text() == "<h1>My own page</h1>"
+        page.unlink()
+        assert [call(*command).exit_code for _ in range(2)] == [0, 0]

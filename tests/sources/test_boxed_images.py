@@ -141,6 +141,22 @@ def test_all_formats_give_the_same_samples(tmp_path, kind):
     assert data.category_ids.tolist() == ([3, 7] if kind == "coco" else [1, 2])
 
 
+@pytest.mark.parametrize("kind", [*MAKERS, "yolo without a YAML file", "yolo with path"])
+def test_the_source_may_be_a_relative_path(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("cells/blood")
+    MAKERS[kind.partition(" ")[0]](folder)
+    if kind.endswith("file"):
+        (folder / "data.yaml").unlink()
+    elif kind.endswith("path"):
+        (folder / "data.yaml").write_text("path: .\ntrain: images/train\nnames: [car, tree]\n")
+    sources = [folder, folder / "data.yaml"] if kind == "yolo" else [folder]
+    for source in sources:
+        data = read(source)
+        assert [len(boxes) for boxes in plain(data).values()] == [len(boxes) for boxes in BOXES.values()]
+    assert data.digest() == read(tmp_path / folder).digest()
+
+
 def test_the_ground_truth_is_exactly_the_files_own(tmp_path):
     first = {"bbox": [-4.5, -3, 70, 80.25], "area": 11.5, "iscrowd": 1}
     file = coco(tmp_path, first=first)
@@ -393,6 +409,47 @@ def test_boxes_of_corners_in_a_coco_file_are_an_error(tmp_path):
     fault(file, "30 of 30 boxes have the area of a box of left, top, right and bottom", asked)
     assert len(read(many_boxes(tmp_path, sides, lambda left, top, width, height: 0.8 * width * height)).labels) == 30
     assert len(read(many_boxes(tmp_path, sides)).labels) == 30
+
+
+def test_boxes_that_are_shares_of_the_picture_are_an_error(tmp_path):
+    """COCO by sides and by corners, few boxes and many, and VOC; `skip` does not allow them."""
+
+    def shares(left, top, width, height):
+        return [left / 30, top / 20, width / 30, height / 20]
+
+    file = many_boxes(tmp_path / "sides", shares)
+    for on_bad in ("raise", "skip"):
+        fault(file, "30 of 30 boxes lie in the first pixel", "from 0 to 1 (normalised)", on_bad_boxes=on_bad)
+    fault(many_boxes(tmp_path / "corners", lambda *box: shares(*corners(*box))), "30 of 30 boxes lie in the first")
+    mixed = iter(range(30))
+    file = many_boxes(tmp_path / "mixed", lambda *box: shares(*box) if next(mixed) % 7 == 0 else list(box))
+    fault(file, "5 of 30 boxes lie in the first pixel", "annotation 1 ")
+    coco(tmp_path / "one", annotations=[{"id": 1, "image_id": 70, "category_id": 3, "bbox": [0.1, 0.2, 0.3, 0.4]}])
+    fault(tmp_path / "one", "1 of 1 boxes lie in the first pixel")
+    file = coco(tmp_path / "small", first={"bbox": [0, 0, 1, 1]})  # one of three may be so small
+    assert len(read(file).labels) == 3
+    shares_of = {
+        f"<{axis}{end}>{edge}<": f"<{axis}{end}>{edge / 50}<"
+        for axis in "xy"
+        for end in ("min", "max")
+        for edge in range(1, 41)
+    }
+    voc(tmp_path / "voc", a=shares_of, b=shares_of)
+    fault(tmp_path / "voc", "lie in the first pixel", "normalised")
+
+
+def test_few_boxes_are_judged_where_most_of_them_reach_over_the_edge(tmp_path):
+    rows = [
+        {"id": number + 1, "image_id": IDS["a"], "category_id": 3, "bbox": corners(14 + number, 9, 8, 8)}
+        for number in range(4)
+    ]
+    fault(coco(tmp_path, annotations=rows), "4 of 4 boxes reach over the edge", "are these left, top, right, bottom?")
+
+
+def test_boxes_of_yolo_in_pixels_are_an_error_that_says_so(tmp_path):
+    yolo(tmp_path)
+    (tmp_path / "labels/train/a.txt").write_text("0 7 6 10 6\n1 15 10 12 8\n0 9 9 4 4\n")
+    fault(tmp_path, "YOLO's numbers are shares of the picture, from 0 to 1: are these pixels?")
 
 
 def test_many_boxes_over_the_edge_are_an_error_that_can_be_allowed(tmp_path):

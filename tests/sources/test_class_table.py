@@ -34,6 +34,9 @@ def ignored(table):
         ({"classes": ["sky", "road"], "colors": {"road": list(ROAD)}}, [("sky", 0, None), ("road", 1, ROAD)]),
         ({"classes": ["sky", "road"], "colors": [list(SKY), list(ROAD)]}, [("sky", 0, SKY), ("road", 1, ROAD)]),
         ({"sky": None, "road": None}, [("sky", 0, None), ("road", 1, None)]),
+        ({"train": "a", "val": ["b"], "nc": 2, "names": ["sky", "road"]}, [("sky", 0, None), ("road", 1, None)]),
+        ({"path": "x", "train": "a", "names": {0: "sky", 1: "road"}}, [("sky", 0, None), ("road", 1, None)]),
+        ({"train": 6, "car": 7}, [("train", 6, None), ("car", 7, None)]),
     ],
 )
 def test_every_way_to_write_classes(content, expected, tmp_path):
@@ -44,6 +47,11 @@ def test_every_way_to_write_classes(content, expected, tmp_path):
     yaml_file = tmp_path / "classes.yaml"
     yaml_file.write_text(json.dumps(content))
     assert entries(read_class_table(str(yaml_file))) == expected
+
+
+def test_the_description_of_a_yolo_data_set_without_names_is_said_so():
+    with pytest.raises(DataError, match="describes the folders of a YOLO data set, and has no list `names`"):
+        read_class_table({"train": "images/train", "val": "images/val"})
 
 
 def test_text_files(tmp_path):

@@ -217,6 +217,13 @@ def test_bad_segmentations_are_named_before_training_and_when_they_are_read(writ
     assert str(caught.value) == said
 
 
+def test_polygons_that_are_shares_of_the_picture_are_an_error(write):
+    shares = [value / side for value, side in zip(SQUARE, (WIDTH, HEIGHT) * 4, strict=True)]
+    path = write(annotation(4, [shares]), annotation(5, [shares]), annotation(6, [SQUARE]))
+    fault(path, "annotation 4", "2 of 3 segmentations lie in the first pixel", "from 0 to 1 (normalised)")
+    read(write(annotation(4, [shares]), annotation(5, [SQUARE]))).check()  # one of two may be so small
+
+
 def test_damaged_compressed_encodings(write):
     wanted = np.asfortranarray(np.random.default_rng(0).integers(0, 2, (HEIGHT, WIDTH), dtype=np.uint8))
     counts = mask_api.encode(wanted)["counts"].decode()

@@ -203,7 +203,7 @@ def test_folders_are_read_at_any_depth_in_an_order_that_does_not_depend_on_the_d
     assert records.classes == ["10", "9", "a", "b"]
     names = ["10/a.jpg", "9/a.jpg", "a/10.jpg", "a/9.webp", "b/2.PNG", "b/x/0.jpg", "b/x/1.JPEG"]
     assert [records[index].name for index in range(len(records))] == names
-    assert records.notes == ()
+    assert records.notes == (f"1 files below {tmp_path} are no pictures and are left out: 1 .txt",)
 
 
 def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
@@ -217,6 +217,17 @@ def test_links_to_folders_are_followed_and_never_around_in_circles(tmp_path):
 def test_pictures_beside_the_class_folders_are_noted(folder):
     put(folder / "stray.jpg")
     assert read(folder).notes == (f"1 pictures in {folder} are in no class folder and are left out",)
+
+
+def test_files_that_are_no_pictures_are_counted_by_their_endings(tmp_path):
+    """In class folders, and in folders to predict; files of file managers are not counted."""
+    for name in ("cat/1.jpg", "dog/2.jpg", "cat/3.HEIC", "cat/4.heic", "dog/x/5.psd", "dog/notes", "dog/Thumbs.db"):
+        put(tmp_path / name)
+    put(tmp_path / "cat" / ".hidden.psd")
+    counted = f"4 files below {tmp_path} are no pictures and are left out: 2 .heic, 1 .psd, 1 without an ending"
+    advice = "; pip install 'torch-lockstep[heic]' reads .heic"
+    assert read(tmp_path).notes == (counted + advice,)
+    assert unlabelled_pictures([str(tmp_path)]).notes == (counted + advice,)
 
 
 @pytest.mark.parametrize("other", ["val", "validation", "test", "eval"])

@@ -191,6 +191,32 @@ def test_the_delimiter_may_be_any(tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("a.csv", b"text;label\na;1,5\n", "the delimiter of a.csv is ';', by its header; task.delimiter sets it"),
+        ("a.csv", b"\ntext\tlabel\na\t1,5\n", "the delimiter of a.csv is a tab"),
+        ("a.tsv", b'text,label\na,"1,5"\n', "the delimiter of a.tsv is ','"),
+        ("a.csv", 'text,label\na,"1,5"\n'.encode("utf-16-le"), "no byte order mark and is read as UTF-16-LE"),
+        ("a.csv", 'text,label\na,"1,5"\n'.encode("utf-32-be"), "no byte order mark and is read as UTF-32-BE"),
+        ("a.csv", "\ufefftext\tlabel\na\t1,5\n".encode("utf-16-le"), "is a tab"),  # as Excel saves "Unicode text"
+        ("a.csv", b'text,la;bel\na,"1,5"\n', None),
+        ("a.csv", b"text\na;b\n", None),
+    ],
+)
+def test_the_delimiter_and_the_encoding_are_found_and_told(tmp_path, name, content, note):
+    table = Source.parse(str(put(tmp_path, name, content)), quoting="minimal").read()
+    assert [column[0] for column in table.columns.values()] in (["a", "1,5"], ["a;b"])
+    assert [note in told for told in table.notes] == [True] if note else table.notes == ()
+
+
+def test_a_delimiter_that_is_set_is_not_replaced(tmp_path):
+    with pytest.raises(DataError, match="there is only one column, 'text;label'"):
+        Source.parse(str(put(tmp_path, "a.csv", "text;label\na;b\n")), delimiter=",").read()
+    table = Source.parse(str(put(tmp_path, "b.csv", "a;b\n")), header=False).read()
+    assert table.columns == {"0": ["a;b"]}  # without a header, a text may hold any letter
+
+
 def test_names_of_columns_are_stripped_and_cells_are_not(tmp_path):
     assert read(put(tmp_path, "a.csv", "text , label\n a , b\n")).columns == {"text": [" a "], "label": [" b"]}
 
@@ -443,17 +469,10 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
         ("a.csv", b"text\x81\x00\x07\xff", "", "not UTF-8: byte 0x81", "control characters"),
         (
             "a.csv",
-            "text,label\na,b\n".encode("utf-16-le"),
+            "text,label\na,b\n".encode("utf-16-le")[:-1],
             "",
             "as UTF-16-LE has them",
-            "iconv -f utf-16-le -t utf-8 a.csv",
-        ),
-        (
-            "a.csv",
-            "text,label\na,b\n".encode("utf-32-be"),
-            "",
-            "as UTF-32-BE has them",
-            "iconv -f utf-32-be -t utf-8 a.csv",
+            "iconv -c -f utf-16-le -t utf-8 a.csv",
         ),
         (
             "a.csv",
@@ -473,27 +492,6 @@ LISTS = 'write [{"text": ..., "label": ...}, ...]'
             ":1",
             "the header has 'label', 'text' more than once",
             "task.header=false",
-        ),
-        (
-            "a.csv",
-            "text;label\na;b\n",
-            ":1",
-            "there is only one column, 'text;label'",
-            "may be ';': set task.delimiter",
-        ),
-        (
-            "a.csv",
-            "text\tlabel\na\tb\n",
-            ":1",
-            "there is only one column, 'text\\tlabel'",
-            "may be '\\t': set task.delimiter",
-        ),
-        (
-            "a.tsv",
-            "text,label\na,b\n",
-            ":1",
-            "there is only one column, 'text,label'",
-            "may be ',': set task.delimiter",
         ),
         ("a.csv", "", "", "no rows", "one row per sample below its header"),
         ("a.csv", "text,label\n\n", "", "no rows", "one row per sample below its header"),
@@ -549,6 +547,17 @@ def test_rows_are_compared_with_the_first_where_there_is_no_header(tmp_path):
 def test_a_split_stands_behind_the_first_colon(text, name, split):
     found = Source.parse(text, "test")
     assert (found.name, found.split) == (name, split)
+
+
+@pytest.mark.parametrize("name", ["here.csv", "absent.tsv", "notes.dat", "docstrings"])
+def test_a_split_behind_the_name_of_a_file_is_an_error(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for there in ("here.csv", "notes.dat", "odd.csv:train"):
+        put(tmp_path, there, "text,label\na,1\n")
+    with pytest.raises(DataError, match=f"{name}:trian: .* has no splits, so there is no 'trian'") as caught:
+        Source.parse(f"{name}:trian")
+    assert f"write {name}, " in caught.value.remedy
+    assert Source.parse("odd.csv:train").name == "odd.csv:train"
 
 
 def test_without_a_network_the_hub_is_not_tried_again_and_again(tmp_path, monkeypatch):

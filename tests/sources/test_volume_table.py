@@ -125,8 +125,10 @@ def test_a_volume_in_both_parts(table, tmp_path):
 def test_a_part_that_is_none(table):
     with pytest.raises(DataError, match="'later' in column 'split' is no part"):
         read(table(*ROWS, "p5,e.npz,later,A,0,0,"))
-    with pytest.raises(DataError, match="holds no volume for eval"):
-        read(table(*ROWS[:2]), "eval")
+    source = table(*ROWS[:2])
+    with pytest.raises(DataError, match="holds no volume for eval: column 'split' has 'train' in 2 rows") as caught:
+        read(source, "eval")
+    assert "set data.fold=1/5" in caught.value.remedy
 
 
 def test_folds_leave_no_patient_in_both_parts(table):

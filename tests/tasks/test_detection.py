@@ -25,6 +25,7 @@ from lockstep.tasks.detection.models import Detections, Targets
 from tests import runs
 from tests.box_cases import CATEGORIES, COUNTS, box_folder, fit, fit_and_die, fit_to_the_end, make_task, results_of
 from tests.ranks import RankFailed, run_ranks
+from tests.sources.test_boxed_images import yolo
 
 
 @pytest.fixture(scope="module")
@@ -448,7 +449,7 @@ def test_a_large_picture_in_tiles_gives_each_object_once(tmp_path):
     pixels[90:110, 140:160] = 255  # in several tiles
     Image.fromarray(pixels).save(tmp_path / "large.png")
     task = make_task({"image_size": 128, "tile": 128, "tile_overlap": 0.4, "augment": {"fill": 0}}, root, double=False)
-    task.__dict__["_models"] = Finder()
+    task.__dict__["models"] = Finder()
     task.__dict__["about"] = task.about
     sample = task.presenter(task).inputs([str(tmp_path / "large.png")])[0]
     batch = task.collate([task.prepare(sample, 0, False)])
@@ -565,13 +566,14 @@ def test_ranks_and_accumulation_change_nothing(folder, options):
     """The pictures have 0 to 14 boxes; some micro-batches have none."""
     settings = runs.config(batch={"global": 6}, train={"steps": 8}, optim={"lr": 0.003})
     (reference, _), *_ = run_ranks(1, fit, options, folder, None, settings)
-    for world, micro in ((2, 3), (2, 1), (3, 2)):
+    for world, micro in ((2, 1), (3, 2)):
         cut = settings | {"batch": {"global": 6, "micro": micro}}
         for weights, _ in run_ranks(world, fit, options, folder, None, cut):
             assert runs.difference(weights, reference) < 1e-10
 
 
-@pytest.mark.parametrize("step", [2, pytest.param(5, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", [2, 5])
 def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path, step):
     options = {"batch_norm": "batch"}
     settings = runs.config(
@@ -639,6 +641,60 @@ def test_a_training_learns_and_its_rows_are_a_file_of_coco_results(folder, tmp_p
     described = trainer.describe([f"{folder}/images/train/001.png"])
     assert described[0]["boxes"]
     assert set(described[0]["boxes"][0]) == {"class", "score", "box"}
+
+    check_ids_of_inputs(trainer, folder, results, tmp_path)
+
+
+def test_rows_of_data_without_a_coco_file_have_no_image_id(tmp_path):
+    for split in ("train", "val"):
+        yolo(tmp_path, split)
+    task = make_task({}, str(tmp_path), str(tmp_path))
+    output = {"boxes": torch.ones(2, 4), "scores": torch.tensor([0.5, 0.0]), "labels": torch.tensor([1, -1])}
+    (row,) = task.presenter(task).rows(task.eval_data()[0], output)
+    assert "image_id" not in row
+    assert row["file_name"].endswith("images/val/a.png")
+
+
+def check_ids_of_inputs(trainer, folder, results, tmp_path):
+    """Predictions of a COCO file, and of pictures of the run's data, are COCO results of this file; other pictures have
+    names and no ids."""
+
+    def rows_of(*inputs):
+        found = []
+        trainer.predict_rows(lambda rows, readable: found.extend(rows), inputs, by_row=True)
+        return found
+
+    own, images = f"{folder}/annotations/instances_train.json", f"{folder}/images/train"
+    content = json.loads(Path(own).read_text())
+    for inputs in ([own], [f"{images}/{number:03}.png" for number in (4, 1, 7)]):
+        rows = rows_of(*inputs)
+        wanted = {image["file_name"]: image["id"] for image in content["images"]}
+        assert all(wanted[Path(row["input"]).name] == row["image_id"] for row in rows)
+        assert all(row["file_name"] == Path(row["input"]).name for row in rows)
+        if len(inputs) == 1:
+            assert by_pycocotools(own, rows).stats[0] == results["eval/mAP"]
+
+    (tmp_path / "images").mkdir()
+    for number in (3, 1):
+        (tmp_path / "images" / f"{number:03}.png").write_bytes(Path(images, f"{number:03}.png").read_bytes())
+    rows = rows_of(str(tmp_path / "images"))
+    assert {row["file_name"] for row in rows} == {"001.png", "003.png"}
+    assert not any("image_id" in row for row in rows)
+
+    # A file of test pictures: without annotations, with other numbers of pictures and classes.
+    images = [{"id": 8, "file_name": "003.png"}, {"id": 6, "file_name": "001.png"}]
+    categories = [{"id": 40, "name": "green"}, {"id": 41, "name": "red"}]
+    file = tmp_path / "image_info_test.json"
+    file.write_text(json.dumps({"images": images, "categories": categories}))
+    rows = rows_of(str(file))
+    assert {(row["file_name"], row["image_id"]) for row in rows} == {("003.png", 8), ("001.png", 6)}
+    numbers = {"green": 40, "red": 41, "blue": -1}
+    assert {row["class"]: row["category_id"] for row in rows} == {row["class"]: numbers[row["class"]] for row in rows}
+    with pytest.raises(LockstepError, match="two COCO files"):
+        rows_of(str(file), own)
+    file.write_text(json.dumps({"images": [*images, {"id": 7, "file_name": "9.png"}], "categories": categories}))
+    with pytest.raises(LockstepError, match=r"no file .*9\.png \(1 of 3 pictures are not there\)"):
+        rows_of(str(file))
 
 
 def test_pictures_without_a_shown_box_are_described_by_their_best_scores(folder):

@@ -59,6 +59,9 @@ def test_sizes_between_lie_between_and_are_multiples(later, first, multiple, epo
         ("task.image_size={20: 160}", "no size for epoch 0"),
         ("task.image_size={0: 160, -1: 10}", "no size for epoch 0"),
         ("task.image_size={0: 0}", "greater than 0"),
+        ("task.image_size={0: 128, 0.5: 140, 3: 160}", "neither epochs nor shares"),
+        ("task.image_size={0: 128, 1.5: 160}", "neither epochs nor shares"),
+        ("task.image_size={0: 128, 0.5: 160} task.eval_size=160", "write epochs, or set train.epochs"),
         ("task.eval_size=256 task.eval_resize=224", "eval_resize >= 256"),
         ("task.mean=[0.5]", "mean has 1 numbers, but channels is 3"),
         ("task.augment.crops=shift", "task.augment.crop?"),
@@ -70,6 +73,22 @@ def test_wrong_options_are_errors_of_the_config(keys, message):
     with pytest.raises(LockstepError) as caught:
         config_file.load("image_folder", ["data.train=x", *overrides])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "sizes"),
+    [(16, {0: 160, 11: 160, 13: 192}), (32, {0: 160, 22: 160, 26: 192}), (1, {0: 192}), (2, {0: 160, 1: 192})],
+)
+def test_shares_of_the_training_follow_the_number_of_epochs_and_the_config_keeps_epochs(epochs, sizes):
+    config = config_file.load("imagenet", ["data.train=x", f"train.epochs={epochs}"])
+    assert config.task["image_size"] == sizes
+    assert config_file.parse(config.model_dump(by_alias=True)).task == config.task
+
+
+def test_shares_need_epochs():
+    with pytest.raises(ValueError, match="for_epochs"):
+        options(image_size={0: 12, 0.5: 16}).size_at(0, 0)
+    assert options(image_size={0: 12, 0.5: 16}).for_epochs(4).size_at(2, 0) == 16
 
 
 def test_sizes_by_epoch_survive_the_kept_config(tmp_path):

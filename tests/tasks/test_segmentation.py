@@ -1,6 +1,8 @@
 """The segmentation task on small made-up pictures of different sizes."""
 
 import io
+import json
+import types
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from typer.testing import CliRunner
 
 from lockstep import LockstepError, Trainer, cli, config_file
 from lockstep.observe import drawing
-from lockstep.sources import masked_images
+from lockstep.sources import coco_masks, masked_images
 from lockstep.tasks.segmentation import counts
 from lockstep.tasks.segmentation import task as segmentation_task
 from lockstep.tasks.segmentation.options import SegmentationOptions
@@ -277,7 +279,7 @@ def test_mirror_images_give_the_mean_of_two_probabilities(folder):
     with torch.no_grad():
         one = plain._logits(model, image).softmax(1)
         other = plain._logits(model, image.flip(-1)).softmax(1).flip(-1)
-        found = task._logits_of_equal(model, image).exp()
+        found = task.logits_of_equal(model, image).exp()
     assert torch.allclose(found, (one + other) / 2, atol=1e-12)
 
 
@@ -339,6 +341,7 @@ def test_metrics_are_identical_on_any_number_of_ranks(folder, options):
             assert results == reference
 
 
+@pytest.mark.exhaustive
 def test_fsdp_evaluates_pictures_of_several_sizes_as_ddp(folder):
     """The ranks call the model in different numbers: once for each size of pictures in a batch."""
     settings = runs.config(
@@ -369,6 +372,7 @@ def test_fsdp_predicts_pictures_of_several_sizes_window_by_window(folder, tmp_pa
     assert found[0] == found[1]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_ends_with_the_same_bits(folder, tmp_path):
     settings = runs.config(
         batch={"global": 6, "micro": 3}, train={"steps": 5}, checkpoint={"every_steps": 1, "mode": "sync"}
@@ -461,24 +465,76 @@ def test_street_scenes_train_and_are_predicted(shared_data, tmp_path):
 # ---- what people see
 
 
-def test_files_of_a_prediction_hold_the_classes_and_their_colours(folder):
+def test_files_of_a_prediction_hold_the_classes_and_are_drawn_in_their_colours(folder):
     task = make_task({}, folder)
     presenter, sample = task.presenter(task), task.eval_data()[1]
     with torch.no_grad():
         (output,) = task.predict(trained_model(task), evaluation_batch(task, [1]))
     files = presenter.files(sample, output)
     mask = Image.open(io.BytesIO(files["masks/*.png"]))
-    assert mask.mode == "P"
+    assert mask.mode == "L"  # as the masks of the training data
     assert (np.asarray(mask) == output["classes"].numpy()).all()
-    assert mask.getpalette()[3:6] == [220, 40, 40]
     overlay = Image.open(io.BytesIO(files["overlays/*.png"]))
     assert overlay.height > mask.height  # the legend
-    plain = drawing.colored_mask(sample.pixels, output["classes"].numpy(), np.array(COLORS), 0.55)
+    colors = drawing.distinct(COLORS)
+    assert colors[1:].tolist() == list(COLORS[1:])  # the black of the first class is another colour
+    plain = drawing.colored_mask(sample.pixels, output["classes"].numpy(), colors, 0.55)
     assert (np.asarray(overlay)[: mask.height, : mask.width] == plain).all()
     described = presenter.describe(output)
     assert (described["height"], described["width"]) == sample.mask.shape
     assert sum(described["shares"].values()) == pytest.approx(1, abs=1e-3)
     assert sum(presenter.truth(sample).values()) == pytest.approx(1, abs=1e-3)
+
+
+PALETTE = [10, 20, 30, 200, 0, 0, 0, 200, 0, *[7] * 759]
+# mask files by class number; the classes; the values that predicted masks have
+OWN_VALUES = {
+    "0 and 255": (lambda numbers: np.array([0, 255, 128], np.uint8)[numbers], {"a": 0, "b": 255, "c": 128}),
+    "16 bits": (lambda numbers: np.array([7, 1000, 40], np.uint16)[numbers], {"a": 7, "b": 1000, "c": 40}),
+    "32 bits": (lambda numbers: np.array([7, 70000, 4], np.int32)[numbers], {"a": 7, "b": 70000, "c": 4}),
+    "palette": (lambda numbers: np.array([0, 2, 1], np.uint8)[numbers], {"a": 0, "b": 2, "c": 1}),
+    "colours": (
+        lambda numbers: np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]], np.uint8)[numbers],
+        {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_VALUES)
+def test_predicted_masks_have_the_values_of_the_training_masks(tmp_path, kind):
+    """And the export says them."""
+    values, classes = OWN_VALUES[kind]
+    numbers = np.arange(30 * 40).reshape(30, 40) % 3
+    for place in ("images", "masks"):
+        (tmp_path / place).mkdir()
+    Image.fromarray(np.zeros((30, 40, 3), np.uint8)).save(tmp_path / "images/a.png")
+    mask, suffix = Image.fromarray(values(numbers)), ".tiff" if kind == "32 bits" else ".png"
+    if kind == "palette":
+        mask.putpalette(PALETTE)
+    mask.save(tmp_path / f"masks/a{suffix}")
+    task = make_task({"classes": classes}, str(tmp_path))
+    task.setup(tmp_path / "kept", trained=False)
+    presenter = task.presenter(task)
+    files = presenter.files(task.train_data()[0], {"classes": torch.from_numpy(numbers.astype(np.uint8))})
+    written = Image.open(io.BytesIO(files[f"masks/*{suffix}"]))
+    own = Image.open(tmp_path / f"masks/a{suffix}")
+    assert written.mode == own.mode
+    assert np.array_equal(np.asarray(written), np.asarray(own))
+    if kind == "palette":
+        assert written.getpalette()[:9] == PALETTE[:9]
+    (tmp_path / "out").mkdir()
+    presenter.export(task.model(), tmp_path / "out")
+    exported = json.loads((tmp_path / "out/segmentation.json").read_text())
+    said = exported["colors" if kind == "colours" else "ids"]
+    assert dict(zip(exported["classes"], said, strict=True)) == classes
+
+
+def test_predicted_masks_of_coco_data_have_the_ids_of_the_categories():
+    annotations = types.SimpleNamespace(classes=("cat", "dog"), category_ids=np.array([3, 17]))
+    masks = coco_masks.CocoMasks(annotations, np.array([1, 2]), background=0, pictures=None)
+    assert masks.form().ids == {"background": 0, "cat": 3, "dog": 17}
+    annotations.category_ids = np.array([0, 17])
+    assert masks.form().ids == {"background": 18, "cat": 0, "dog": 17}
 
 
 @pytest.mark.parametrize("options", [{}, {"eval_window": 24}])

@@ -87,7 +87,7 @@ def test_an_exported_model_gives_the_same_classes_in_the_pipeline_of_transformer
     from transformers import pipeline
 
     trainer, _ = trained(folder, tmp_path / "run", "segformer", **options)
-    trainer.export(tmp_path / "out")
+    trainer.export(tmp_path / "out", program=False)
     segment = pipeline("image-segmentation", model=str(tmp_path / "out"), device="cpu")
     task = trainer.task()
     task.setup(tmp_path / "run" / "task", trained=True)
@@ -105,7 +105,7 @@ def test_an_exported_model_gives_the_same_classes_in_the_pipeline_of_transformer
 
 def test_a_pretrained_folder_is_fine_tuned_with_its_own_order_of_classes(folder, tmp_path):
     trainer, _ = trained(folder, tmp_path / "first", "segformer")
-    trainer.export(tmp_path / "out")
+    trainer.export(tmp_path / "out", program=False)
     task = make_task({"model": str(tmp_path / "out"), "scratch": {}}, folder, double=False)
     model = task.model()
     assert task.new_weights == []

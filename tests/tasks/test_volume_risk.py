@@ -11,7 +11,7 @@ from lockstep import LockstepError
 from lockstep.tasks.volume_risk.options import VolumeRiskOptions
 from lockstep.tasks.volume_risk.outputs import largest_weights
 from tests import risk_cases, runs
-from tests.risk_cases import OPTIONS, make_task, volume_table
+from tests.risk_cases import OPTIONS, UNEVEN, make_task, volume_table
 
 PLAIN = {"augment": None, "train_slices": "even"}
 
@@ -133,7 +133,7 @@ def test_pictures_change_only_after_the_frozen_epochs(table):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"loss": "survival"}, "head: hazard"),
+        ({"loss": "survival", "head": "question"}, "head: hazard"),
         ({"loss": "survival", "head": "hazard", "positive_weights": "balanced"}, "loss: answers"),
         ({"windows": ["lung"], "mean": [0.5, 0.5]}, "2 numbers, but there are 1 windows"),
     ],
@@ -148,6 +148,32 @@ def test_a_patient_in_both_parts_is_refused_before_the_training(tmp_path):
     evaluation = volume_table(tmp_path / "eval", answers=[("1", "1", ""), ("0", "", "")])
     with pytest.raises(LockstepError, match="2 patients are in the training part and in the evaluation part"):
         runs.fit(make_task({}, train, evaluation), runs.config(), tmp_path / "run")
+
+
+def test_a_run_keeps_the_patients_of_each_part_of_a_fold(tmp_path):
+    train = volume_table(tmp_path / "train")
+    task = make_task({}, train, fold="2/3")
+    task.setup(tmp_path / "kept", trained=False)
+    lines = (tmp_path / "kept/patients.csv").read_text().splitlines()
+    parts = dict(line.split(",") for line in lines[1:])
+    assert lines[0] == "patient,part"
+    for part, data in (("train", task.train_data()), ("eval", task.eval_data())):
+        assert sorted(data.patients) == sorted(patient for patient, found in parts.items() if found == part)
+    assert len(parts) == len(UNEVEN)
+
+
+def test_without_a_choice_no_risk_falls_from_a_horizon_to_the_next(table):
+    falls = []
+    for options in ({}, {"head": "question"}):
+        task = make_task(options, table)
+        torch.manual_seed(0)
+        model = task.model().eval()
+        with torch.no_grad():
+            for parameter in model.head.parameters():
+                parameter.mul_(30)
+            risks = task.predict(model, batch_of(task, task.train_data(), range(6)))["risks"]
+        falls.append(bool((risks[:, 1] < risks[:, 0]).any()))
+    assert falls == [False, True]
 
 
 def test_unusable_volumes_are_named_together_before_the_training(tmp_path):

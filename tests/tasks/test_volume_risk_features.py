@@ -177,6 +177,7 @@ def test_a_task_makes_its_object_before_workers_are_forked():
     assert isinstance(vars(task)["_features"], KeptFeatures)
 
 
+@pytest.mark.exhaustive
 def test_a_kill_while_vectors_are_written_leaves_nothing_wrong(tmp_path):
     """A process writes vectors without end, and is killed. What is found afterwards is right, or not there."""
     code = f"""

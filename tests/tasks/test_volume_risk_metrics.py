@@ -13,6 +13,7 @@ from lockstep.engine import metric_sync, task_checks
 from lockstep.errors import DataError
 from lockstep.tasks.volume_risk import scores
 from lockstep.tasks.volume_risk.metrics import FALSE_POSITIVE_RATES, RiskMetrics, update_risk_metrics
+from lockstep.tasks.volume_risk.report import risk_report
 from tests import runs
 from tests.ranks import run_ranks
 
@@ -237,6 +238,21 @@ def test_a_risk_that_is_not_finite_leaves_its_question_without_numbers():
     assert not [name for name in metric_sync.flatten(values) if name.endswith(("/death_2y", "/death"))]
     assert "auc/death_1y" in values
     assert values["risks_not_finite"][:, 0].tolist() == [0, 1, 0, 0, 0, 0]
+
+
+def test_patients_whose_risk_falls_with_the_horizon_are_counted():
+    """Once, however many scans they have, and also without any known label; of rounding nobody."""
+    rising, falling = [0.1, 0.2, 0.2, 0.9], [0.1, 0.3, 0.29, 0.9]
+    later, rounded = [0.1, 0.05, 0.3, 0.9], [0.1, 0.2, 0.2 - 1e-9, 0.9]
+    risks = np.array([rising, falling, falling, later, rounded])
+    labels = np.array([[0.0, 0, 1, 0]] * 4 + [[np.nan] * 4])
+    metric = RiskMetrics(QUESTIONS[:4], outcomes=OUTCOMES, patients=["a", "b", "b", "c", "d"], resamples=0)
+    values = computed(metric, risks, labels)
+    assert float(values["falling_risks"]) == 2
+    text = risk_report(values, QUESTIONS[:4], threshold=0.5)
+    assert "patients whose risk falls from a horizon to a later one: 2 of 4; task.head=monotone or hazard" in text
+    single = computed(RiskMetrics(QUESTIONS[:4], outcomes={"death": [(1.0, 0)]}, resamples=0), risks, labels)
+    assert "falling_risks" not in single
 
 
 def test_a_sample_that_counts_twice_is_an_error():

@@ -2,10 +2,6 @@
 
 import csv
 import json
-import runpy
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,15 +13,14 @@ from lockstep.engine import metric_sync
 from lockstep.errors import DataError, UsageError
 from lockstep.sources.volume_inputs import read_volume_inputs
 from lockstep.sources.volume_table import VolumeOptions
-from lockstep.tasks.volume_risk import drawings
+from lockstep.tasks.volume_risk import drawings, use_volumes
 from lockstep.tasks.volume_risk.metrics import RiskMetrics
 from lockstep.tasks.volume_risk.presenter import VolumeRiskPresenter
 from lockstep.tasks.volume_risk.report import risk_report
 from lockstep.volumes.windows import NAMED, Window, windowed
+from tests import export_cases
 from tests.tasks.test_volume_risk_metrics import OUTCOMES, QUESTIONS, computed, made_up
 
-ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "docs" / "load_ct_model.py"
 COUNTS = [5, 9, 12, 7, 6, 11, 8, 5]
 NAMES = ["death_1y", "death_3y"]
 ANSWERS = ["0,0", "0,1", "1,1", "0,", ",", "0,0", "1,1", "0,1"]
@@ -150,51 +145,42 @@ def test_a_table_and_its_files_give_the_same_risks(run, folder):
         assert [row[f"risk/{name}"] for row in by_folder] == risks
 
 
-@pytest.mark.parametrize("head", ["question", "monotone", "hazard"])
-def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, head):
-    config = settings(folder, head=head)
-    run_dir = tmp_path / "run"
-    Trainer(config, run_dir=run_dir, quiet=True).fit()
-    Trainer(config, run_dir=run_dir, quiet=True).export(tmp_path / "exported")
-    found = []
-    Trainer(config, run_dir=run_dir, quiet=True).predict_rows(
-        lambda rows, _: found.extend(rows), [str(folder / "2.npz"), str(folder / "0.npz")]
-    )
-    sys.path.insert(0, str(EXAMPLE.parent))
-    try:
-        import load_ct_model
-    finally:
-        sys.path.remove(str(EXAMPLE.parent))
-    for row, name in zip(found, ("2.npz", "0.npz"), strict=True):  # 12 slices, of which 8 are chosen; and 5 slices
-        volume = np.load(folder / name)
-        risks = load_ct_model.risks(tmp_path / "exported", volume["slices"], volume["positions"])
-        assert list(risks) == NAMES
-        for question, risk in risks.items():
-            assert risk == pytest.approx(row[f"risk/{question}"], abs=2e-6)
+EXPORTED = {
+    "question": {},
+    "monotone": {"head": "monotone", "eval_slices": "all", "keep_shape": True, "aggregator": {"name": "mean"}},
+    "hazard": {"head": "hazard", "slice_distance_mm": 2.0, "aggregator": {"name": "attention", "width": 16}},
+}
 
 
-def test_the_example_has_the_levels_of_lockstep_for_every_value():
-    example = runpy.run_path(str(EXAMPLE))
-    values = np.arange(-32768, 32768).astype(np.int16).reshape(1, 256, 256)
+@pytest.mark.parametrize("heads", [("monotone",), pytest.param(("question", "hazard"), marks=pytest.mark.exhaustive)])
+def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, heads):
+    inputs = [str(folder / "2.npz"), str(folder / "0.npz")]  # 12 slices, of which 8 are chosen; and 5 slices
+    rows, wanted = {}, {}
+    for name in heads:
+        trainer = Trainer(settings(folder, **EXPORTED[name]), run_dir=tmp_path / name, quiet=True)
+        trainer.fit()
+        trainer.export(tmp_path / f"{name}-out")
+        rows[name] = []
+        trainer.predict_rows(lambda found, _, rows=rows[name]: rows.extend(found), inputs)
+        wanted[name] = tmp_path / f"{name}-out", inputs
+    answers = export_cases.without_lockstep(wanted)
+    for name in heads:
+        for row, answer in zip(rows[name], answers[name], strict=True):
+            assert list(answer["risks"]) == NAMES
+            for question, risk in answer["risks"].items():
+                assert risk == pytest.approx(row[f"risk/{question}"], abs=2e-6)
+            assert sum(one["attention"] for one in answer["slices"]) == pytest.approx(1, abs=1e-5)
+            best = max(answer["slices"], key=lambda one: one["attention"])
+            assert best["attention"] == pytest.approx(row["slice_1_attention"], abs=2e-6)
+            assert any(one["slice"] == row["slice_1"] and one["mm"] == row["slice_1_mm"] for one in answer["slices"])
+
+
+def test_an_export_has_the_levels_of_lockstep_for_every_value():
+    values = np.arange(-32768, 32768).astype(np.int16).reshape(256, 256)
     windows = [*NAMED.values(), Window(37.5, 333.3)]
-    about = {
-        "windows": [window._asdict() for window in windows],
-        "image_size": 256,
-        "mean": [0.0] * len(windows),
-        "std": [1.0] * len(windows),
-    }
-    levels = (example["pictures"](about, values.astype(np.float64)) * 255).round().byte().numpy()
-    np.testing.assert_array_equal(levels[0], windowed(values[0], tuple(windows)).transpose(2, 0, 1))
-
-
-def test_the_example_needs_no_lockstep_and_is_short():
-    text = EXAMPLE.read_text()
-    assert len(text.splitlines()) <= 80
-    assert not [line for line in text.splitlines() if line.startswith(("import lockstep", "from lockstep"))]
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", f"compile(open({str(EXAMPLE)!r}).read(), 'x', 'exec')"], check=True
-    )
-    assert done.returncode == 0
+    about = {"windows": [window._asdict() for window in windows], "image_size": 256, "keep_shape": False}
+    levels = use_volumes._picture(values, about).numpy()
+    np.testing.assert_array_equal(levels, windowed(values, tuple(windows)).transpose(2, 0, 1))
 
 
 # ---- inputs

@@ -10,7 +10,7 @@ from lockstep.tasks.segmentation.windows import Windows, tiles
 from tests.mask_cases import make_task, shapes_folder
 
 
-@settings(deadline=None)  # the machine may be busy
+@settings(deadline=None, max_examples=30)  # the machine may be busy
 @given(some.tuples(some.integers(1, 200), some.integers(1, 200)), some.integers(1, 80), some.floats(0, 0.9))
 def test_cores_cover_each_pixel_once_and_lie_in_their_windows(size, side, overlap):
     counted = np.zeros(size, int)

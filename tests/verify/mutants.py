@@ -141,6 +141,7 @@ def _config(name: str, check: str, *overrides: str, base: str = "classes") -> No
 
 
 STEP, OPTIM = "engine.step:train_step", "engine.schedule:set_lr"
+AVERAGE = "state.averages.update(state.step - state.skipped)"
 MICRO_BATCH, FACTORS = "engine.step:forward_backward_step", "engine.step:_factors"
 CALL_FACTORS = "factors, rest = _factors(state, losses, result.totals, micro_batch)"
 RANK, WORLD = "int(__import__('os').environ['RANK'])", "int(__import__('os').environ['WORLD_SIZE'])"
@@ -207,7 +208,7 @@ _engine(
     "metric",
     ("resume:load_trained_weights", "checkpoint_state.restore(", "(lambda *_, **__: None)("),
 )
-_engine("averages never updated", "metric", (STEP, "state.averages.update()", "pass"), base="ema")
+_engine("averages never updated", "metric", (STEP, AVERAGE, "pass"), base="ema")
 
 # ---- overfit: not even eight samples
 
@@ -387,7 +388,7 @@ _engine(
 _engine(
     "averages updated twice per step",
     "gradients",
-    (STEP, "state.averages.update()", "state.averages.update(); state.averages.update()"),
+    (STEP, AVERAGE, f"{AVERAGE}; {AVERAGE}"),
     base="ema",
 )
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from lockstep import config_file, locks, run_directory
 from lockstep.cli import app
+from lockstep.commands.reporting import check_replaceable
 from lockstep.errors import LockstepError, UsageError
 from lockstep.verify import command
 from lockstep.verify.checks import CHECKS
@@ -117,6 +118,8 @@ def test_a_training_that_is_right_ends_with_code_0(call, tmp_path):
     assert (written["nproc"], written["quick"], written["device"]) == (1, True, "cpu")
     assert written["config"]["batch"]["global"] == 24
     assert "written: out/verify.json, out/verify.html" in done.stdout
+    for name, mark in command.MARKS.items():  # so another verification may replace it
+        check_replaceable(tmp_path / "out" / name, mark)
 
 
 def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
@@ -134,6 +137,17 @@ def test_a_fault_ends_with_code_3_and_is_written_down(call, tmp_path):
         "verify.html",
         "verify.json",
     ]  # the log is the ranks'
+
+
+@pytest.mark.parametrize("name", ["verify.json", "verify.html"])
+def test_a_file_of_somebody_else_stays_and_is_named_before_any_check(call, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(command, "verify", lambda *_, **__: pytest.fail("it verifies"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).write_text("mine")
+    done = call("Base")
+    assert done.exit_code == 2
+    assert f"{name}: exists, is none of this command's files" in done.stderr
+    assert (tmp_path / "out" / name).read_text() == "mine"
 
 
 def test_what_is_not_shown_is_no_fault(monkeypatch, call):

@@ -5,12 +5,9 @@ import pytest
 from lockstep import config_file
 from lockstep.verify import command
 from tests import ranks
-from tests.selection import mainly
 from tests.verify import recipe_cases
 
 RECIPES = sorted(config_file.recipes())
-KEPT = ("imagenet",)
-"""Of the recipes that need data of their own. The tests of each task compare its trainings on ranks, too."""
 NOT_SHOWN = {
     ("ct_small", "metric"): "6 evaluation samples are too few",
     ("detection", "metric"): "9 evaluation samples are too few",
@@ -41,7 +38,8 @@ def test_every_recipe_has_small_data():
     assert sorted(recipe_cases.CASES) == RECIPES
 
 
-@pytest.mark.parametrize("recipe", mainly(KEPT, RECIPES))
+@pytest.mark.exhaustive  # the tests of each task compare its trainings on ranks
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_one_process_and_two_ranks_train_the_same_model_of_a_recipe(recipe, tmp_path):
     assert_right(recipe, results(recipe, tmp_path / "small", ["ranks"], steps=4))
 

@@ -58,7 +58,7 @@ UNSEEDED = {  # by mutant: which of these draw something else then
 }
 
 
-@pytest.mark.parametrize("name", mainly(list(TASKS_THAT_DRAW)[:2], TASKS_THAT_DRAW))
+@pytest.mark.parametrize("name", mainly(list(TASKS_THAT_DRAW)[:1], TASKS_THAT_DRAW))
 def test_disturbed_generators_change_nothing_where_all_draws_are_seeded(tmp_path, name):
     one, other = (
         trained(name.partition(",")[0], tmp_path / str(how), how, **TASKS_THAT_DRAW[name]) for how in (False, True)
@@ -66,7 +66,7 @@ def test_disturbed_generators_change_nothing_where_all_draws_are_seeded(tmp_path
     assert one == other
 
 
-@pytest.mark.parametrize("mutant", mainly(list(UNSEEDED)[:2], UNSEEDED))
+@pytest.mark.parametrize("mutant", mainly(list(UNSEEDED)[:1], UNSEEDED))
 def test_disturbed_generators_show_a_draw_that_nothing_seeds(tmp_path, mutant):
     name = UNSEEDED[mutant]
     with mutants.broken(mutants.MUTANTS[mutant]):

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.nested import structure
 from lockstep.distributed.sharded_tensor import is_sharded, local
 from lockstep.errors import TrainingError
 
 Kind = tuple[int | str, ...] | None
-"""Shape and dtype of a tensor. None: a value that is no tensor."""
+"""Shape and dtype of a tensor; of nested values their structure. None: another value that is no tensor."""
 _SHOWN = 5
 _EXTRA = "_extra_state"  # the last part of the name that torch gives to what `get_extra_state` returns
 
 
 def kind(value: Any) -> Kind:
     """The kind of a value in a model's state."""
+    if isinstance(value, dict | list | tuple):
+        return structure(value), "nested values"
     return (*value.shape, str(value.dtype).removeprefix("torch.")) if isinstance(value, Tensor) else None
 
 

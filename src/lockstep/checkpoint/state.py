@@ -11,25 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.form import Form, buffer_places, described, is_extra, kind, load, place_buffer
+from lockstep.checkpoint.nested import NotSavedError, Plain, decode, encode
 from lockstep.distributed.sharded_tensor import is_sharded, like, local, local_shard
 from lockstep.errors import CheckpointError
 
-Plain = float | int | bool | str | None
 _NOTHING = torch.empty(0)
 
 
 def capture(
     model: nn.Module, optimizer: torch.optim.Optimizer, averages: Mapping[str, Tensor] | None = None
-) -> tuple[dict[str, Tensor], dict[str, Plain]]:
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state of a run by name: `model.NAME`, `optimizer.PARAMETER.SLOT`, `ema.PARAMETER`.
 
     Learning rates are not part of it: the schedule computes them from the step.
 
     Returns:
-        the tensors (not copies; sharded if the model is), and the values that are not tensors.
+        the tensors (not copies; sharded if the model is), and the values that are not tensors, as JSON has them: what
+        `get_extra_state` returned is a copy that `nested.encode` made.
 
     Raises:
-        CheckpointError: a value is neither a tensor nor a finite number, a text, a bool or None; names it.
+        CheckpointError: a value cannot be saved; names it. It is no tensor, finite number, text, bool or None. What
+            `get_extra_state` returns may also be bytes, or a nested list, tuple, set or dict of such values.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state: dict[str, Any] = {f"model.{name}": value for name, value in model.state_dict().items()}
@@ -39,24 +41,34 @@ def capture(
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, Tensor)}
     plain = {name: value for name, value in state.items() if name not in tensors}
     for name, value in plain.items():
-        if not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
-            remedy = "use another optimizer"
-            if name.startswith("model."):
-                remedy = (
-                    "keep it in a buffer (register_buffer), or let get_extra_state return a tensor, a number or a text"
-                )
-                remedy += ", such as json.dumps of a dict"
+        if name.startswith("model."):
+            plain[name] = _encoded(name, value)
+        elif not isinstance(value, Plain) or (isinstance(value, float) and not math.isfinite(value)):
             raise CheckpointError(
-                f"{reprlib.repr(value)} can be saved neither as a tensor nor as a number", where=name, remedy=remedy
+                f"{reprlib.repr(value)} can be saved neither as a tensor nor as a number",
+                where=name,
+                remedy="use another optimizer",
             )
     return tensors, plain
+
+
+def _encoded(name: str, value: Any) -> Any:
+    try:
+        return encode(value)
+    except NotSavedError as error:
+        raise CheckpointError(
+            f"{reprlib.repr(value)} cannot be saved: {error}",
+            where=name,
+            remedy="keep it in a buffer (register_buffer), or let get_extra_state return tensors, numbers, texts, "
+            "bytes, and nested lists, tuples, sets and dicts of these",
+        ) from error
 
 
 def check_fits(
     index: Mapping[str, Mapping[str, Any]],
     model: nn.Module,
     averages: Mapping[str, Tensor] | None = None,
-    values: Mapping[str, Plain] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Compare the tensors of a checkpoint with those of `model` (and of `averages`): names, shapes, dtypes.
 
@@ -132,7 +144,7 @@ def wanted(
 
 def restore(
     tensors: Iterable[tuple[str, Tensor]],
-    plain: Mapping[str, Plain],
+    plain: Mapping[str, Any],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
@@ -172,7 +184,7 @@ def restore(
                 value = tensor if on_host else _placed(tensor, parameter)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
-    extra = _without_prefix("model.", plain)
+    extra = {name: decode(saved, model) for name, saved in _without_prefix("model.", plain).items()}
     if extra or has_model_tensors:  # tensors are in place already; values of get_extra_state are not
         load(model, targets | extra)
     for name, setting in plain.items():

@@ -18,6 +18,15 @@ Nproc = Annotated[
 Preset = Annotated[
     str | None, typer.Option("--preset", metavar="NAME|FILE.yaml", help="How this machine runs it: lockstep presets.")
 ]
+
+
+def _refuse_gpus(count: str | None) -> None:
+    if count is not None:
+        raise typer.BadParameter(f"a rank has a GPU: give --nproc {count}")
+
+
+Gpus = Annotated[str | None, typer.Option("--gpus", hidden=True, callback=_refuse_gpus, help="See --nproc.")]
+"""What users of other programs give in place of `--nproc`: an error that names it."""
 RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.")]
 Cold = Annotated[
     bool,

@@ -13,6 +13,7 @@ import typer
 from lockstep.commands import ranks
 from lockstep.commands.options import Checkpoint, Cold, Debug, Nproc, Preset, RunDir, as_arguments
 from lockstep.commands.reporting import is_first, reporting, tell_first
+from lockstep.errors import UsageError
 
 if TYPE_CHECKING:
     from lockstep.trainer import Trainer
@@ -39,7 +40,8 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="[INPUT]...",
-            help="For images: files, folders and patterns such as 'photos/**/*.jpg'. For text: files, texts, and - for "
+            help="For images: files, folders and patterns such as 'photos/**/*.jpg'; for a detection also a COCO file "
+            "that names pictures. For text: files, texts, and - for "
             "standard input. Without INPUT: samples of the evaluation data.",
         ),
     ] = None,
@@ -72,6 +74,7 @@ def predict(
             settings = config_file.with_task_option(settings, "top_k", top_k, where="--top-k")
         if out is not None:
             predictions.check(out, skips=on_error == "skip")  # before anything is computed
+            _check_is_no_source(out, run_dir, inputs or [])
         settings, nproc = ranks.on_machine(settings, preset, nproc)
         if ranks.is_launcher(nproc):
             options = {"--out": out, "--top-k": top_k, "--on-error": on_error, "--preset": preset, "--samples": samples}
@@ -82,6 +85,19 @@ def predict(
         from lockstep.trainer import Trainer
 
         _predict(Trainer(settings, run_dir=run_dir, checkpoint=checkpoint), inputs or [], samples, out, on_error)
+
+
+def _check_is_no_source(out: Path, run_dir: Path, inputs: list[str]) -> None:
+    """Check that `out` is no input, and no file of the run.
+
+    Raises:
+        UsageError: it is.
+    """
+    remedy = "choose another place"
+    if out.exists() and any(Path(name).exists() and out.samefile(name) for name in inputs):
+        raise UsageError(f"{out} is an input, and would be replaced", where="--out", remedy=remedy)
+    if out.is_file() and out.resolve().is_relative_to(run_dir.resolve()):
+        raise UsageError(f"{out} is a file of the run, and would be replaced", where="--out", remedy=remedy)
 
 
 def _predict(trainer: Trainer, inputs: list[str], samples: int, out: Path | None, on_error: OnError | None) -> None:

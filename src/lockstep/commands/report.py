@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from lockstep.commands.options import Debug
-from lockstep.commands.reporting import reporting
+from lockstep.commands.reporting import check_replaceable, reporting
 from lockstep.errors import UsageError
 
 Folder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run, complete or not.")]
@@ -29,7 +29,9 @@ def report(
     Example: lockstep report runs/digits
     """
     with reporting(debug), _writing(_file(out) or run_dir):
-        from lockstep.report import run_page
+        from lockstep.report import page, run_page
+
+        check_replaceable(out or run_dir / "report.html", page.MARK)
 
         print(f"written: {run_page.write(run_dir, out)}")
 
@@ -44,8 +46,10 @@ def compare(
     Example: lockstep compare runs/a runs/b --out compare.html
     """
     with reporting(debug), _writing(_file(out) or Path()):
-        from lockstep.report import comparison
+        from lockstep.report import comparison, page
 
+        if out is not None:
+            check_replaceable(out, page.MARK)
         print(comparison.compare(run_dirs, out))
         if out is not None:
             print(f"written: {out}")

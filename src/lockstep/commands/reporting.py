@@ -7,11 +7,14 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import typer
 
-from lockstep import shortages
-from lockstep.errors import LockstepError, Preempted, exits_are_failures, short_traceback
+from lockstep import caller, debugging, shortages
+from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
+
+_MARKED = 1 << 16  # bytes of a file in which its mark is looked for
 
 
 def is_first() -> bool:
@@ -38,7 +41,7 @@ def reporting(debug: bool) -> Iterator[None]:
     If a launcher started this rank, the launcher prints the message.
     """
     try:
-        with exits_are_failures():
+        with caller.command(), exits_are_failures():
             yield
     except typer.Exit:
         raise
@@ -54,7 +57,7 @@ def reporting(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except Exception as raised:
-        error = shortages.explanation(raised) or raised
+        error = shortages.explanation(raised) or debugging.explanation(raised) or raised
         known = isinstance(error, LockstepError)
         text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
         from lockstep.distributed import launch, signals
@@ -64,3 +67,25 @@ def reporting(debug: bool) -> Iterator[None]:
             rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
             tell(f"{rank}error: {text}")
         raise typer.Exit(error.exit_code if isinstance(error, LockstepError) else 1) from None
+
+
+def check_replaceable(path: Path, mark: str) -> None:
+    """Before anything is computed, check that there is no file at `path`, or an earlier one of the same command.
+
+    Args:
+        mark: a part of all files that the command writes, in their first 64 KiB.
+
+    Raises:
+        UsageError: another file is there; names it.
+        OSError: the file cannot be read.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if mark.encode() in file.read(_MARKED):
+            return
+    raise UsageError(
+        "exists, is none of this command's files, and is not overwritten",
+        where=str(path),
+        remedy="move the file, or give another place with --out or --run-dir",
+    )

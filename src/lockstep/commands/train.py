@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lockstep.commands import ranks
-from lockstep.commands.options import Cold, Debug, Nproc, Overrides, Preset, Target, as_arguments
+from lockstep.commands.options import Cold, Debug, Gpus, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.commands.reporting import is_first, reporting
 from lockstep.errors import UsageError
 
@@ -28,6 +28,7 @@ def train(
     target: Target,
     overrides: Overrides = None,
     nproc: Nproc = None,
+    gpus: Gpus = None,
     preset: Preset = None,
     run_dir: Annotated[
         Path | None,
@@ -91,6 +92,12 @@ def train(
             help="Then the run ends.",
         ),
     ] = 600,
+    debug_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--debug-rank", metavar="RANK", min=0, help="breakpoint() works in this rank; the others wait for it."
+        ),
+    ] = None,
     cold: Cold = False,
     debug: Debug = False,
 ) -> None:
@@ -109,12 +116,16 @@ def train(
                 from lockstep.observe import profile as profiling
 
                 profiling.parse(profile)
+            if debug_rank is not None:
+                overrides = _let_debug(debug_rank, overrides or [])
             settings = config_file.load(target, overrides or [])
             settings, nproc = ranks.on_machine(settings, preset, nproc, overrides or [])
             if run_dir == _AUTO:
                 run_dir = _new_folder(settings.name, one_launcher="RANK" not in os.environ and nnodes is None)
             of_verify: dict[str, object] = {"--run-dir": run_dir, "--preset": preset}
             several = node_address.several(nnodes, rendezvous) if "RANK" not in os.environ else None
+            if several is not None and debug_rank is not None:
+                raise UsageError("it is for ranks of one machine", where="--debug-rank", remedy="leave out --nnodes")
             if several is None and not ranks.is_launcher(nproc, max_restarts):
                 from lockstep.trainer import Trainer
 
@@ -147,6 +158,20 @@ def train(
                 max_restarts=restarts,
                 cold=cold,
             )
+
+
+def _let_debug(rank: int, overrides: Sequence[str]) -> list[str]:
+    """Let breakpoints work in `rank`, and return the overrides with which they also work where samples are read."""
+    from lockstep import debugging
+
+    if "RANK" in os.environ:
+        raise UsageError(
+            "another launcher has started the ranks",
+            where="--debug-rank",
+            remedy="let this command start them: --nproc N without torchrun",
+        )
+    os.environ[debugging.RANK] = str(rank)
+    return [*overrides, "data.workers=0"]
 
 
 def _new_folder(name: str, *, one_launcher: bool) -> Path:

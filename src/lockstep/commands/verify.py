@@ -13,7 +13,7 @@ import typer
 from lockstep import local_ranks
 from lockstep.commands import ranks
 from lockstep.commands.options import Cold, Debug, Overrides, Preset, Target
-from lockstep.commands.reporting import reporting
+from lockstep.commands.reporting import check_replaceable, reporting
 from lockstep.errors import UsageError
 
 
@@ -60,6 +60,9 @@ def verify(
 
         names = [name.strip() for name in checks.split(",") if name.strip()]
         folder = run_dir or Path("runs", settings.name)
+
+        for name, mark in command.MARKS.items():
+            check_replaceable(folder / name, mark)
 
         def tell(holder: str) -> None:
             print(f"waiting for {holder}, which verifies in {folder}", file=sys.stderr, flush=True)

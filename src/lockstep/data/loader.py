@@ -24,8 +24,9 @@ from lockstep.data.device_copies import Copy, DeviceCopies
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
+from lockstep.data.sample_errors import error_of_sample
 from lockstep.data.tensors import pinned
-from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, exit_of_task
+from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
 OnError = Literal["raise", "skip"]
 Weights = dict[str, float] | None
@@ -168,6 +169,7 @@ class MicroBatches(Dataset[MicroBatch]):
 
         Raises:
             DataError: a sample cannot be read, and `on_error` is `raise`.
+            TrainingError: the code that reads or prepares samples is at fault; see `error_of_sample`.
         """
         indices, epoch = plan.indices, plan.epoch
         try:
@@ -183,13 +185,18 @@ class MicroBatches(Dataset[MicroBatch]):
     def _read_each(self, plan: MicroBatchPlan) -> tuple[list[Any], tuple[int, ...], Bad]:
         samples, indices, bad = [], [], []
         for index in plan.indices:
+            method = f"{type(self.data).__name__}.__getitem__"
             try:
-                samples.append(self._read_sample(index, plan.epoch, derive_seed(self.seed, plan.epoch)))
+                self.seeding.seed(derive_seed(index, state=derive_seed(self.seed, plan.epoch)))
+                sample = self.data[index]
+                method = "Task.prepare"
+                samples.append(self.task.prepare(sample, plan.epoch, self.training) if self.prepares else sample)
                 indices.append(index)
-            except Exception as error:
-                if self.on_error == "raise":
-                    raise self._unreadable(index, error) from error
-                bad.append((index, str(self._unreadable(index, error))))
+            except Exception as raised:
+                error = error_of_sample(index, raised, where=self._name(index), method=method)
+                if self.on_error == "raise" or not isinstance(error, DataError):
+                    raise error from raised
+                bad.append((index, f"{error.where}: {error.what}"))  # the remedy would advise to leave the sample out
         return samples, tuple(indices), tuple(bad)
 
     def _read_sample(self, index: int, epoch: int, epoch_seed: int) -> Any:
@@ -215,15 +222,6 @@ class MicroBatches(Dataset[MicroBatch]):
             f"none of {_SUBSTITUTES} samples in a row can be read",
             where=self._name(plan.indices[0]),
             remedy="data.on_error=skip is for single bad samples; check the path and format of the data",
-        )
-
-    def _unreadable(self, index: int, error: Exception) -> DataError:
-        if isinstance(error, DataError):
-            return DataError(error.what, where=error.where or self._name(index), remedy=error.remedy)
-        return DataError(
-            f"sample {index} cannot be read: {type(error).__name__}: {error}",
-            where=self._name(index),
-            remedy=f"repair or remove it, or {SKIP}",
         )
 
     def _name(self, index: int) -> str:

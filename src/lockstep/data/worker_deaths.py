@@ -93,6 +93,7 @@ def killed_again(how: str, where: str) -> DataError:
         remedy=f"if /dev/shm is too small, {shortages.ROOM_FOR_BATCHES}" if full else _REMEDY,
     )
     known.retryable = not full
+    known.from_outside = True
     return known
 
 

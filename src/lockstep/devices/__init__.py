@@ -17,7 +17,19 @@ from lockstep.devices.cuda import Cuda
 from lockstep.devices.device import Device
 from lockstep.devices.mps import Mps
 
-__all__ = ["Accelerator", "Cpu", "Cuda", "Device", "Mps", "generators_of_gpus", "gpus", "of", "register"]
+__all__ = [
+    "Accelerator",
+    "Cpu",
+    "Cuda",
+    "Device",
+    "Mps",
+    "generators_of_gpus",
+    "gpus",
+    "has_mps",
+    "of",
+    "rather_than_mps",
+    "register",
+]
 
 # torch then counts GPUs without starting the driver, which does not work in processes that are forked later.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -51,6 +63,20 @@ def register(kind: str, device: type[Device]) -> None:
 def gpus() -> int:
     """How many GPUs with torch's CUDA interface this process sees."""
     return torch.cuda.device_count()
+
+
+def has_mps() -> bool:
+    """Whether this process can compute on the GPU of a Mac."""
+    return torch.backends.mps.is_available()
+
+
+def rather_than_mps(wanted: str) -> str:
+    """The key `device` for what needs float64 or compares ranks: `cpu` where `auto` would take the GPU of a Mac.
+
+    Args:
+        wanted: auto, cpu, cuda or mps.
+    """
+    return "cpu" if wanted == "auto" and not gpus() and has_mps() else wanted
 
 
 def generators_of_gpus() -> list[torch.Tensor]:

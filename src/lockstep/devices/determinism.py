@@ -31,6 +31,21 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
+def same_convolutions() -> Iterator[None]:
+    """Inside, cuDNN chooses its algorithms by rules and not by measurements, so equal GPUs choose alike.
+
+    Without `deterministic` it would go on with what it has measured before.
+    """
+    cudnn = torch.backends.cudnn
+    flags = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = flags
+
+
+@contextlib.contextmanager
 def deterministic(enabled: bool) -> Iterator[None]:
     """Inside, torch uses deterministic kernels only, where `enabled`. Afterwards its settings are as before.
 

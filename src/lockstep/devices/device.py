@@ -82,6 +82,10 @@ class Device(abc.ABC):
     def profiled(self) -> list[ProfilerActivity]:
         """What torch's profiler records of it."""
 
+    def note(self) -> str | None:
+        """What the log of a training on it says first; None where there is nothing to say."""
+        return None
+
     # ---- random numbers
 
     @abc.abstractmethod

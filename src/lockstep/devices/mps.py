@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import final
 
@@ -25,6 +26,15 @@ class Mps(Unqueued):
         if torch.backends.mps.is_macos_or_newer(14, 0):
             return None
         return "mps has bf16 from macOS 14 on", "use precision=fp16 or precision=fp32"
+
+    def note(self) -> str:
+        lacking = "end the training; PYTORCH_ENABLE_MPS_FALLBACK=1 lets them run on the CPU"
+        if os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK") == "1":
+            lacking = "run on the CPU (PYTORCH_ENABLE_MPS_FALLBACK=1)"
+        return (
+            "note: computes on the Mac's GPU (mps): on one rank only; metrics are computed on the CPU; operations that "
+            f"mps lacks {lacking}; losses differ from the CPU's in their last digits; device=cpu computes on the CPU"
+        )
 
     def seed(self, seed: int) -> None:
         torch.mps.manual_seed(seed)

@@ -38,6 +38,10 @@ _END_S = 2.0  # after ranks of another node have failed
 _SAVE_S = 30  # between SIGTERM and SIGKILL
 _ADDRESS = "127.0.0.1"
 _QUOTED_LINES = 12
+_TOO_EARLY = {
+    "text": "it ended with exit code 0 before the end of the command, as os._exit(0) in the task or in a library does",
+    "from_outside": False,
+}
 _OWN_SIGNALS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 """Signals by which a process ends itself. It may have said why on stderr."""
 
@@ -173,7 +177,8 @@ class RankAgent(SimpleElasticAgent):
         self._wait(_LOOK_EVERY_S)
         if self._must_end():
             self._end_because_of_another_node()
-        if not any(process.exitcode for process in self.processes.values()):
+        silent = self._ended_too_early()
+        if not silent and not any(process.exitcode for process in self.processes.values()):
             done = all(process.exitcode == 0 for process in self.processes.values())
             values = dict.fromkeys(self.processes) if done else {}
             return RunResult(state=WorkerState.SUCCEEDED if done else WorkerState.HEALTHY, return_values=values)
@@ -183,6 +188,9 @@ class RankAgent(SimpleElasticAgent):
             self._wait_for_all(_REPORT_S)
         self._shutdown()
         self.output.close()
+        for rank in silent:
+            if not self._report(rank).exists():
+                self._write_report(rank, _TOO_EARLY | {"timestamp": str(int(time.time()))})
         for rank, process in self.processes.items():
             if process.exitcode in [-number for number in _OWN_SIGNALS]:
                 self._keep_last_lines(rank)
@@ -190,13 +198,18 @@ class RankAgent(SimpleElasticAgent):
             rank: ProcessFailure(
                 local_rank=worker_group.workers[place].local_rank,
                 pid=process.pid or 0,
-                exitcode=process.exitcode,
+                exitcode=process.exitcode or 0,
                 error_file=str(self._report(rank)),
             )
             for place, (rank, process) in enumerate(self.processes.items())
-            if process.exitcode
+            if process.exitcode or rank in silent
         }
         return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    def _ended_too_early(self) -> list[int]:
+        """The ranks with exit code 0 that have not come to the end of their main function."""
+        ended = [rank for rank, process in self.processes.items() if process.exitcode == 0]
+        return [rank for rank in ended if not heartbeat.has_ended(self.folder, rank)]
 
     def _must_end(self) -> bool:
         """Whether the ranks of another node have failed."""
@@ -286,7 +299,7 @@ def run_ranks(
     """Start `nproc` ranks on this machine that call `entrypoint(*arguments)`, and wait for their end.
 
     Args:
-        folder: a directory for the reports of ranks that fail.
+        folder: a directory for the reports of ranks that fail, and for the heartbeats (`heartbeat.FOLDER`).
         start: where the ranks of other nodes belong to the run, too.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Generator, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
 from lockstep import devices
 from lockstep.distributed.sharded_tensor import is_sharded, local
@@ -51,13 +53,15 @@ def restore_buffers(module: nn.Module) -> Generator[None, None, None]:
         _restore(places, values)
 
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 _unchanged: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """By module: the kinds of passes that have left all parameters as they were."""
 
 
 @contextlib.contextmanager
 def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, None]:
-    """At the end, parameters, buffers, and numbers and tensors that are attributes of modules, are as they were before.
+    """At the end, parameters, buffers, extra states, and numbers and tensors that are attributes of modules, are as
+    they were before. Lists, sets and dicts that are attributes have the same items as before.
 
     Every pass that is no part of a training runs inside: trials, counts, drawings, evaluations. Some models change
     themselves in a forward pass, whatever its mode: momentum encoders (MoCo, BYOL, DINO), `Embedding(max_norm=...)`,
@@ -76,6 +80,12 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
     parameters = [] if kind and kind in known else [_KeptParameter(parameter) for parameter in module.parameters()]
     attributes = [(owner, _attributes(owner)) for owner in module.modules()]
     values = [(tensor, tensor.clone()) for _, kept in attributes for tensor in kept.values() if _has_values(tensor)]
+    containers = [(one, copy.copy(one)) for owner in module.modules() for one in _containers(owner)]
+    extra = [
+        (owner, copy.deepcopy(tree_map_only(Tensor, Tensor.detach, owner.get_extra_state())))
+        for owner in module.modules()
+        if _keeps_extra(owner)
+    ]
     try:
         with restore_buffers(module):
             yield
@@ -90,6 +100,10 @@ def restored_state(module: nn.Module, kind: str = "") -> Generator[None, None, N
         for tensor, value in values:
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)
+        for container, before in containers:
+            _refill(container, before)
+        for owner, state in extra:
+            owner.set_extra_state(state)
 
 
 class _KeptParameter:
@@ -121,6 +135,27 @@ def _attributes(owner: nn.Module) -> dict[str, Any]:
     """
     kinds = (int, float, complex, type(None), Tensor)
     return {n: value for n, value in vars(owner).items() if isinstance(value, kinds) and not isinstance(value, bool)}
+
+
+def _containers(owner: nn.Module) -> list[Any]:
+    """Lists, sets and dicts that a module keeps as attributes, without those of torch."""
+    return [value for name, value in vars(owner).items() if type(value) in (list, dict, set) and name not in _OF_TORCH]
+
+
+def _keeps_extra(owner: nn.Module) -> bool:
+    kind = type(owner)
+    return (
+        kind.get_extra_state is not nn.Module.get_extra_state and kind.set_extra_state is not nn.Module.set_extra_state
+    )
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Give a list, a set or a dict the items that it had."""
+    if isinstance(container, list):
+        container[:] = before
+    else:
+        container.clear()
+        container.update(before)
 
 
 def _has_values(attribute: Any) -> bool:

@@ -28,6 +28,7 @@ class DDP(Single):
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
         self.unwrapped = forward
+        self._parameters = self._parameters or dict(self.model.named_parameters())  # `rewrap` calls this again
         self._trainable = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         self.forward = DistributedDataParallel(
             forward,
@@ -76,6 +77,7 @@ class DDP(Single):
         try:
             self.forward.reducer._rebuild_buckets()  # private: DDP's next forward pass calls it, and raises from it
         except RuntimeError as error:
+            self.check_kept()
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
             unused = (
                 [self._trainable[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]

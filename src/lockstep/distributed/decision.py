@@ -102,9 +102,11 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
 
     All ranks are started again after a rank was killed or crashed, up to `max_restarts` times, and after a node was
     lost or wants to join. They are not started again after an error that would come again (wrong usage, a loss that is
-    not finite). Nor are they after two crashes in a row at the same step, or five where a rank was killed or a node
-    was lost, because kills from outside may well hit the same step twice. Crashes do not count as in a row where the
-    next start does something else (smaller micro-batches, after memory did not suffice).
+    not finite). Nor are they after an exception before the end of the first step of a new run, unless something outside
+    of the training caused it (`LockstepError.from_outside`): the next start would do the same. Nor are they after two
+    crashes in a row at the same step, or five where a rank was killed or a node was lost, because kills from outside
+    may well hit the same step twice. Crashes do not count as in a row where the next start does something else (smaller
+    micro-batches, after memory did not suffice).
     """
     if not ending.failures and not ending.lost:
         return Decision(Action.DONE, history)
@@ -119,7 +121,8 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
             return Decision(Action.STOP, history, str(preempted[0].report.get("text") or NOT_BEGUN))
         if ending.asked and deaf:  # the ranks did not listen yet
             return Decision(Action.STOP, history, NOT_BEGUN)
-    cause, retryable, retries_differently = _cause_of(ending)
+    is_new = ending.step <= 0 and not history.restarts
+    cause, retryable, retries_differently = _cause_of(ending, is_new)
     if ending.asked and ending.lost:
         text = f"{cause.what} while the run was to stop; what was trained since the newest checkpoint is lost"
         return Decision(Action.STOP, history, text)
@@ -164,7 +167,7 @@ def _ended_by_nccl(report: dict[str, Any]) -> bool:
     return device_errors.is_of_another_rank(output)
 
 
-def _cause_of(ending: Ending) -> tuple[LockstepError, bool, bool]:
+def _cause_of(ending: Ending, is_new: bool) -> tuple[LockstepError, bool, bool]:
     """Why the ranks ended: the error, whether a restart may go well, and whether it does something else than before."""
     if ending.lost:
         would_come_again = [
@@ -179,11 +182,19 @@ def _cause_of(ending: Ending) -> tuple[LockstepError, bool, bool]:
         return RankError(f"{nodes} gave no sign of life", remedy=remedy), True, False
     if ending.warm_process:
         return RankError(ending.warm_process, remedy=NO_MEMORY), True, False
-    return first_cause(ending.failures)
+    return first_cause(ending.failures, is_new=is_new)
 
 
-def first_cause(failures: Sequence[RankFailure]) -> tuple[LockstepError, bool, bool]:
-    """Of all ranks that failed, the rank because of which the others failed."""
+def first_cause(failures: Sequence[RankFailure], *, is_new: bool = False) -> tuple[LockstepError, bool, bool]:
+    """Of all ranks that failed, the rank because of which the others failed.
+
+    Args:
+        is_new: whether a new run has not ended its first step. Then an exception of the training itself would come
+            again.
+
+    Returns:
+        the error, whether a restart may go well, and whether it does something else than before.
+    """
     causes = []
     for failure in failures:
         knows_the_cause = bool(failure.report.get("origin"))
@@ -198,7 +209,9 @@ def first_cause(failures: Sequence[RankFailure]) -> tuple[LockstepError, bool, b
     node = next((other.node for other in failures if other.rank == rank), "")
     cause = RankError(f"rank {rank}{_on(node)} failed: {text}")
     cause.exit_code = max(1, failure.exit_code)  # a rank that has reported its error may be killed while it ends
-    return cause, bool(report.get("retryable", True)), bool(report.get("retries_differently", False))
+    retries_differently = bool(report.get("retries_differently", False))
+    would_come_again = is_new and report.get("from_outside") is False and not retries_differently
+    return cause, bool(report.get("retryable", True)) and not would_come_again, retries_differently
 
 
 def _killed(failure: RankFailure) -> tuple[LockstepError, bool, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep import devices
 from lockstep.distributed import torch_internals
 from lockstep.distributed import world as worlds
+from lockstep.distributed.gathered_writes import GatheredWrites
 from lockstep.distributed.meta_init import build_on_meta, materialise
 from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.distributed.single import Single, constant_loss_error, leaves
@@ -32,6 +33,8 @@ class FSDP(Single):
         super().__init__(world)
         self.options = options
         self._waits: list[tuple[Any, Any]] | None = []  # marks around the gathering of blocks; None: not marked
+        self._modules: list[Any] = []  # those to which `fully_shard` was applied
+        self._writes: GatheredWrites | None = None  # until the first step has been looked at
         self._values: dict[str, Tensor] = {}  # on rank 0, from `build_model` to `wrap`: the values of the model
 
     def build_model(self, make: Callable[[], nn.Module]) -> tuple[nn.Module, list[str]]:
@@ -43,10 +46,13 @@ class FSDP(Single):
         mesh = _mesh(self.world, self.options.shard_ranks)
         self._shard(forward, blocks, mesh)
         self.forward, self.unwrapped, self.shard_group = forward, forward, mesh.get_group("shard")
+        self._modules = _fsdp_modules(forward)
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
         self._let_passes_agree(forward)
         self._mark_waits(forward)
+        if self._waits is not None:  # a hook would cut compiled code into pieces
+            self._writes = GatheredWrites(forward, self._modules)
 
     def _mark_waits(self, forward: nn.Module) -> None:
         """Mark when a forward pass begins to gather a block, and when the block is there.
@@ -95,6 +101,28 @@ class FSDP(Single):
         self.forward.set_requires_gradient_sync(last)
         return contextlib.nullcontext()
 
+    def rewrap(self) -> None:
+        super().rewrap()
+        for parameter, gathered in self._gathered():  # otherwise a block gets its value when it is gathered again
+            gathered.requires_grad_(parameter.requires_grad)
+
+    def changed_while_gathered(self) -> set[int]:
+        return {
+            id(parameter)
+            for parameter, gathered in self._gathered()
+            if parameter.requires_grad != gathered.requires_grad
+        }
+
+    def _gathered(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for module in self._modules:
+            yield from torch_internals.gathered_parameters(module)
+
+    def check_all_used(self, losses: Losses) -> None:
+        if self._writes is not None:
+            writes, self._writes = self._writes, None
+            writes.check()
+        super().check_all_used(losses)
+
     def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
 
@@ -103,7 +131,7 @@ class FSDP(Single):
         self._reshard()
         # A block that stays gathered after its first call needs no collective in further calls, of which other ranks
         # may have less. The root always stays gathered.
-        blocks = [module for module in _fsdp_modules(self.forward) if module is not self.forward]
+        blocks = [module for module in self._modules if module is not self.forward]
         kept = blocks if self.forward.calls_vary else []
         for block in kept:
             block.set_reshard_after_forward(False, recurse=False)
@@ -115,14 +143,27 @@ class FSDP(Single):
             self._reshard()
 
     def _reshard(self) -> None:
-        for module in _fsdp_modules(self.forward):
+        for module in self._modules:
             module.reshard()
+
+    def _replaced(self) -> list[str]:
+        # A block is sharded again after its forward pass, and then has FSDP's own objects: `_unused_parameters` finds
+        # that the pass has used others.
+        names = {id(module): name for name, module in self.model.named_modules()}
+        return [
+            f"{names.get(id(owner), '')}.{key}".lstrip(".")
+            for module in _fsdp_modules(self.forward)
+            for owner, key, known in torch_internals.sharded_places(module)
+            if (now := owner._parameters.get(key)) is not None
+            and not any(now is one for one in known)
+            and (now.requires_grad or known[0].requires_grad)
+        ]
 
     def _unused_parameters(self, losses: Losses) -> dict[str, bool]:
         # Blocks are gathered one by one: the graph knows the tensors into which the parameters were gathered.
         used = leaves(losses)
         unused: dict[str, bool] = {}
-        for block in (None, *_fsdp_modules(self.model)):
+        for block in (None, *(module for module in self._modules if module is not self.forward)):
             was_sharded = block is not None and any(is_sharded(parameter) for parameter in block.parameters())
             if was_sharded:
                 block.unshard()

@@ -34,6 +34,8 @@ class Phase(enum.IntEnum):
     TRAINING = 2
     EVALUATING = 3
     SAVING = 4
+    ENDED = 5
+    """The main function of the rank has returned."""
 
 
 class Heartbeat(ctypes.Structure):
@@ -75,6 +77,14 @@ def all_in(folder: Path) -> list[Heartbeat]:
     """The heartbeats of all ranks that have started, whether they are alive or dead."""
     files = [path.read_bytes() for path in sorted(folder.glob("rank-*"))]
     return [Heartbeat.from_buffer_copy(content) for content in files if len(content) == ctypes.sizeof(Heartbeat)]
+
+
+def has_ended(folder: Path, rank: int) -> bool:
+    """Whether a rank whose heartbeat is in `folder` has come to the end of its main function without an error."""
+    path = folder / f"rank-{rank}"
+    content = path.read_bytes() if path.is_file() else b""
+    is_whole = len(content) == ctypes.sizeof(Heartbeat)
+    return is_whole and Heartbeat.from_buffer_copy(content).phase == Phase.ENDED
 
 
 def is_orphan() -> bool:

@@ -1,4 +1,4 @@
-"""Hooks on gradients of parameters, and references to parameters, which a strategy would break."""
+"""What a strategy would break: hooks on gradients of parameters, references to parameters, and `max_norm`."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ def check_hooks(model: nn.Module, *, ranks: int, sharded: bool) -> list[str]:
         "micro-batch of each rank. A mask or another factor is right. What is not linear in the gradient, such as a "
         "clamp, trains another model with another batch.micro or number of ranks"
     ]
+
+
+def check_renormalised(model: nn.Module, *, ranks: int) -> None:
+    """Check that no forward pass shortens rows of an embedding (`max_norm`), where each rank has other samples.
+
+    Each rank would shorten the rows that its own samples look up: replicas differ, and shards lose the change.
+
+    Raises:
+        UsageError: names the modules.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [name for name, one in model.named_modules() if isinstance(one, kinds) and one.max_norm is not None]
+    if found and ranks > 1:
+        raise UsageError(
+            f"with max_norm, each rank shortens the rows that its own samples look up, so {ranks} ranks would hold "
+            f"other weights: {listed(found)}",
+            where="Task.model",
+            remedy="leave max_norm out and shorten what is looked up, in the model: "
+            "vectors * (max_norm / vectors.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank",
+        )
 
 
 def check_references(model: nn.Module, task: object) -> None:

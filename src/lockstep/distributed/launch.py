@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from lockstep import debugging
 from lockstep.distributed import heartbeat, launch_folder, warm_process
 from lockstep.distributed.decision import NOT_BEGUN, Action, Decision, Ending, History, RankFailure, decide
 from lockstep.distributed.signals import ASKING, LAUNCHED, STOP_FILE, STOPPED_AT_ONCE, is_another, not_ignored, tell
@@ -64,6 +65,7 @@ def launch(
         RankError: a rank failed. Names the rank, with its own message, and has its exit code.
         Preempted: a signal asked to stop, and the ranks have saved and stopped.
     """
+    max_restarts = 0 if debugging.RANK in os.environ else max_restarts
     stop = Forwarding(ends_process)
     history = History()
     for start in itertools.count():
@@ -129,6 +131,8 @@ def prepare(nproc: int, *, cold: bool = False, modules: Sequence[str] = (), host
         # Ranks slow each other down if each of them uses all cores.
         threads = max(1, len(os.sched_getaffinity(0)) // nproc) if host_computes and _HAS_AFFINITY else 1
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if debugging.RANK in os.environ:
+        debugging.offer_terminal(nproc)
     if not cold:
         warm_process.start(modules)
 
@@ -227,6 +231,7 @@ def report_failure(error: BaseException, text: str) -> None:
             "origin": origin,
             "retryable": error.retryable if isinstance(error, LockstepError) else not stopped,
             "retries_differently": isinstance(error, LockstepError) and error.retries_differently,
+            "from_outside": _is_from_outside(error),
             "stopped": stopped,
             "lost_another": isinstance(error, RankError) and error.lost_another,
         }
@@ -238,6 +243,14 @@ def report_failure(error: BaseException, text: str) -> None:
             unfinished.rename(path)
         except OSError as fault:  # the exit code says the rest
             tell(f"[rank {os.environ.get('RANK', 0)}] {text}\n(the launcher cannot be told of it: {fault})")
+
+
+def _is_from_outside(error: BaseException) -> bool:
+    """See `LockstepError.from_outside`. torch's DistError is found by its name: a launcher does not import torch."""
+    if isinstance(error, LockstepError):
+        return error.from_outside
+    by_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return by_torch or isinstance(error, (Preempted, ConnectionError, TimeoutError))
 
 
 def _report_of(failure: ProcessFailure) -> dict[str, Any]:

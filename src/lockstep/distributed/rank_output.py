@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing import connection
 from typing import Any
 
+from lockstep.distributed import heartbeat
+
 _KEPT, _LONGEST_LINE = 100, 500
 _LATE_S = 0.2  # the rest of the output of ranks that have ended: their own children may hold the pipe open
 _PLACE = re.compile(r"block: \[[^]]*\], thread: \[[^]]*\]")
@@ -106,8 +108,17 @@ def _terminal() -> tuple[int, int]:
 
 
 def call_with_stderr(writer: connection.Connection[Any, Any], function: Callable[..., None], *arguments: Any) -> None:
-    """The main function of a rank: call `function(*arguments)` with `writer` as its stderr."""
+    """The main function of a rank: call `function(*arguments)` with `writer` as its stderr.
+
+    At the end without an error, the heartbeat says so: exit code 0 alone may come from `os._exit(0)` in a library.
+    """
     sys.stderr.flush()
     os.dup2(writer.fileno(), 2)
     writer.close()
-    function(*arguments)
+    try:
+        function(*arguments)
+    except SystemExit as end:  # as the command line ends
+        if not end.code:
+            heartbeat.own().enter(heartbeat.Phase.ENDED)
+        raise
+    heartbeat.own().enter(heartbeat.Phase.ENDED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Single:
         self.world, self.find_unused_parameters = world, find_unused_parameters
         self.must_warm_up = False
         self.must_check_used = not find_unused_parameters
+        self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
         self._looks_at_shapes = 4  # how often `sync_buffers` still looks: before the first step, and after it
         self._first_shapes: list[tuple[int, ...]] | None = None
@@ -53,6 +54,7 @@ class Single:
 
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
         self.forward = self.unwrapped = forward
+        self._parameters = dict(self.model.named_parameters())
 
     def rewrap(self) -> None:
         self.must_check_used = not self.find_unused_parameters
@@ -72,6 +74,8 @@ class Single:
         return []
 
     def check_all_used(self, losses: Losses) -> None:
+        self.check_kept()
+        _check_dense(losses, {id(parameter): name for name, parameter in self.model.named_parameters()})
         has_constants = any(not loss.requires_grad for loss in losses.values())  # see `zero_roots`
         unused = self._unused_parameters(losses)
         unused_on = self.world.all_sum([float(is_unused and not has_constants) for is_unused in unused.values()])
@@ -87,6 +91,19 @@ class Single:
             return []
         parameters = dict(self.model.named_parameters())
         return [parameters[name] for name, is_unused in self._unused_parameters(losses).items() if is_unused]
+
+    def changed_while_gathered(self) -> set[int]:
+        return set()
+
+    def check_kept(self) -> None:
+        if names := self._replaced():
+            raise TrainingError(
+                "code of the model or the loss puts new objects in the place of parameters. The optimizer does not "
+                f"have these objects, so they would never be trained: {listed(names)}",
+                where="Task.model",
+                remedy="change the values of the parameter (parameter.copy_ within torch.no_grad()), or compute a "
+                "tensor from it and use that; torch.nn.utils.parametrize does so at each access",
+            )
 
     def check_reduced(self) -> None:
         pass
@@ -146,6 +163,15 @@ class Single:
         for parameter in self.forward.parameters():
             parameter.grad = None
 
+    def _replaced(self) -> list[str]:
+        """Names of trainable parameters in whose place the model has other objects than the optimizer."""
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if name in now and now[name] is not parameter and (parameter.requires_grad or now[name].requires_grad)
+        ]
+
     def _unused_parameters(self, losses: Losses) -> dict[str, bool]:
         """For each trainable parameter: whether no loss depends on it."""
         used = leaves(losses)
@@ -166,7 +192,12 @@ def _check_no_float64(model: nn.Module) -> None:
 
 def leaves(losses: Losses) -> set[int]:
     """The identities (`id`) of the leaf tensors that `losses` depend on."""
-    ids: set[int] = set()
+    variables = (getattr(node, "variable", None) for node in _nodes(losses))
+    return {id(variable) for variable in variables if isinstance(variable, Tensor)}
+
+
+def _nodes(losses: Losses) -> Iterator[Any]:
+    """All nodes of the graph of `losses`, each of them once."""
     seen: set[Any] = set()
     pending = [loss.grad_fn for loss in losses.values()]
     while pending:
@@ -174,11 +205,30 @@ def leaves(losses: Losses) -> set[int]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            ids.add(id(variable))
+        yield node
         pending.extend(parent for parent, _ in node.next_functions)
-    return ids
+
+
+def _check_dense(losses: Losses, names: Mapping[int, str]) -> None:
+    """Raise where a parameter gets a sparse gradient by a function (`functional.embedding`, `gather`).
+
+    Args:
+        names: of the parameters, by identity.
+
+    Raises:
+        TrainingError: names the parameters.
+    """
+    found = []
+    for node in _nodes(losses):
+        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
+            parents = (getattr(parent, "variable", None) for parent, _ in node.next_functions)
+            found += [names.get(id(leaf), "a parameter") for leaf in parents if isinstance(leaf, Tensor)]
+    if found:
+        raise TrainingError(
+            f"{listed(sorted(set(found)), 5)} would have sparse gradients: most optimizers cannot use them",
+            where="Task.loss, Task.model",
+            remedy="call functional.embedding with sparse=False, gather with sparse_grad=False: they learn the same",
+        )
 
 
 def unused_error(names: Sequence[str], where: str, when: str = "") -> TrainingError:

@@ -243,6 +243,23 @@ class Strategy(Protocol):
         """
         ...
 
+    def changed_while_gathered(self) -> set[int]:
+        """`id` of the parameters whose `requires_grad` was changed on the tensor that stands for them in a pass.
+
+        Where parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
+        """
+        ...
+
+    def check_kept(self) -> None:
+        """Raise where the model has another object in the place of a parameter that was there when it was wrapped.
+
+        The optimizer has the first object, so the new one would never be trained.
+
+        Raises:
+            TrainingError: names the parameters.
+        """
+        ...
+
     def check_reduced(self) -> None:
         """After the last backward pass of a step: raise where the strategy still waits for gradients of this rank.
 

@@ -53,6 +53,31 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def gathered_parameters(module: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters of a module that `fully_shard` was applied to, each with the tensor it was last gathered into.
+
+    A parameter that was never gathered is left out. Parameters of modules within, to which `fully_shard` was applied,
+    are left out, too.
+    """
+    return [(p.sharded_param, p._unsharded_param) for p in _sharded(module) if hasattr(p, "_unsharded_param")]
+
+
+def sharded_places(module: Any) -> list[tuple[torch.nn.Module, str, tuple[Any, ...]]]:
+    """Of each parameter that FSDP gathers for `module`: the module that registers it, its name there, and the objects
+    that FSDP puts there, sharded or gathered."""
+    return [
+        (of._module_info.module, of._module_info.param_name, (of.sharded_param, getattr(of, "_unsharded_param", None)))
+        for of in _sharded(module)
+    ]
+
+
+def _sharded(module: Any) -> list[Any]:
+    """What FSDP keeps of each parameter that it gathers for `module`. Older versions of torch have one group."""
+    state = module._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [of for group in groups if group is not None for of in group.fsdp_params]
+
+
 class MainThread:
     """Whether Python's main thread executes Python code, or stays inside one call of a C function.
 

@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
+from lockstep import debugging
 from lockstep.distributed import preload
 
 MODULES = (
@@ -193,6 +194,8 @@ def _run(
     multiprocessing.current_process().name = "MainProcess"  # libraries take other names for helpers of a main process
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
+    if debugging.RANK in environment:
+        debugging.attach()
     try:
         function(*arguments)
     finally:

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep.debugging import is_in_debugger
 from lockstep.distributed import flight_recorder
 from lockstep.distributed.heartbeat import Heartbeat, Phase, is_orphan
 from lockstep.distributed.launch import report_failure
@@ -44,7 +45,8 @@ class Watchdog:
 
     In phases in which one piece of work may take long (building and compiling, evaluating, saving), a main thread that
     computes counts as alive for up to 6 timeouts: it uses the CPU, and it executes Python code. A thread that waits for
-    a GPU uses the CPU too, but stays inside one C function. In training, only batches count.
+    a GPU uses the CPU too, but stays inside one C function. In training, only batches count. A main thread that stands
+    in a debugger is alive in all phases.
 
     Args:
         store: a store that all ranks reach; None where there is only one rank.
@@ -88,7 +90,7 @@ class Watchdog:
                 if self.heartbeat.beats != self.beats:
                     self.beats, self.own_since = self.heartbeat.beats, now
                     self.worked_since = now
-                elif working and now - self.own_since < _LENIENCE * self.timeout_s:
+                elif (working and now - self.own_since < _LENIENCE * self.timeout_s) or is_in_debugger(self.main):
                     self.worked_since = now
                 try:
                     if self._is_hanging(now):

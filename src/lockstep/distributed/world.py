@@ -217,7 +217,7 @@ def _packed(value: Any) -> bytes:
 
 
 def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1) -> torch.device:
-    """The device of a local rank: `auto` takes CUDA where there is a GPU.
+    """The device of a local rank: `auto` takes CUDA where there is a GPU, and mps for a single rank on a Mac.
 
     Where a rank sees a single GPU, this is its GPU, whatever its number: a scheduler may show each rank its own GPU
     alone (srun --gpus-per-task=1). `join_world` checks that no other rank has the same GPU.
@@ -234,6 +234,8 @@ def pick_device(wanted: str, local_rank: int, local_size: int, *, size: int = 1)
     if wanted == "mps":
         return _mps(max(size, local_size))
     gpus = devices.gpus() if wanted != "cpu" else 0
+    if wanted == "auto" and not gpus and max(size, local_size) == 1 and devices.has_mps():
+        return _mps(1)
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
     if gpus == 0:
@@ -262,7 +264,7 @@ def _mps(ranks: int) -> torch.device:
             where="device=mps",
             remedy="use --nproc 1, or device=cpu",
         )
-    if not torch.backends.mps.is_available():
+    if not devices.has_mps():
         what = "this machine has no Metal device, or its macOS is too old for torch"
         if not torch.backends.mps.is_built():
             what = "this build of torch has no mps"

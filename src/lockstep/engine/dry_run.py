@@ -63,6 +63,7 @@ def look_at_losses(
     world: World,
     precision: Precision,
     must_run: bool,
+    allow_mean: bool = False,
 ) -> list[str]:
     """Check that all ranks read the same samples, and that the loss is a sum over its units, and not a mean.
 
@@ -72,12 +73,13 @@ def look_at_losses(
         forward: a `Forward`. All ranks call this with the same samples, so that they gather shards together.
         must_run: whether evaluations will call the loss in evaluation mode. If so, its exceptions are raised here.
             Otherwise they are left to the first step, which calls the loss in training mode.
+        allow_mean: whether a loss that is a mean is a warning, and no error.
 
     Returns:
-        a warning, where the loss is a mean or the samples change; else nothing.
+        a warning, where the samples change or such a loss is allowed; else nothing.
 
     Raises:
-        UsageError: the ranks have different samples.
+        UsageError: the ranks have different samples, or the loss is a mean.
     """
     indices = plan.indices(0)[0][: min(_SAMPLES, max(2, plan.micro_batch_at(0)))].tolist()
     if len(indices) < 2:
@@ -85,15 +87,20 @@ def look_at_losses(
     half = len(indices) // 2
     parts = read(loader, [indices, indices[:half], indices[half:]])  # the whole, then its halves
     remarks = same_samples.check_batch(parts[0], loader, what="training", where=_TRAINING_DATA, world=world)
-    return remarks + _look_at_sums(forward, plan, parts, precision=precision, must_run=must_run)
+    mean = _mean_losses(forward, plan, parts, precision=precision, must_run=must_run)
+    if mean is None:
+        return remarks
+    if not allow_mean:
+        raise mean
+    return [*remarks, f"WARNING: {mean.where}: {mean.what}: train.allow_mean_loss=true wants it so"]
 
 
-def _look_at_sums(
+def _mean_losses(
     forward: nn.Module, plan: StepPlan, parts: Sequence[MicroBatch], *, precision: Precision, must_run: bool
-) -> list[str]:
-    """A warning, where the loss is a mean. See `look_at_losses`; `parts` are some samples and their two halves."""
+) -> UsageError | None:
+    """The error, where the loss is a mean. See `look_at_losses`; `parts` are some samples and their two halves."""
     if any(part.filler for part in parts):  # no sample of a part can be read
-        return []
+        return None
     tensors: list[dict[str, Any]] = []
     try:
         for part in parts:
@@ -103,27 +110,29 @@ def _look_at_sums(
     except Exception:
         if must_run:
             raise
-        return []
+        return None
     values = [loss for by_head in tensors for loss in by_head.values()]
     if not values or not all(map(_is_number, values)):
-        return []  # the first step reports the fault
+        return None  # the first step reports the fault
     near = max(_NEAR[precision.name], *(4 * torch.finfo(loss.dtype).eps for loss in values))
     losses = [{head: float(loss) for head, loss in by_head.items()} for by_head in tensors]
     heads = [head for head in losses[0] if _is_mean(head, losses, parts, near=near)]
     if not heads:
-        return []
+        return None
     samples = plan.samples(0) / (plan.world * plan.count(0))
     share = samples * _units(parts[0], heads[0]) / parts[0].samples
     if share < 1.5:  # a micro-batch has about one unit, so its mean is its sum
-        return []
+        return None
     whole, first, second = (by_head[heads[0]] for by_head in losses)
     named = f", head{'s' * (len(heads) > 1)} {' and '.join(map(repr, heads))}," if len(losses[0]) > 1 else ""
-    return [
-        f"WARNING: Task.loss{named} returns a mean, not the SUM over its units: {parts[0].samples} samples give "
-        f"{whole:.4g}, and their two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the "
-        f"global batch, so this run trains with about 1/{share:.0f} of the gradient.\n"
-        "  remedy: return the sum (reduction='sum'), or the mean times its number of units"
-    ]
+    return UsageError(
+        f"it{named} returns a mean, not the SUM over its units: {parts[0].samples} samples give {whole:.4g}, and their "
+        f"two halves {first:.4g} and {second:.4g}. Lockstep divides the sum by the units of the global batch, so this "
+        f"run would train with about 1/{share:.0f} of the gradient",
+        where=f"Task.loss ({task_checks.line_of(forward.loss)})",
+        remedy="return the sum (reduction='sum'), or the mean times its number of units; for a loss that is meant as "
+        "it is: train.allow_mean_loss=true",
+    )
 
 
 class LookedAt(NamedTuple):
@@ -246,7 +255,9 @@ def _is_mean(head: str, losses: Sequence[Mapping[str, float]], parts: Sequence[M
         mean = (first * halves[0] + second * halves[1]) / (first + second)
         if abs(whole - mean) <= near * scale:
             return True
-    return False
+    # A mean with other weights, such as those of classes, lies between the means of the halves. Their sum is far away.
+    first, second = sorted(halves)
+    return first * second > 0 and first < whole < second
 
 
 def _is_number(loss: Any) -> bool:

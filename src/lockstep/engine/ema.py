@@ -11,23 +11,45 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
-class Ema:
-    """average = decay * average + (1 - decay) * parameter, after every update (Polyak and Juditsky 1992).
+def decay_at(update: int, decay: float) -> float:
+    """The decay of one update: min(decay, (1 + update) / (10 + update)).
 
-    The numbers are those of torch's `AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))`, bit for bit,
-    where parameters have 32 bits or more. Buffers are not averaged. Frozen parameters have averages too, so that
-    nothing needs to change when they begin to train.
+    With a constant decay, the weights at the start of the training have the share decay^n in the average after n
+    updates: 0.55 after 120 updates with 0.995. With this rule the share is 10! / ((n + 2) ... (n + 10)) while the rule
+    is below `decay`: less than 10^-6 from 20 updates on. So long, the average is over about the last ninth of the
+    updates, however many these are.
+
+    Source: `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`. The part below `decay` is the
+    polynomial-decay averaging of Shamir and Zhang 2013, arXiv:1212.1824, with their eta = 8 and T = update + 2.
+
+    Args:
+        update: number of the update, from 1. It counts from the start of the training, so that a run that goes on has
+            the decays of a run that was never stopped.
+        decay: the largest decay, in [0, 1].
+    """
+    return min(decay, (1 + update) / (10 + update))
+
+
+class Ema:
+    """average = d * average + (1 - d) * parameter, after every update n (Polyak and Juditsky 1992), with
+    d = min(decay, (1 + n) / (10 + n)); see `decay_at`.
+
+    Each update has the numbers of torch's `get_ema_multi_avg_fn(d)`, bit for bit, where parameters have 32 bits or
+    more. Buffers are not averaged. Frozen parameters have averages too, so that nothing needs to change when they begin
+    to train.
 
     Args:
         model: already wrapped, if it will be wrapped: the averages keep its parameter objects.
-        decay: in [0, 1].
+        decay: the largest decay, in [0, 1].
 
     Raises:
         ValueError: `decay` is outside [0, 1].
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay is {decay}; use a number from 0 to 1")
+        self.decay = decay
         self._parameters = dict(model.named_parameters())
         self.tensors: dict[str, Tensor] = {}
         """Averages by name of the parameter, on its device, without gradient; tied parameters once. They have the
@@ -42,16 +64,21 @@ class Ema:
             groups.setdefault((name,) if narrow else (type(average), average.device, dtype), []).append(name)
         self._groups = list(groups.values())
 
-    def update(self) -> None:
-        """Add the current parameters to the averages. Call it after each applied update. Does not wait."""
+    def update(self, number: int) -> None:
+        """Add the current parameters to the averages. Call it after each applied update. Does not wait.
+
+        Args:
+            number: of the update, from 1, since the start of the training.
+        """
         if self._inside:
             raise RuntimeError("Ema.update inside Ema.applied: the parameters hold the averages")
+        add = get_ema_multi_avg_fn(decay_at(number, self.decay))  # type: ignore[no-untyped-call]
         for names in self._groups:
             averages = [self.tensors[name] for name in names]
             current = [
                 self._parameters[name].detach().to(average.dtype) for name, average in zip(names, averages, strict=True)
             ]
-            self._average(averages, current, 0)  # an exponential average ignores the count
+            add(averages, current, 0)  # an exponential average ignores the count
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None, None, None]:

@@ -14,6 +14,11 @@ from torch import nn
 from lockstep.errors import UsageError, did_you_mean
 
 _FUSED = ("Adam", "AdamW")  # fused without being asked; for the other optimizers, torch calls its kernels new
+_REFUSED = {
+    "LBFGS": "it computes the loss several times in an update, by a closure, and a step of Lockstep computes it once",
+    "SparseAdam": "it takes sparse gradients only, and gradients are dense here",
+}
+"""Classes of torch.optim, and why they cannot train."""
 _WAYS = (
     "differentiable",
     "capturable",
@@ -189,13 +194,16 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     known = _optimizer_classes()
     if name in known:
         return known[name]
+    if name in _REFUSED:
+        remedy = f"use another optimizer: {', '.join(sorted(known))}"
+        raise UsageError(f"{name} cannot train here: {_REFUSED[name]}", where="optim.name", remedy=remedy)
     remedy = f"{did_you_mean(name, known)}There are: {', '.join(sorted(known))}"
     raise UsageError(f"torch.optim has no {name!r}", where="optim.name", remedy=remedy)
 
 
 def _optimizer_classes() -> dict[str, type[torch.optim.Optimizer]]:
     known = {n: k for n, k in vars(torch.optim).items() if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)}
-    for name in ("Optimizer", "LBFGS", "SparseAdam"):  # the base class; needs a closure; needs sparse gradients
+    for name in ("Optimizer", *_REFUSED):
         known.pop(name, None)
     return known
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import random
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import chain, count, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,13 +19,23 @@ from torch import Tensor, nn
 _KNOWN = ("torch", "transformers", "peft", "lockstep")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _SHOWN = 5
+_ELEMENTS = 4096
+"""Values in an attribute that are looked at, however they are nested; of more, only the lengths count."""
+_BYTES = 1 << 30
+"""Bytes of tensors and arrays in all attributes that are looked at; of more, only the shapes count."""
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+_ON_FIRST_USE = ("bool", "non-persistent buffer")
+"""What counts as changed from its value before the first step; all else from its value after the first step."""
 
 
 class OutsideState:
     """Looks at a model and its task three times: before the first step of a process, after it and after the second.
 
-    A buffer that is not saved is named if it has changed at all. A number or tensor in an attribute is named if it
-    changed in the second step, because many models note the size of their first batch; a flag, if it has changed.
+    A buffer that is not saved is named if it has changed at all, and so is a flag in an attribute. Other values in
+    attributes are named if they changed in the second step, because many models keep the size of their first batch or
+    fill a cache with it: numbers, texts, tensors, arrays, containers of these, random generators, and modules that are
+    no part of the model.
 
     Args:
         task: whose attributes are looked at, too.
@@ -33,14 +49,19 @@ class OutsideState:
         """Remember the values as they are now."""
         self.seen.append({name: (kind, value) for name, kind, value in self._values()})
 
-    def warnings(self) -> list[str]:
-        """A warning, where state changed that no checkpoint holds."""
+    def changed(self) -> list[str]:
+        """What changed and no checkpoint holds: names with kinds, such as `encoder.counts (list)`."""
         before, first, second = self.seen
         found = []
         for name, (kind, value) in second.items():
-            since = first if kind in ("int", "float", "tensor") else before
+            since = before if kind in _ON_FIRST_USE else first
             if name in since and since[name][0] == kind and since[name][1] != value:
                 found.append(f"{name} ({kind})")
+        return found
+
+    def warnings(self) -> list[str]:
+        """A warning, where state changed that no checkpoint holds."""
+        found = self.changed()
         if not found:
             return []
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
@@ -51,6 +72,7 @@ class OutsideState:
         ]
 
     def _values(self) -> Iterator[tuple[str, str, object]]:
+        look = _Look(self.model)
         for prefix, module in self.model.named_modules():
             dot = f"{prefix}." if prefix else ""
             for key in module._non_persistent_buffers_set:
@@ -58,19 +80,93 @@ class OutsideState:
                     yield f"{dot}{key}", "non-persistent buffer", _digest(buffer)
             keeps_more = type(module).get_extra_state is not nn.Module.get_extra_state
             if not _is_known(module) and not keeps_more:
-                yield from _attributes(dot, module)
+                yield from _attributes(dot, module, look)
         if not _is_known(self.task):
-            yield from _attributes("Task.", self.task)
+            yield from _attributes("Task.", self.task, look)
 
 
-def _attributes(prefix: str, owner: object) -> Iterator[tuple[str, str, object]]:
-    for key, value in getattr(owner, "__dict__", {}).items():
-        if key in _OF_TORCH:
-            continue
-        if isinstance(value, bool | int | float):
-            yield f"{prefix}{key}", type(value).__name__, repr(value)
-        elif _is_readable(value) and not value.requires_grad:  # otherwise it is an activation that is looked at
-            yield f"{prefix}{key}", "tensor", _digest(value)
+def _attributes(prefix: str, owner: object, look: _Look) -> Iterator[tuple[str, str, object]]:
+    for key, value in list(getattr(owner, "__dict__", {}).items()):
+        if key not in _OF_TORCH and (kind := _kind(value)):
+            with contextlib.suppress(Exception):  # a thread of the user changes it, or it is an activation
+                yield f"{prefix}{key}", kind, look.at_attribute(value)
+
+
+def _kind(value: object) -> str:
+    """What a warning calls a value. Empty: values of this type are not looked at."""
+    if isinstance(value, bool | int | float | complex | str | bytes):
+        return type(value).__name__
+    if isinstance(value, Tensor):  # with requires_grad it is an activation that is looked at
+        return "tensor" if _is_readable(value) and not value.requires_grad else ""
+    if isinstance(value, np.ndarray):
+        return "NumPy array" if not isinstance(value, np.memmap) else ""
+    if isinstance(value, _CONTAINERS):
+        return type(value).__name__
+    if isinstance(value, nn.Module):
+        return "module that is no part of the model"
+    if isinstance(value, _GENERATORS):
+        return "random generator"
+    return "counter" if isinstance(value, count) else ""
+
+
+class _Look:
+    """One look at the attributes of a model and its task, at a bounded cost. What is in the model is left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own = {id(part) for parts in (model.modules(), model.parameters(), model.buffers()) for part in parts}
+        self.elements, self.bytes = _ELEMENTS, _BYTES
+
+    def at_attribute(self, value: Any) -> object:
+        """Something that differs where the value of an attribute differs.
+
+        Raises:
+            ValueError: it holds activations, which come and go with each batch.
+        """
+        self.elements = _ELEMENTS
+        return self._at(value)
+
+    def _at(self, value: Any) -> object:
+        """Of values that are not looked at, it is their type."""
+        self.elements -= 1
+        if id(value) in self.own:
+            return type(value)
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None:
+                raise ValueError("an activation")
+            return self._tensor(value.data) if _is_readable(value.data) else type(value)
+        if isinstance(value, np.ndarray) and not isinstance(value, np.memmap):
+            return self._array(value)
+        if isinstance(value, _CONTAINERS):
+            return self._container(value)
+        if isinstance(value, nn.Module):
+            named = {**dict(value.named_parameters()), **dict(value.named_buffers())}
+            return [(name, self._at(tensor)) for name, tensor in named.items()]
+        if isinstance(value, torch.Generator):
+            return self._tensor(value.get_state())
+        if isinstance(value, _GENERATORS):
+            return zlib.crc32(pickle.dumps(value))
+        if isinstance(value, str | bytes):
+            return hash(value)
+        return repr(value) if isinstance(value, bool | int | float | complex | np.generic | count) else type(value)
+
+    def _container(self, value: Any) -> object:
+        parts: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, dict) else value
+        looked = [self._at(part) for part in takewhile(lambda _: self.elements > 0, parts)]
+        if isinstance(value, set | frozenset):  # equal sets may have another order
+            return len(value), sorted(map(repr, looked)) if self.elements > 0 else None
+        return len(value), looked
+
+    def _tensor(self, tensor: Tensor) -> object:
+        values = tensor.flatten()[: self.bytes // tensor.element_size()]
+        self.bytes -= values.nbytes
+        return tuple(tensor.shape), _digest(values)
+
+    def _array(self, array: np.ndarray) -> object:
+        if array.dtype.hasobject:
+            return array.shape, self._container(array.ravel().tolist())
+        values = array.ravel()[: self.bytes // max(1, array.itemsize)]
+        self.bytes -= values.nbytes
+        return array.shape, array.dtype.str, zlib.crc32(values.tobytes())
 
 
 def _is_known(owner: object) -> bool:

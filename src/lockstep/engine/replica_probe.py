@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
 from lockstep.data.tensors import map_tensors, moved, moves_itself
+from lockstep.devices import determinism
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.strategy import Strategy
 from lockstep.engine.digest import digest
@@ -29,6 +31,7 @@ RankLosses = dict[str, str]
 """The losses of a batch on one rank by head, as exact hexadecimal numbers."""
 
 _SHOWN = 8  # ranks in an error
+_OF_BUFFERS = ("model", "buffer")  # how names of buffers begin in `tensors_of_state`
 
 
 def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
@@ -123,6 +126,7 @@ def losses_of_one_batch(state: TrainState, batch: Any) -> list[RankLosses]:
     state.strategy.sync_buffers()
     compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in state.forward.modules())
     with (
+        determinism.same_convolutions(),  # with compute.cudnn_benchmark, each rank measures and chooses for itself
         state.strategy.inference() as forward,
         without_trace(forward, world, compiled, "probe"),
         state.precision.autocast(),
@@ -147,8 +151,9 @@ def other_losses(losses: Sequence[RankLosses]) -> tuple[str, str] | None:
 class ReplicaProbe:
     """Compares the ranks every few steps and before each save, and ends the training where they differ.
 
-    Buffers that forward passes change are left out of the digests: each rank changes its own, and all get those of
-    rank 0 before they are used again.
+    Buffers that forward passes change may differ: each rank changes its own, and all get those of rank 0 before they
+    are used again. torch counts most changes. Of the others (`buffer.data`) the values tell: what has changed since the
+    last comparison on several ranks is no damage of one rank.
 
     Args:
         state: of the training.
@@ -159,8 +164,10 @@ class ReplicaProbe:
     def __init__(self, state: TrainState, every: int, tell: Callable[[str], None] = lambda text: None) -> None:
         self.state, self.every, self.tell = state, every, tell
         self._changing = _ChangingBuffers(state.strategy)
+        self._buffers = self._digests_of_buffers()
         self._micro_batch: MicroBatch | None = None
         self._compares_losses = True
+        self._has_repeated = False
         self._compared_at = state.step
 
     def due(self) -> bool:
@@ -189,14 +196,17 @@ class ReplicaProbe:
             return
         losses = self._losses()
         found = other_losses(losses)
-        if found is None:
+        if found is None and self._has_repeated:
             return
+        self._has_repeated = True
         if self._losses() != losses:  # the same lists on all ranks, so all go on alike
             self._compares_losses = False
             self.tell(
                 f"warning: after step {self.state.step}, the loss of one batch changes when it is computed again: the "
                 "model or its kernels are not deterministic. From here on, only the states of the ranks are compared"
             )
+            return
+        if found is None:
             return
         head, who = found
         shown = ", ".join(f"rank {rank}: {float.fromhex(own[head]):.17g}" for rank, own in enumerate(losses[:_SHOWN]))
@@ -217,12 +227,18 @@ class ReplicaProbe:
         state, world = self.state, self.state.world
         left_out = self._changing.names()
         digests = digests_of({name: value for name, value in tensors_of_state(state).items() if name not in left_out})
+        before, self._buffers = self._buffers, self._digests_of_buffers()
         if not state.strategy.is_sharded:  # one number of each rank tells that all is well
             total = zlib.crc32(repr(sorted(digests.items())).encode())
             if len(set(world.broadcast(world.gather(total)))) == 1:
                 return
-        by_rank = world.gather(digests)
-        found = world.broadcast(differing(by_rank) if by_rank is not None else None)
+        changed = {name for name, now in self._buffers.items() if before.get(name) != now}
+        by_rank = world.gather((digests, changed))
+        found: list[Difference] = []
+        if by_rank is not None:
+            counts = Counter(name for _, names in by_rank for name in names)
+            found = [one for one in differing([of_rank for of_rank, _ in by_rank]) if counts[one.name] < 2]
+        found = world.broadcast(found)
         if found:
             more = f", and in {len(found) - 1} more tensors" if len(found) > 1 else ""
             raise self._error(
@@ -230,6 +246,10 @@ class ReplicaProbe:
                 "look for code that changes the model or the optimizer on some ranks, and for a defective device or "
                 "memory of the rank that differs",
             )
+
+    def _digests_of_buffers(self) -> StateDigests:
+        model = self.state.strategy.model
+        return digests_of({f"{kind}.{name}": buffer for name, buffer in model.named_buffers() for kind in _OF_BUFFERS})
 
     def _error(self, what: str, remedy: str) -> TrainingError:
         where = f"step {self.state.step}, train.probe_every={self.every}"
@@ -256,7 +276,7 @@ class _ChangingBuffers:
 
     def names(self) -> Collection[str]:
         """The names in `tensors_of_state` of the buffers that change."""
-        return {f"{kind}.{name}" for kind in ("model", "buffer") for name in self.found}
+        return {f"{kind}.{name}" for kind in _OF_BUFFERS for name in self.found}
 
     def _begin(self, *_: Any) -> None:
         self._before = {name: (buffer, buffer._version) for name, buffer in self.model.named_buffers()}

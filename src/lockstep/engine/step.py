@@ -113,12 +113,13 @@ class TrainState:
         Raises:
             TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
         """
-        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad]
-        if not unfrozen and all(p.requires_grad for p in self.parameters):
+        in_pass = self.strategy.changed_while_gathered()
+        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass]
+        if not unfrozen and not in_pass and all(p.requires_grad for p in self.parameters):
             return
         changed = {
             "unfrozen": unfrozen,
-            "frozen": [name for name, p in self.trainable.items() if not p.requires_grad],
+            "frozen": [name for name, p in self.trainable.items() if not p.requires_grad or id(p) in in_pass],
         }
         shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)
         raise TrainingError(
@@ -241,7 +242,7 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
         state.skipped += not result.applied
         if state.averages is not None and result.applied:
-            state.averages.update()
+            state.averages.update(state.step - state.skipped)
     return result
 
 

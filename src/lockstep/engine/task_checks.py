@@ -71,6 +71,12 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
     return found if len(found) else None, update
 
 
+def line_of(method: Any) -> str:
+    """File and line where a method of a task begins; its name, where that is not known."""
+    code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else str(method)
+
+
 def coefficients(task: Task) -> dict[str, float]:
     """The attribute `coefficients` of a task, as a dict.
 

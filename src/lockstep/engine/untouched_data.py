@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,16 @@ _SAMPLES = 8
 _CONTROLS = 16
 
 
-def check(loader: Loader, indices: Sequence[int]) -> list[str]:
+def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[str]:
     """Read some samples as batches do, and look whether the data set then gives other samples.
 
     A data set whose samples are new objects at each read cannot be changed so, and one sample of it is read. The
-    samples are read in another process where the loader has workers, which must not inherit files.
+    samples are read in another process where the loader has workers, which must not inherit files. A change is
+    harmless where the batch stays the same, such as tokens that `prepare` keeps in its sample.
+
+    Args:
+        indices: of samples; the first 8 are read.
+        last_epoch: the last epoch of the training, from 0. Samples are prepared for this epoch and for epoch 0.
 
     Returns:
         a warning, where a sample is another one at the second read, though all generators are seeded alike.
@@ -40,7 +46,7 @@ def check(loader: Loader, indices: Sequence[int]) -> list[str]:
 
     def make() -> DataLoader[Any]:
         return DataLoader(
-            _Reads(micro_batches),
+            _Reads(micro_batches, sorted({0, last_epoch})),
             batch_size=None,
             sampler=[tuple(indices[:_SAMPLES])],
             num_workers=int(loader.workers > 0),
@@ -72,16 +78,15 @@ def watched(loader: Loader, index: int) -> Iterator[None]:
         UsageError: they did.
     """
     look = _Reads(loader.micro_batches)
-    before = ""
+    before: set[str] = set()
     if not loader.workers and loader.micro_batches.collates:
         with contextlib.suppress(Exception), restored_generators(loader.device):
-            first, again = look.digest(index), look.digest(index)
-            before = first if first == again else ""
+            before = {look.digest_when_used(index) for _ in range(2)}
     yield
-    if before:
+    if len(before) == 1:
         with restored_generators(loader.device):
-            after = look.digest(index)
-        if after != before:
+            after = look.digest_when_used(index)
+        if after not in before:
             raise _refusal(loader.micro_batches, Changed(index, "loss"))
 
 
@@ -112,9 +117,9 @@ class Changed:
 class _Reads(Dataset[Changed | None]):
     """What is found out about some samples, by their indices."""
 
-    def __init__(self, micro_batches: MicroBatches) -> None:
+    def __init__(self, micro_batches: MicroBatches, epochs: Sequence[int] = (0,)) -> None:
         self.files = ExecutedFiles()  # comes before objects of the classes in them
-        self.micro_batches = micro_batches
+        self.micro_batches, self.epochs = micro_batches, epochs
 
     def __getitem__(self, indices: tuple[int, ...]) -> Changed | None:
         with contextlib.suppress(Exception):  # the loader decides what an unreadable sample means
@@ -133,19 +138,58 @@ class _Reads(Dataset[Changed | None]):
                 return Changed(index, None)
             if own.isdisjoint(_memory(again)):
                 return None
-            if changed := self._use(index, again, before):
+            if changed := self._use(index, before):
                 return changed
         return None
 
-    def _use(self, index: int, sample: Any, before: str) -> Changed | None:
-        """Prepare and collate a sample, and read it again."""
-        one = self.micro_batches
-        seed_all(derive_seed(one.seed, 0, index))
-        for method in ("prepare", "collate"):
-            sample = one.task.prepare(sample, 0, one.training) if method == "prepare" else one.task.collate([sample])
-            if self.digest(index) != before:
-                return Changed(index, method if self._has_own(method) and self._repeats(index) else None)
+    def _use(self, index: int, before: str) -> Changed | None:
+        """Prepare and collate a sample for each epoch, and read it again."""
+        one, unused = self.micro_batches, None
+        with contextlib.suppress(Exception):
+            unused = copy.deepcopy(self._read(index))
+        for epoch in self.epochs:
+            value = self._read(index)
+            for method in ("prepare", "collate"):
+                value = self._prepared(index, epoch, value) if method == "prepare" else one.task.collate([value])
+                if (after := self.digest(index)) == before:
+                    continue
+                if not self._has_own(method) or not self._repeats(index):
+                    return Changed(index, None)
+                if unused is None or not self._is_harmless(index, unused):
+                    return Changed(index, method)
+                before = after
         return None
+
+    def _prepared(self, index: int, epoch: int, sample: Any) -> Any:
+        one = self.micro_batches
+        seed_all(derive_seed(one.seed, epoch, index))
+        return one.task.prepare(sample, epoch, one.training)
+
+    def _is_harmless(self, index: int, unused: Any) -> bool:
+        """Whether a sample that was used before gives the same batches as an unused copy of it, in each epoch.
+
+        The batches have an unused copy of the sample beside it, before and after it.
+        """
+        epochs = {*self.epochs, 1} if self.micro_batches.training else self.epochs  # a training may be made longer
+
+        def batch(epoch: int, sample: Any, place: int) -> str | None:
+            samples = [copy.deepcopy(unused)]
+            samples.insert(place, sample)
+            return self.batch(index, epoch, samples)
+
+        return all(
+            (first := batch(epoch, copy.deepcopy(unused), place)) is not None
+            and batch(epoch, self._read(index), place) == first
+            for epoch in epochs
+            for place in (0, 1, 0)
+        )
+
+    def batch(self, index: int, epoch: int, samples: Sequence[Any]) -> str | None:
+        """The digest of a batch of raw samples, all of them of this index. None: it cannot be compared."""
+        task, prepared = self.micro_batches.task, [self._prepared(index, epoch, sample) for sample in samples]
+        seed_all(derive_seed(self.micro_batches.seed, epoch, index))
+        batch = task.collate(prepared)
+        return digest_of_sample(batch) if _is_comparable(batch) else None
 
     def _has_own(self, method: str) -> bool:
         """Without a method of its own, the task has changed nothing: the data set reads other samples by itself."""
@@ -154,6 +198,10 @@ class _Reads(Dataset[Changed | None]):
     def _repeats(self, index: int) -> bool:
         """Read a sample several times more. It would differ again where the data set draws its samples."""
         return len({self.digest(index) for _ in range(_CONTROLS)}) == 1
+
+    def digest_when_used(self, index: int) -> str:
+        """The digest of a batch of one sample, or that of the raw sample, where batches cannot be compared."""
+        return self.batch(index, 0, [self._read(index)]) or self.digest(index)
 
     def digest(self, index: int) -> str:
         """The digest of a raw sample."""
@@ -178,6 +226,18 @@ def _memory(value: Any) -> Iterator[int]:
             yield id(value)
         for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
             yield from _memory(item)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether `digest_of_sample` takes all that is in a value, and not only the names of types."""
+    if isinstance(value, Mapping):
+        return all(map(_is_comparable, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_comparable, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return all(_is_comparable(getattr(value, field.name)) for field in fields(value))
+    known = isinstance(value, Tensor | np.ndarray | np.generic | str | bytes | int | float | complex | None)
+    return known or (hasattr(value, "tobytes") and hasattr(value, "size"))
 
 
 def _identity(value: Any) -> Any:

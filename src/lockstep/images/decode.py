@@ -148,6 +148,27 @@ def _has_app1(data: bytes) -> bool:
     return True  # an unusual file; PIL will know
 
 
+# ---- HEIC by pillow-heif
+
+
+@functools.cache
+def reads_heif() -> bool:
+    """Whether HEIC and HEIF files can be read: `pillow-heif` is installed. PIL then opens them."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+def _needs_heif(data: bytes) -> bool:
+    """Whether PIL cannot read the file without pillow-heif: brands of HEVC, ISO/IEC 23008-12, annex B."""
+    if data[4:8] != b"ftyp" or reads_heif():
+        return False
+    return data[8:12] in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
+
+
 # ---- everything by PIL
 
 
@@ -161,6 +182,9 @@ def opened(data: bytes, where: str) -> Iterator[PILImage.Image]:
 
     if not data:
         raise DataError("the file is empty", where=where or None, remedy=_REPAIR)
+    if _needs_heif(data):
+        remedy = f"pip install 'torch-lockstep[heic]', or save it as JPEG, or {SKIP}"
+        raise DataError("this is a HEIC picture, which needs pillow-heif", where=where or None, remedy=remedy)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

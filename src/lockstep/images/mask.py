@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from PIL import Image as PILImage
 
 Array = npt.NDArray[Any]
+MaskKind = Literal["palette", "grey", "color"]
+"""Whether mask files have ids with a palette, ids as grey values, or colours."""
 
 _LOSSY = ("JPEG", "MPO", "WEBP")
 _INTEGERS = ("L", "P", "1", "I", "I;16", "I;16B", "I;16L", "I;16N")
@@ -63,6 +67,40 @@ def decode_mask(data: bytes, *, where: str = "") -> MaskValues:
             raise DataError(what, where=where or None, remedy="save the mask as PNG, from the original values")
         image.load()
         return MaskValues(turned(_values(image, data, where), orientation_of(image)), _palette(image))
+
+
+def encode_mask(
+    classes: Array, kind: MaskKind, *, ids: Sequence[int], colors: Sequence[Sequence[int]]
+) -> tuple[str, bytes]:
+    """A mask file of class numbers, in values that `decode_mask` gives back.
+
+    `palette` and `grey` write ids, `color` writes colours. Ids above 255 are grey with 16 bits, without a palette; ids
+    above 65535 are grey with 32 bits.
+
+    Args:
+        classes: class numbers, (height, width).
+        ids: the id of each class, from 0 on.
+        colors: (red, green, blue) of each class.
+
+    Returns:
+        the suffix of the file (`.png`; `.tiff` for 32 bits), and its content.
+    """
+    from PIL import Image
+
+    most = max(ids)
+    if kind == "color":
+        image = Image.fromarray(np.array(colors, dtype=np.uint8)[classes])
+    else:
+        dtype = np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.int32
+        image = Image.fromarray(np.array(ids, dtype=dtype)[classes])
+        if kind == "palette" and most < 1 << 8:
+            palette = np.zeros((256, 3), dtype=np.uint8)
+            palette[list(ids)] = colors
+            image.putpalette(palette.reshape(-1).tolist())
+    suffix, form = (".tiff", "TIFF") if kind != "color" and most >= 1 << 16 else (".png", "PNG")
+    file = io.BytesIO()
+    image.save(file, form)
+    return suffix, file.getvalue()
 
 
 def _values(image: PILImage.Image, data: bytes, where: str) -> Array:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from lockstep.config_section import Section
 
 Interpolation = Literal["bilinear", "bicubic"]
+Crop = Literal["random_resized", "scale_jitter", "shift", "resize", "fit"]
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -77,7 +78,7 @@ class AugmentOptions(Section):
 
     alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("randaugment", "trivialaugment"),)
 
-    crop: Literal["random_resized", "scale_jitter", "shift", "resize", "fit"] = "random_resized"
+    crop: Crop = "random_resized"
     """`random_resized`: a part of random area and shape is resized (Szegedy et al., arXiv:1409.4842).
     `scale_jitter`: the picture keeps its shape, is scaled at random, and cut or padded at a random place (large scale
     jittering of Ghiasi et al., arXiv:2012.07177). `shift`: the whole picture is resized and moved by up to `shift`

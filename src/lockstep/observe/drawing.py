@@ -1,4 +1,4 @@
-"""Draws for people: sheets of pictures with captions, masks in colour, boxes, legends, curves and confusion matrices.
+"""Draws for people: sheets of pictures with captions, masks in colour, boxes and legends. `diagrams` has curves.
 
 It uses Pillow only, with Pillow's own font.
 """
@@ -6,9 +6,8 @@ It uses Pillow only, with Pillow's own font.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,20 @@ Picture = npt.NDArray[np.uint8]
 
 _COMPRESSION = 4  # of 9
 _SIDE = 160  # pixels of the longer side of a picture on a sheet, where nobody wishes another
+_TALLER = 1.25  # times the median height: the most of a picture on a sheet
 _GAP = 8
+_TEXT = 12  # size of texts
 _LINE = 14  # pixels from a line of text to the next
 _MOST_LINES = 5  # of a caption
 _SMALL_TEXT, _SMALL_LINE = 10, 12  # size of texts at boxes, and pixels that a line of it needs
+_LINES_IN_SIDE = 200  # the longer side of a picture, in widths of the lines of boxes
+_USUAL_SIDE = 800  # pixels of the longer side up to which texts have their usual size
 _SEEN = 170  # of 255: how much the ground of a text at a box hides
 _INK, _PAPER = (20, 20, 20), (255, 255, 255)
-_MOST_NAMES, _MOST_NUMBERS, _MOST_CLASSES = 60, 20, 2000  # classes of a matrix that has names, has numbers, is drawn
-_NAME_WIDTH = 110  # pixels of a class name beside a matrix
 _NARROW = 4  # pixels between pictures that belong together
-_GREY, _PALE, _RED = (128, 128, 128), (225, 225, 225), (230, 25, 25)
+_DARK = 40  # a colour whose parts are all smaller is nearly black; whose parts are all larger than 255 - 40, white
+_NEAR = 60  # sum of the differences of red, green and blue, below which colours look alike
+_GREY, _RED = (128, 128, 128), (230, 25, 25)
 _GOLDEN = 0.6180339887  # the golden section: its multiples divide a circle evenly
 
 
@@ -60,6 +63,9 @@ def sheet(
 ) -> Picture:
     """Pictures side by side, row by row, with their captions below. Small pictures are enlarged, large ones reduced.
 
+    A row is as tall as its tallest picture. A picture that is taller than most is reduced, so that it fits beside the
+    others: to 1.25 times the median height.
+
     Args:
         pictures: arrays of uint8 (height, width, 3), of any sizes.
         captions: a text for each picture, of up to five lines. Longer lines are cut.
@@ -73,22 +79,28 @@ def sheet(
     from PIL import Image, ImageDraw
 
     tiles = [_tile(picture, side) for picture in pictures]
+    if tiles:
+        tallest = max(min(side, _SIDE), round(_TALLER * float(np.median([tile.height for tile in tiles]))))
+        tiles = [_at_most(tile, tallest) for tile in tiles]
     texts = [caption.splitlines()[:_MOST_LINES] for caption in captions]
-    lines = max((len(text) for text in texts), default=0)
     wide = max([min(side, _SIDE), *(tile.width for tile in tiles)])
-    tall = max((tile.height for tile in tiles), default=0)
     while width is not None and columns > 1 and columns * (wide + _GAP) > width:
         columns //= 2
-    rows = -(-len(tiles) // columns)
-    across, down = wide + _GAP, tall + _GAP + lines * _LINE
-    page = Image.new("RGB", (min(columns, len(tiles)) * across + _GAP, rows * down + _GAP), _PAPER)
-    draw, font = ImageDraw.Draw(page), _font()
-    for number, (tile, text) in enumerate(zip(tiles, texts, strict=True)):
-        row, column = divmod(number, columns)
-        left, top = _GAP + column * across, _GAP + row * down
-        page.paste(tile, (left + (wide - tile.width) // 2, top + (tall - tile.height) // 2))
-        for place, line in enumerate(text):
-            draw.text((left, top + tall + 1 + place * _LINE), _fitted(line, wide, font), fill=_INK, font=font)
+    rows = [range(begin, min(begin + columns, len(tiles))) for begin in range(0, len(tiles), columns)]
+    heights = [max(tiles[number].height for number in row) for row in rows]
+    downs = [
+        tall + _GAP + _LINE * max(len(texts[number]) for number in row) for row, tall in zip(rows, heights, strict=True)
+    ]
+    across = wide + _GAP
+    page = Image.new("RGB", (min(columns, len(tiles)) * across + _GAP, sum(downs) + _GAP), _PAPER)
+    draw, font, top = ImageDraw.Draw(page), font_of(), _GAP
+    for row, tall, down in zip(rows, heights, downs, strict=True):
+        for column, number in enumerate(row):
+            tile, left = tiles[number], _GAP + column * across
+            page.paste(tile, (left + (wide - tile.width) // 2, top + (tall - tile.height) // 2))
+            for place, line in enumerate(texts[number]):
+                draw.text((left, top + tall + 1 + place * _LINE), fitted(line, wide, font), fill=_INK, font=font)
+        top += down
     return np.asarray(page)
 
 
@@ -109,7 +121,7 @@ def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Pict
 
     Args:
         image: uint8 (height, width, channels) with 1 or 3 channels, or (height, width).
-        mask: class numbers (height, width). Negative numbers are ignored pixels: they are white.
+        mask: class numbers (height, width). Negative numbers are ignored pixels: they are hatched in grey.
         colors: uint8 (classes, 3), by class number.
         alpha: the share of the mask's colour in a pixel. 1: the mask alone.
 
@@ -122,9 +134,48 @@ def colored_mask(image: Any, mask: Any, colors: Any, alpha: float = 0.5) -> Pict
         raise ValueError(f"a mask of shape {numbers.shape} for a picture of shape {pixels.shape[:2]}")
     if numbers.size and numbers.max() >= len(table):
         raise ValueError(f"the mask has the class {numbers.max()}, but there are {len(table)} colours")
-    table = np.concatenate([table, np.full((1, 3), 255, dtype=np.float32)])
-    painted = table[np.where(numbers < 0, len(table) - 1, numbers)]
+    ignored = numbers < 0
+    painted = np.concatenate([table, np.zeros((1, 3), dtype=np.float32)])[np.where(ignored, len(table), numbers)]
+    if ignored.any():
+        painted[ignored] = _hatched(*numbers.shape)[ignored]
     return (pixels * (1 - alpha) + painted * alpha).round().astype(np.uint8)
+
+
+def _hatched(height: int, width: int) -> npt.NDArray[np.float32]:
+    """Grey and white diagonals: (height, width, 3). They are wider in large pictures."""
+    step = max(2, round(4 * scale_of(max(height, width))))
+    stripe = (np.add.outer(np.arange(height), np.arange(width)) // step) % 2
+    grey: npt.NDArray[np.float32] = np.where(stripe, 255.0, 96.0).astype(np.float32)
+    return np.repeat(grey[..., None], 3, axis=2)
+
+
+def distinct(colors: Any) -> npt.NDArray[np.uint8]:
+    """Colours of classes that can be told apart in a drawing: uint8 (classes, 3).
+
+    A colour stays if it is neither nearly black, which darkens a picture like no class at all, nor nearly white, nor
+    near to the colour of an earlier class. The first black becomes grey. Others get the next free colour of `palette`.
+
+    Args:
+        colors: (classes, 3), as people gave them.
+    """
+    found = np.asarray(colors, dtype=np.int64).reshape(-1, 3).copy()
+    spare = np.concatenate([[_GREY], palette(2 * len(found) + 16)]).astype(np.int64)
+    nearest = np.full(len(spare), 3 * 255)  # from each spare colour to the nearest colour in use
+    changed: list[int] = []
+    for place, color in enumerate(found):
+        earlier = np.delete(found[:place], changed, axis=0)
+        if color.max() < _DARK or color.min() > 255 - _DARK or (abs(earlier - color).sum(axis=1) < _NEAR).any():
+            changed.append(place)
+        else:
+            nearest = np.minimum(nearest, abs(spare - color).sum(axis=1))
+    for place in changed:
+        free = np.flatnonzero(nearest >= _NEAR)
+        if found[place].max() >= _DARK:
+            free = free[free > 0]  # grey is for black
+        chosen = int(free[0]) if len(free) else int(nearest.argmax())
+        found[place] = spare[chosen]
+        nearest = np.minimum(nearest, abs(spare - spare[chosen]).sum(axis=1))
+    return found.astype(np.uint8)
 
 
 def with_boxes(
@@ -134,7 +185,6 @@ def with_boxes(
     colors: Any = (),
     *,
     side: int | None = None,
-    thin: bool = False,
 ) -> Picture:
     """A picture with boxes, and with a text at each box that has room for it.
 
@@ -151,7 +201,9 @@ def with_boxes(
         colors: uint8 (boxes, 3), or a single colour (3,). Empty: red.
         side: the picture is scaled so that its longer side has `side` pixels, before texts and lines are drawn. So
             they stay readable. None: the picture keeps its size.
-        thin: draw lines of one pixel. Otherwise lines are wider in large pictures.
+
+    Lines are as wide as 1/200 of the longer side of the picture, and at most a sixth of the shorter side of their box.
+    Texts are larger in pictures of more than 800 pixels.
     """
     from PIL import Image, ImageDraw
 
@@ -163,32 +215,40 @@ def with_boxes(
     inks = np.asarray(colors if len(colors) else _RED, dtype=np.uint8)
     inks = np.broadcast_to(inks, (len(corners), 3))
     draw = ImageDraw.Draw(canvas)
-    thick = 1 if thin else max(1, round(max(canvas.size) / 300))
+    thick = max(1, round(max(canvas.size) / _LINES_IN_SIDE))
     far = np.array([canvas.width - 1, canvas.height - 1] * 2)
     kept = np.flatnonzero(np.isfinite(corners).all(axis=1))
     edges = np.clip(np.nan_to_num(corners), 0, far).round().astype(int)
     edges[:, 2:] = np.maximum(edges[:, 2:], edges[:, :2])
+    shorter = (edges[:, 2:] - edges[:, :2]).min(axis=1, initial=max(canvas.size))
     for number in kept:
-        draw.rectangle(tuple(edges[number].tolist()), outline=tuple(inks[number]), width=thick)
+        wide = min(thick, max(1, int(shorter[number]) // 6))
+        draw.rectangle(tuple(edges[number].tolist()), outline=tuple(inks[number]), width=wide)
     if not len(texts):
         return np.asarray(canvas)
-    font, labels = _font(_SMALL_TEXT), Image.new("RGBA", canvas.size)
+    scale = scale_of(max(canvas.size))
+    font, labels, high = font_of(round(_SMALL_TEXT * scale)), Image.new("RGBA", canvas.size), round(_SMALL_LINE * scale)
     draw, taken = ImageDraw.Draw(labels), np.zeros((0, 4), dtype=int)
     for number in reversed(kept):
         written = texts[number]
         for text in [written] if isinstance(written, str) else written:
             wide = round(font.getlength(text)) + 3
             others = edges[kept[kept != number]]
-            place = _text_place(edges[number], wide, _SMALL_LINE, taken=taken, others=others, far=far)
+            place = _text_place(edges[number], wide, high, taken=taken, others=others, far=far)
             if place is None or not text:
                 continue
             left, top = place
-            draw.rectangle((left, top, left + wide - 1, top + _SMALL_LINE - 1), fill=(*inks[number].tolist(), _SEEN))
+            draw.rectangle((left, top, left + wide - 1, top + high - 1), fill=(*inks[number].tolist(), _SEEN))
             ink = _INK if np.dot(inks[number], (0.299, 0.587, 0.114)) > 128 else _PAPER
             draw.text((left + 2, top), text, fill=ink, font=font)
-            taken = np.concatenate([taken, [[left, top, left + wide - 1, top + _SMALL_LINE - 1]]])
+            taken = np.concatenate([taken, [[left, top, left + wide - 1, top + high - 1]]])
             break
     return np.asarray(Image.alpha_composite(canvas.convert("RGBA"), labels).convert("RGB"))
+
+
+def scale_of(longer: int) -> float:
+    """How much larger than usual texts are in a picture with a longer side of `longer` pixels: 1 or more."""
+    return max(1.0, longer / _USUAL_SIDE)
 
 
 def _text_place(box: Any, wide: int, high: int, *, taken: Any, others: Any, far: Any) -> tuple[int, int] | None:
@@ -237,39 +297,46 @@ def side_by_side(pictures: Sequence[Any], titles: Sequence[str] = (), *, side: i
     images = [_resized(image, max(1, int(height * shape)), height) for image, shape in zip(images, shapes, strict=True)]
     head = _LINE + 2 if titles else 0
     row = Image.new("RGB", (side or sum(image.width for image in images) + gaps, height + head), _PAPER)
-    draw, font, left = ImageDraw.Draw(row), _font(), 0
+    draw, font, left = ImageDraw.Draw(row), font_of(), 0
     for number, image in enumerate(images):
         row.paste(image, (left, head))
         if titles:
-            draw.text((left, 0), _fitted(titles[number], image.width, font), fill=_INK, font=font)
+            draw.text((left, 0), fitted(titles[number], image.width, font), fill=_INK, font=font)
         left += image.width + _NARROW
     return np.asarray(row)
 
 
-def legend(names: Sequence[str], colors: Any, *, width: int) -> Picture:
+def legend(names: Sequence[str], colors: Any, *, width: int, ignored: str | None = None, scale: float = 1.0) -> Picture:
     """Names beside their colours, in as many lines as they need: uint8 (height, `width`, 3).
 
     Args:
         names: of the classes.
         colors: uint8 (classes, 3).
         width: in pixels.
+        ignored: a name for hatched pixels, which comes last. None: there are none.
+        scale: of the texts; see `scale_of`.
     """
     from PIL import Image, ImageDraw
 
-    font, line, square = _font(), _LINE + 4, _LINE - 2
-    places, left, top = [], 0, 2
-    for name in names:
-        text = _fitted(name, width - square - 4, font)
-        wide = square + 4 + round(font.getlength(text)) + 12
-        if left and left + wide - 12 > width:
+    font, line, square = font_of(round(_TEXT * scale)), round((_LINE + 4) * scale), round((_LINE - 2) * scale)
+    gap, places, left, top = round(12 * scale), [], 0, 2
+    for name in [*names, *([] if ignored is None else [ignored])]:
+        text = fitted(name, width - square - 4, font)
+        wide = square + 4 + round(font.getlength(text)) + gap
+        if left and left + wide - gap > width:
             left, top = 0, top + line
         places.append((left, top, text))
         left += wide
     page = Image.new("RGB", (width, top + line), _PAPER)
     draw = ImageDraw.Draw(page)
-    for (left, top, text), color in zip(places, np.asarray(colors, dtype=np.uint8).reshape(-1, 3), strict=True):
-        draw.rectangle((left, top, left + square, top + square), fill=tuple(color), outline=_GREY)
+    inks = [tuple(color) for color in np.asarray(colors, dtype=np.uint8).reshape(-1, 3)]
+    for (left, top, text), ink in zip(places, [*inks, *([] if ignored is None else [_PAPER])], strict=True):
+        draw.rectangle((left, top, left + square, top + square), fill=ink, outline=_GREY)
         draw.text((left + square + 4, top), text, fill=_INK, font=font)
+    if ignored is not None:
+        left, top, _ = places[-1]
+        stripes = Image.fromarray(_hatched(square - 1, square - 1).astype(np.uint8))
+        page.paste(stripes, (left + 1, top + 1))
     return np.asarray(page)
 
 
@@ -279,111 +346,6 @@ def stacked(pictures: Sequence[Any]) -> Picture:
     width = max(part.shape[1] for part in parts)
     parts = [np.pad(part, ((0, 0), (0, width - part.shape[1]), (0, 0)), constant_values=255) for part in parts]
     return np.concatenate(parts)
-
-
-def curves(
-    series: Mapping[str, tuple[Any, Any]],
-    *,
-    title: str = "",
-    x_label: str = "",
-    y_label: str = "",
-    x_range: tuple[float, float] = (0.0, 1.0),
-    y_range: tuple[float, float] = (0.0, 1.0),
-    marks: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
-) -> Picture:
-    """Curves in one diagram, with a legend, such as precision over recall for each class.
-
-    Args:
-        series: by name: x and y of the points, (points,) each. Points that are not finite interrupt a line.
-        x_range, y_range: what the axes show.
-        marks: by name of a series: x and y of points, which are drawn as discs in the colour of the series.
-    """
-    from PIL import Image, ImageDraw
-
-    left, top, wide, high, times = 56, 30, 480, 320, 2  # lines are drawn at twice the size: they become smooth
-    inks = palette(len(series))
-    plot = Image.new("RGB", (wide * times, high * times), _PAPER)
-    draw = ImageDraw.Draw(plot)
-    for share in np.linspace(0, 1, 6)[1:-1]:
-        draw.line((share * wide * times, 0, share * wide * times, high * times), fill=_PALE, width=times)
-        draw.line((0, share * high * times, wide * times, share * high * times), fill=_PALE, width=times)
-
-    def places(x: Any, y: Any) -> npt.NDArray[np.float64]:
-        x, y = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (x, y))
-        across = (x - x_range[0]) / (x_range[1] - x_range[0]) * (wide * times - 1)
-        down = (1 - (y - y_range[0]) / (y_range[1] - y_range[0])) * (high * times - 1)
-        return np.stack([across, down], axis=1)
-
-    for line, ink in zip(series.values(), inks, strict=True):
-        points = places(*line)
-        breaks = np.flatnonzero(~np.isfinite(points).all(axis=1))
-        for run in np.split(points, breaks):
-            run = run[np.isfinite(run).all(axis=1)]
-            if len(run):
-                draw.line([tuple(point) for point in run.tolist()], fill=tuple(ink), width=2 * times, joint="curve")
-    page = Image.new("RGB", (left + wide + 24, top + high + 44), _PAPER)
-    page.paste(plot.resize((wide, high), Image.Resampling.BOX), (left, top))
-    draw, font = ImageDraw.Draw(page), _font()
-    draw.rectangle((left - 1, top - 1, left + wide, top + high), outline=_GREY)
-    for name, ink in zip(series, inks, strict=True):  # on the page, so that discs at the edge are whole
-        for across, down in places(*marks.get(name, ((), ()))) / times:
-            if np.isfinite(across + down):
-                middle = (left + across, top + down)
-                draw.ellipse(tuple(m - 4 for m in middle) + tuple(m + 4 for m in middle), fill=tuple(ink))
-    for share in np.linspace(0, 1, 6):
-        x, y = (low + share * (high_end - low) for low, high_end in (x_range, y_range))
-        draw.text((left + share * wide, top + high + 4), f"{x:.3g}", fill=_INK, font=font, anchor="ma")
-        draw.text((left - 5, top + (1 - share) * high), f"{y:.3g}", fill=_INK, font=font, anchor="rm")
-    draw.text((left + wide / 2, top - 8), _fitted(title, wide, font), fill=_INK, font=font, anchor="ms")
-    draw.text((left + wide / 2, top + high + 24), _fitted(x_label, wide, font), fill=_INK, font=font, anchor="ma")
-    _draw_upright(page, y_label, left=4, bottom=top + (high + round(font.getlength(y_label))) // 2, font=font)
-    if not series:
-        return np.asarray(page)
-    names = np.pad(legend(list(series), inks, width=wide), ((0, _GAP), (left, 24), (0, 0)), constant_values=255)
-    return stacked([np.asarray(page), names])
-
-
-def confusion_matrix(counts: Any, names: Sequence[str] = ()) -> Picture | None:
-    """A confusion matrix: a row for each true class, a column for each predicted class. The darker, the larger the
-    share of the row.
-
-    Args:
-        counts: numbers (classes, classes).
-        names: of the classes. Empty: their numbers.
-
-    Returns:
-        None for more than 2000 classes. Up to 60 classes have their names beside the matrix, and up to 20 classes have
-        the counts in its cells.
-    """
-    from PIL import Image, ImageDraw
-
-    counts = np.asarray(counts, dtype=np.float64)
-    classes = len(counts)
-    if classes > _MOST_CLASSES:
-        return None
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-30)
-    cell = 40 if classes <= _MOST_NUMBERS else 16 if classes <= _MOST_NAMES else max(1, 960 // classes)
-    has_names = classes <= _MOST_NAMES
-    margin = _NAME_WIDTH + _LINE + _GAP if has_names else _LINE + _GAP
-    side = margin + classes * cell + _GAP
-    page = Image.new("RGB", (side, side), _PAPER)
-    faded = 255 - shares[..., None] * (255 - np.array([8, 48, 107]))  # from white to a dark blue
-    heat = np.repeat(np.repeat(faded.round().astype(np.uint8), cell, axis=0), cell, axis=1)
-    page.paste(Image.fromarray(heat), (margin, margin))
-    draw, font = ImageDraw.Draw(page), _font()
-    draw.rectangle((margin - 1, margin - 1, margin + classes * cell, margin + classes * cell), outline=(128, 128, 128))
-    draw.text((margin, 2), "prediction", fill=_INK, font=font)
-    _draw_upright(page, "truth", left=2, bottom=side - _GAP, font=font)
-    for number in range(classes if has_names else 0):
-        name = _fitted(str(names[number]) if names else str(number), _NAME_WIDTH, font)
-        middle = margin + number * cell + cell // 2
-        draw.text((margin - 4, middle), name, fill=_INK, font=font, anchor="rm")
-        _draw_upright(page, name, left=middle - _LINE // 2, bottom=margin - 3, font=font)
-    for row, column in np.argwhere(counts) if classes <= _MOST_NUMBERS else ():
-        ink = _PAPER if shares[row, column] > 0.5 else _INK
-        place = (margin + column * cell + cell // 2, margin + row * cell + cell // 2)
-        draw.text(place, _short(counts[row, column]), fill=ink, font=font, anchor="mm")
-    return np.asarray(page)
 
 
 def _rgb(picture: Any) -> Picture:
@@ -435,16 +397,14 @@ def _tile(picture: Any, side: int) -> Any:
     return _scaled(image, min(side, max(longer, least)))
 
 
-def _draw_upright(page: Any, text: str, *, left: int, bottom: int, font: Any) -> None:
-    """Write `text` from `bottom` upwards."""
-    from PIL import Image, ImageDraw
-
-    strip = Image.new("L", (max(1, round(font.getlength(text)) + 1), _LINE), 255)
-    ImageDraw.Draw(strip).text((0, 0), text, fill=20, font=font)
-    page.paste(strip.rotate(90, expand=True), (left, bottom - strip.width))
+def _at_most(image: Any, height: int) -> Any:
+    """A Pillow image, reduced if it is taller than `height`."""
+    if image.height <= height:
+        return image
+    return _resized(image, max(1, round(image.width * height / image.height)), height)
 
 
-def _fitted(text: str, width: int, font: Any) -> str:
+def fitted(text: str, width: int, font: Any) -> str:
     """`text`, cut where it is wider than `width` pixels."""
     if font.getlength(text) <= width:
         return text
@@ -453,14 +413,7 @@ def _fitted(text: str, width: int, font: Any) -> str:
     return f"{text}..."
 
 
-def _short(count: float) -> str:
-    """A count in at most five characters."""
-    if count < 10_000:
-        return f"{count:.4g}"
-    return f"{count / 1000:.0f}k" if count < 1e6 else f"{count / 1e6:.0f}M"
-
-
-def _font(size: int = 12) -> Any:
+def font_of(size: int = _TEXT) -> Any:
     from PIL import ImageFont
 
     return ImageFont.load_default(size)

@@ -13,8 +13,30 @@ from lockstep.errors import UsageError
 
 ROWS = "predictions.jsonl"
 """The file in the folder with the rows of all predictions."""
+MARKER = ".lockstep-predictions"
+"""An empty file that marks a folder of predictions: what is in it may be replaced by other predictions."""
+_SHOWN = 8  # names in an error
 _LONGEST = 100  # characters of a part of a name
 _NOT_IN_NAMES = re.compile(r'[\x00-\x1f\x7f<>:"|?*\\]')
+
+
+def check_free(folder: Path) -> None:
+    """Check that `folder` has predictions, or nothing but hidden files, or is not there. Nothing is written.
+
+    Raises:
+        UsageError: it holds something else; names it.
+    """
+    if not folder.is_dir() or (folder / MARKER).exists():
+        return
+    names = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if not path.name.startswith("."))
+    if names:
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        raise UsageError(
+            f"the folder holds what is no prediction of Lockstep: {', '.join(names[:_SHOWN])}{more}. Predictions could "
+            "replace files of the same name",
+            where=f"--out {folder}",
+            remedy=f"give a new or an empty folder, such as {folder / 'predictions'}",
+        )
 
 
 def distinct_names(places: Sequence[str]) -> list[str]:
@@ -60,7 +82,7 @@ class PredictionFiles:
         self.folder, self.names = folder, names
 
     def write(self, index: int, files: Mapping[str, bytes]) -> None:
-        """Write the files of one sample. A kill leaves whole files. Files that were there are replaced.
+        """Write the files of one sample. A kill leaves whole files. Files of earlier predictions are replaced.
 
         Args:
             files: the contents by path, as `Presenter.files` gives them.

@@ -15,7 +15,7 @@ from lockstep import atomic
 from lockstep.errors import UsageError
 from lockstep.observe import arrays
 from lockstep.observe.plain import dumps, plain
-from lockstep.observe.prediction_files import ROWS
+from lockstep.observe.prediction_files import MARKER, ROWS, check_free
 
 _SUFFIXES = (".csv", ".json", ".jsonl", ".npz", ".safetensors")
 _ARRAYS = (".npz", ".safetensors")
@@ -42,14 +42,15 @@ def check(path: Path, skips: bool = False) -> None:
         skips: whether inputs that cannot be read are left out.
 
     Raises:
-        UsageError: the suffix is unknown, or the folder does not exist or is not writable; or the format has no texts,
-            so that nobody could tell which inputs were left out.
+        UsageError: the suffix is unknown, or the folder does not exist, is not writable, or holds something else than
+            predictions; or the format has no texts, so that nobody could tell which inputs were left out.
     """
     if is_folder(path):
         nearest = path if path.exists() else path.parent
         if not nearest.is_dir() or not os.access(nearest, os.W_OK):
             remedy = "give a folder that is writable, or a new folder in such a folder"
             raise UsageError("cannot be written there", where=f"--out {path}", remedy=remedy)
+        check_free(path)
         return
     if path.suffix not in _SUFFIXES:
         remedy = f"end it with {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}, or give a folder (no suffix)"
@@ -131,6 +132,7 @@ def opened(path: Path | None) -> Iterator[Rows]:
         with _naming(path):
             if is_folder(path):
                 path.mkdir(exist_ok=True)
+                (path / MARKER).touch()
                 path = path / ROWS
             staging = stack.enter_context(atomic.staged_file(path))
             rows = _FORMATS.get(path.suffix, _Arrays)(path, staging)

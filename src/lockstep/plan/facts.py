@@ -149,7 +149,7 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         order = plan.indices(0)[0].tolist()
     order = (order * samples)[:samples]  # a small data set is repeated
     loader = run_data.make_loader(model.on_one_rank(config), data, task, model.alone(), training=True)
-    epoch = max(0, (config.train.known_epochs or 1) - 1)  # in which pictures are largest, where their size changes
+    epoch = max(0, (config.train.epochs or 1) - 1)  # in which pictures are largest, where their size changes
     plans = [MicroBatchPlan(tuple(order), epoch, False)]
     with contextlib.closing(loader.run(lambda: plans)) as micro_batches:
         return next(micro_batches).collated

@@ -80,7 +80,8 @@ def _short(config: RunConfig) -> RunConfig:
         }
     )
     log = config.log.model_copy(update={"flops": False, "pictures": 0, "writers": [], "model_summary": False})
-    return config.model_copy(update={"train": train, "log": log})
+    device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured as its stand-in
+    return config.model_copy(update={"train": train, "log": log, "device": device})
 
 
 def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Measured:

@@ -14,6 +14,9 @@ from lockstep.markup import Markup, element, shortened
 from lockstep.report import charts
 from lockstep.report.charts import Chart
 
+MARK = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src"
+"""A part of every page, in its first bytes: what browsers may load."""
+
 
 def document(
     title: str, body: Iterable[Markup], chart_data: Sequence[dict[str, Any]], marks: Sequence[int] = ()
@@ -31,7 +34,7 @@ def document(
     style = _file("vendor/uPlot.min.css") + _file("page.css")
     # No address is allowed, and no script but these: a name or a text of a user can neither load nor run anything.
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts) or "'none'"
-    rule = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}; base-uri 'none'"
+    rule = f"{MARK} {allowed}; base-uri 'none'"
     rule += "; form-action 'none'"
     head = [
         Markup('<meta charset="utf-8">'),

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.decode import image_size
 from lockstep.sources.coco_file import Annotations
-from lockstep.sources.image_files import is_picture
+from lockstep.sources.image_files import is_picture, left_out_below
 from lockstep.sources.packed_text import PackedText
 
 Array = npt.NDArray[Any]
@@ -145,7 +145,7 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
         for line, text in enumerate(lines, 1):
             if text.strip():
                 _read_line(text.split(), size, out, where=f"{file}:{line}", names=names)
-        out.names.append(str(path))
+        out.names.append(str(path.absolute()))  # the pictures may be in several folders
         out.files.append(str(file))
         out.sizes.append(size)
         out.counts.append(len(out.labels) - before)
@@ -154,10 +154,11 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
         remedy = "the labels of DIR/images/a.jpg are expected in DIR/labels/a.txt"
         where = str(images[0]) if images else None
         raise DataError(what, where=where, remedy=remedy)
+    notes = [f"{without} of {len(images)} pictures have no file of labels: they have no objects"] if without else []
     if whole_folders:
         _check_labels(images)
+        notes += left_out_below(sorted({path.parent for path in images}), labels=(".txt", ".json", ".yaml", ".cache"))
     classes = list(names) if names is not None else [str(number) for number in range(max(out.labels, default=-1) + 1)]
-    notes = [f"{without} of {len(images)} pictures have no file of labels: they have no objects"] if without else []
     return out.annotations(label_file(images[0]).parent, classes, notes=notes)
 
 

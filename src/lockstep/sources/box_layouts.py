@@ -12,7 +12,7 @@ from typing import Any, Literal
 import yaml
 
 from lockstep.errors import DataError, did_you_mean
-from lockstep.sources.image_files import SUFFIXES, is_picture
+from lockstep.sources.image_files import is_picture, picture_suffixes
 from lockstep.sources.image_records import EVAL, TRAIN, Split
 from lockstep.sources.input_files import find_files
 
@@ -238,7 +238,7 @@ def _yolo_place(item: str, root: Path, folder: Path) -> Path:
 
 def _yolo_pictures(place: Path, where: Path) -> list[Path]:
     if place.is_dir():
-        return find_files([str(place)], SUFFIXES)
+        return find_files([str(place)], picture_suffixes())
     if not place.is_file():
         raise DataError(f"there is no {place}, which the data set names", where=str(where), remedy="correct the path")
     lines = [line.strip() for line in place.read_text().splitlines()]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions
 from lockstep.images.decode import decode
+from lockstep.sources.box_checks import OnBadBoxes, check_boxes, check_meaning
 from lockstep.sources.box_files import read_voc, read_yolo, size_of
 from lockstep.sources.box_layouts import Layout, evaluation_part, find_layout
 from lockstep.sources.coco_file import Annotations, read_coco
@@ -27,13 +28,7 @@ from lockstep.sources.image_records import Split
 __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
 
 Array = npt.NDArray[Any]
-OnBadBoxes = Literal["raise", "skip"]
 _SHOWN = 8
-_MOST_AREA = float(np.finfo(np.float32).max)
-_EDGE = 1.0  # pixels that a box may reach over the edge of its picture before it is noted
-_FEWEST = 20  # boxes of which a share says something about the whole file
-_MANY = 0.1  # share of boxes over the edge from which on the file is suspect
-_CLOSE = 0.01  # relative difference of areas that are the same but for rounding
 
 
 class BoxedImage(NamedTuple):
@@ -50,8 +45,8 @@ class BoxedImage(NamedTuple):
     """(n) bool: whether a box stands for a group of objects. Training does not learn these boxes as objects."""
     area: npt.NDArray[np.float32]
     """(n) float32: area of each object in square pixels of the original picture, as the annotation file says."""
-    image_id: int
-    """The number of the picture in the annotation file."""
+    image_id: int | None
+    """The number of the picture in the annotation file. None: no file numbers the picture."""
     name: str
     """The path of the picture, as the annotation file says."""
     size: tuple[int, int]
@@ -239,8 +234,8 @@ def read_boxed_images(
     )
     check_picture_files(pictures, annotations, key)
     annotations = _with_sizes(annotations, pictures)
-    _check_meaning(annotations, on_bad_boxes)
-    annotations, notes = _check_boxes(annotations, on_bad_boxes)
+    check_meaning(annotations, on_bad_boxes)
+    annotations, notes = check_boxes(annotations, on_bad_boxes)
     if not len(annotations.ids):
         raise DataError(f"{key} holds no box", where=source, remedy="give a source with annotations")
     names = list(annotations.classes if classes is None else classes)
@@ -293,112 +288,6 @@ def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations
     for index in unknown.tolist():
         sizes[index] = size_of(Path(pictures.path(index)))
     return replace(annotations, sizes=sizes)
-
-
-def _check_meaning(annotations: Annotations, on_bad: OnBadBoxes) -> None:
-    """Raise DataError if the numbers of boxes seem to mean something else than the format says.
-
-    This is so if many boxes reach over the edge of their picture, if most areas are those of boxes of left, top, right
-    and bottom, or if most areas are larger than the box. Files with few boxes are not judged. `skip` allows all but
-    boxes that are surely left, top, right and bottom.
-    """
-    boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
-    sound = np.isfinite(boxes).all(axis=1) & (boxes[:, 2:] > 0).all(axis=1) & (annotations.area > 0)
-    sound &= abs(boxes).max(axis=1, initial=0) < _MOST_AREA**0.5
-    number = int(sound.sum())
-    if number < _FEWEST:
-        return
-    boxes, sizes, area = boxes[sound], sizes[sound][:, ::-1], annotations.area[sound]
-    start, third = boxes[:, :2], boxes[:, 2:]
-    over = (start < -_EDGE).any(axis=1) | (start + third > sizes + _EDGE).any(axis=1)
-    between, product = (third - start).prod(axis=1), third.prod(axis=1)
-    as_corners = (third > start).all(axis=1)
-    area_of_corners = as_corners & (abs(area - between) <= _CLOSE * between) & (area < (1 - _CLOSE) * product)
-    coco = annotations.files is None
-    are_corners = coco and (as_corners & (third <= sizes + _EDGE).all(axis=1)).mean() > 1 - _MANY
-    too_large = area > (1 + _CLOSE) * product + 1
-    if over.mean() > _MANY and (are_corners or on_bad == "raise"):
-        fault, what = over, "reach over the edge of their picture by more than a pixel"
-    elif coco and area_of_corners.mean() > 0.5:
-        fault, what, are_corners = area_of_corners, "have the area of a box of left, top, right and bottom", True
-    elif too_large.mean() > 0.5 and on_bad == "raise":
-        fault, what = too_large, "have an area that is larger than width x height"
-    else:
-        return
-    first = int(np.flatnonzero(sound)[np.flatnonzero(fault)[0]])
-    raise DataError(
-        f"{fault.sum()} of {number} boxes {what}, the first at {annotations.where(first)}: "
-        f"{_box_text(annotations, first)}",
-        where=str(annotations.path),
-        remedy=_meaning_remedy(annotations, corners=bool(are_corners)),
-    )
-
-
-def _meaning_remedy(annotations: Annotations, *, corners: bool) -> str:
-    if corners:
-        return "are these left, top, right, bottom? COCO has left, top, width, height. Convert them"
-    meant = "a bbox of COCO is left, top, width, height in pixels of the picture. " if annotations.files is None else ""
-    return f"{meant}Check what the numbers mean. If they are right, task.on_bad_boxes=skip goes on with them"
-
-
-def _box_text(annotations: Annotations, place: int, fault: str = "") -> str:
-    box = ", ".join(f"{value:g}" for value in annotations.boxes[place])
-    height, width = annotations.sizes[annotations.images[place]]
-    fault = f" {fault}" if fault else ""
-    return f"[{box}]{fault} (left, top, width, height; area {annotations.area[place]:g}; picture {width} x {height})"
-
-
-def _check_boxes(annotations: Annotations, on_bad: OnBadBoxes) -> tuple[Annotations, list[str]]:
-    """The annotations without bad boxes, and notes."""
-    boxes, sizes = annotations.boxes, annotations.sizes[annotations.images]
-    (left, top), (width, height) = boxes[:, :2].T, boxes[:, 2:].T
-    with np.errstate(invalid="ignore", over="ignore"):  # boxes may have NaN, infinity and huge numbers
-        right, bottom = left + width, top + height
-        faults = {
-            "has a number that is not finite": ~np.isfinite(boxes).all(axis=1) | ~(abs(annotations.area) <= _MOST_AREA),
-            "has no area": (width <= 0) | (height <= 0) | (annotations.area < 0),
-            "lies outside of its picture": (right <= 0) | (bottom <= 0) | (left >= sizes[:, 1]) | (top >= sizes[:, 0]),
-        }
-        over = (np.minimum(left, top) < -_EDGE) | (right > sizes[:, 1] + _EDGE) | (bottom > sizes[:, 0] + _EDGE)
-    bad = np.logical_or.reduce(list(faults.values()))
-    over &= ~bad
-    notes = []
-    if bad.any():
-        first = int(np.flatnonzero(bad)[0])
-        fault = next(what for what, found in faults.items() if found[first])
-        if on_bad == "raise":
-            raise _bad_box(annotations, first, fault, others=int(bad.sum()) - 1)
-        notes.append(f"bad boxes are left out: {bad.sum()}. The first, {annotations.where(first)}, {fault}")
-    if over.any():
-        notes.append(
-            f"boxes that reach over the edge of their picture by more than a pixel: {over.sum()}, the first at "
-            f"{annotations.where(int(np.flatnonzero(over)[0]))}. Training cuts them off at the edge"
-        )
-    return (_only(annotations, ~bad) if bad.any() else annotations), notes
-
-
-def _bad_box(annotations: Annotations, place: int, fault: str, *, others: int) -> DataError:
-    more = f" (and {others} more bad boxes)" if others else ""
-    return DataError(
-        f"the box {_box_text(annotations, place, fault)}{more}",
-        where=annotations.where(place),
-        remedy="repair or remove it, or set task.on_bad_boxes=skip to go on without such boxes",
-    )
-
-
-def _only(annotations: Annotations, kept: Array) -> Annotations:
-    """The annotations that are kept, of all pictures."""
-    images = annotations.images[kept]
-    return replace(
-        annotations,
-        ids=annotations.ids[kept],
-        images=images,
-        labels=annotations.labels[kept],
-        boxes=annotations.boxes[kept],
-        area=annotations.area[kept],
-        crowd=annotations.crowd[kept],
-        starts=np.searchsorted(images, np.arange(len(annotations.image_ids) + 1)),
-    )
 
 
 def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:

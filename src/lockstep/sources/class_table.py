@@ -102,6 +102,7 @@ def read_class_table(classes: ClassesOption, *, where: str = "task.classes") -> 
     | `{sky: {id: 7, color: [128, 128, 128]}}` | names with ids and colours |
     | `{0: sky, 1: road}` | names by id |
     | `{classes: ..., ignore: [void, 255], colors: {...}, masks: ids}` | all that a file may say; see below |
+    | `{train: ..., val: ..., names: [sky, road]}` | the `data.yaml` of a YOLO data set: its names |
 
     `ignore` has names, ids or colours of which pixels belong to no class; `ignore_index: 255` is the same as `ignore:
     [255]`. `masks` says whether palette files hold `ids` or `colors`. A file is YAML or JSON with such content, or text
@@ -173,7 +174,24 @@ def _lines(text: str, where: str) -> list[str] | dict[str, list[int]]:
     return colors
 
 
+def _of_yolo(content: Any, where: str) -> Any:
+    """The names in the description of a YOLO data set (`data.yaml`), which also names its folders; else `content`."""
+    if not isinstance(content, Mapping) or not {"train", "val", "nc"} & set(content) or "colors" in content:
+        return content
+    if any(not isinstance(content[key], str | list | int) for key in ("train", "val", "nc") if key in content):
+        return content
+    names = content.get("names", content.get("classes"))
+    by_id = isinstance(names, Mapping) and all(_as_id(key) is not None for key in names)
+    if by_id or (isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names)):
+        return {"classes": names}
+    if any(isinstance(content.get(key), str) for key in ("train", "val")):
+        what = "this describes the folders of a YOLO data set, and has no list `names` of its classes"
+        raise DataError(what, where=where, remedy="add `names: [...]`, or write a file of classes: a name in each line")
+    return content
+
+
 def _parse(content: Any, where: str) -> ClassTable:
+    content = _of_yolo(content, where)
     if isinstance(content, Mapping) and not ("classes" in content and set(content) <= set(_KEYS)):
         if "classes" in content and not isinstance(content["classes"], int):
             unknown = next(key for key in content if key not in _KEYS)

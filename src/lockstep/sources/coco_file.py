@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +127,35 @@ def read_coco(path: str | Path, *, key: str, boxes: bool = True, segmentations: 
         classes=tuple(classes[place] for place in order),
     )
     return _annotations(reader, reader.places(content["annotations"]), about, sizes=_sizes(images))
+
+
+class CocoImages(NamedTuple):
+    """The pictures and the categories of a COCO file, without its annotations."""
+
+    ids: list[int]
+    """(pictures): the number of each picture in the file."""
+    file_names: list[str]
+    """(pictures): the path of each picture, as the file says."""
+    category_ids: dict[str, int]
+    """The number of each category by its name."""
+
+
+def read_coco_images(path: Path, *, key: str) -> CocoImages:
+    """The pictures that a COCO file names. It needs no annotations, as files of test pictures have none.
+
+    Args:
+        key: what the file is, for errors.
+
+    Raises:
+        DataError: the file cannot be read, or is no such JSON; `images` or `categories` is missing or empty; an entry
+            has no id or no name, or an id that occurs twice.
+    """
+    content = _load(path, key, lambda entry: None if "image_id" in entry else entry, ("images", "categories"))
+    images, categories = content["images"], content["categories"]
+    image_ids, category_ids = _ids(images, "image", path), _ids(categories, "category", path)
+    classes = _texts(categories, category_ids, "category", "name", path)
+    names = _texts(images, image_ids, "image", "file_name", path)
+    return CocoImages(image_ids.tolist(), names, dict(zip(classes, category_ids.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -271,8 +300,8 @@ def _annotations(reader: _Reader, numbers: Array, about: _About, *, sizes: Array
 # ---- the parts of the file
 
 
-def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """The file, with lists in the places of its three parts."""
+def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any], parts: Sequence[str] = _PARTS) -> dict[str, Any]:
+    """The file, with lists in the places of `parts`."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -290,14 +319,14 @@ def _load(path: Path, key: str, take: Callable[[dict[str, Any]], Any]) -> dict[s
         raise DataError(f"{key} is no JSON: {error}", where=str(path), remedy=remedy) from error
     if not isinstance(content, dict):
         kind = "a list, as files of results have it" if isinstance(content, list) else repr(content)[:80]
-        remedy = f"give a JSON object with {', '.join(_PARTS)}"
+        remedy = f"give a JSON object with {', '.join(parts)}"
         raise DataError(f"{key} is {kind}, and no annotation file", where=str(path), remedy=remedy)
-    for part in _PARTS:
+    for part in parts:
         entries = content.get(part)
         if not isinstance(entries, list) or not entries:
             state = "is missing" if entries is None else "is empty" if entries == [] else "is no list"
             what = f"{key}: `{part}` {state}"
-            remedy = f"give a COCO annotation file, with lists of {', '.join(_PARTS)}"
+            remedy = f"give a COCO annotation file, with lists of {', '.join(parts)}"
             raise DataError(what, where=str(path), remedy=remedy)
     return content
 

@@ -19,7 +19,7 @@ from lockstep.errors import DataError, did_you_mean
 from lockstep.sources.class_table import ClassEntry, ClassesOption, ClassTable, listed, read_class_table
 from lockstep.sources.coco_file import Annotations
 from lockstep.sources.image_files import Pictures, add_file
-from lockstep.sources.mask_files import Size, size_of
+from lockstep.sources.mask_files import MaskForm, Size, size_of
 from lockstep.sources.mask_lookup import IGNORED
 
 BACKGROUND = "background"
@@ -27,6 +27,7 @@ BACKGROUND = "background"
 _SMALLEST_POLYGON = 6  # numbers: three points
 _LARGEST = 1e9  # coordinate: pycocotools counts in integers of 32 bits
 _UNKNOWN = -2
+_TINY = 4  # pixels: the longer side of a picture in which a point may be a share of the picture
 _REPAIR = "repair or remove this annotation"
 
 Array = npt.NDArray[Any]
@@ -143,20 +144,33 @@ class CocoMasks:
 
         Raises:
             DataError: a segmentation is missing; a polygon has fewer than three points, or a coordinate that is no
-                finite number; a segmentation lies outside of its picture; or an RLE belongs to a picture of another
-                size. The error names the annotation.
+                finite number; a segmentation lies outside of its picture; an RLE belongs to a picture of another size;
+                or most polygons seem to be shares of their picture. The error names the annotation.
         """
         found = self.annotations
         size, last = (0, 0), -1
+        shares: list[int] = []
         for place, image in enumerate(found.images.tolist()):
             size, last = (size if image == last else self.size(image)), image
+            segmentation = found.segmentation(place)
             try:
-                _check(found.segmentation(place), size)
+                _check(segmentation, size)
             except _Fault as fault:
                 raise fault.error(found.where(place)) from None
+            if isinstance(segmentation, list) and max(size) > _TINY and max(map(max, segmentation)) <= 1:
+                shares.append(place)
+        if shares and 2 * len(shares) > len(found.images):
+            what = f"{len(shares)} of {len(found.images)} segmentations lie in the first pixel of their picture"
+            remedy = "are the points shares of width and height, from 0 to 1 (normalised)? Multiply them by the size"
+            raise DataError(what, where=found.where(shares[0]), remedy=f"{remedy} in pixels")
 
     def palette(self) -> Array | None:
         return None
+
+    def form(self) -> MaskForm:
+        """The categories by their ids, and the background by 0, or by the next free number if a category has 0."""
+        ids = dict(zip(self.annotations.classes, self.annotations.category_ids.tolist(), strict=True))
+        return MaskForm("palette", {BACKGROUND: 0 if 0 not in ids.values() else max(ids.values()) + 1} | ids)
 
     def where(self, index: int) -> str:
         found = self.annotations

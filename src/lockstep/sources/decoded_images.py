@@ -40,6 +40,8 @@ class DecodedImages(Dataset[DecodedImage]):
 
     def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
         self.records, self.channels = records, channels
+        self.notes = records.notes
+        """Remarks for people about the way in which the source was read."""
         self.cache = None if cache is None else open_cache(records, channels=channels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
@@ -80,6 +82,7 @@ def open_cache(records: Digested, *, channels: int, options: CacheOptions) -> De
     decoders, whose pixels may differ by a level.
     """
     versions = [_version(name) for name in _DECODERS]
+    versions += [found for found in [_version("pillow-heif")] if found]  # without it the cache is that of earlier days
     digest = hashlib.sha256(repr((records.digest(), len(records), versions)).encode()).hexdigest()
     folder = cache_root() / folder_name(digest, channels=channels, shorter_side=options.shorter_side)
     return DecodedCache(

@@ -1,4 +1,4 @@
-"""The text of a text file: decoded by its byte order mark, else as UTF-8.
+"""The text of a text file: decoded by its byte order mark; as UTF-16 or UTF-32 where zero bytes show it; else as UTF-8.
 
 Errors name the remedy for other encodings.
 """
@@ -35,6 +35,15 @@ def read_text(path: Path) -> str:
     """The text of a file, without its byte order mark.
 
     Raises:
+        DataError: see `decoded`.
+    """
+    return decoded(path)[0]
+
+
+def decoded(path: Path) -> tuple[str, str | None]:
+    """The text of a file without its byte order mark, and its encoding where no mark names it and it is not UTF-8.
+
+    Raises:
         DataError: the file cannot be read, or its bytes are not in the encoding of its mark (without a mark: UTF-8).
     """
     try:
@@ -43,12 +52,16 @@ def read_text(path: Path) -> str:
         remedy = "check the path and its permissions"
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy=remedy) from error
     mark, encoding = next(((mark, name) for mark, name in _MARKS if raw.startswith(mark)), (b"", ""))
-    if not mark and (guessed := _without_mark(raw)):
-        remedy = f"convert it: iconv -f {guessed} -t utf-8 {path.name}"
-        what = f"not UTF-8: zero bytes between the letters, as {guessed.upper()} has them"
-        raise DataError(what, where=str(path), remedy=remedy)
+    guessed = None if mark else _without_mark(raw)
+    if guessed:
+        try:
+            return raw.decode(guessed), guessed
+        except UnicodeDecodeError as error:
+            remedy = f"the file is damaged or cut off; convert it: iconv -c -f {guessed} -t utf-8 {path.name}"
+            what = f"not UTF-8: zero bytes between the letters, as {guessed.upper()} has them"
+            raise DataError(what, where=str(path), remedy=remedy) from error
     try:
-        return raw[len(mark) :].decode(encoding or "utf-8")
+        return raw[len(mark) :].decode(encoding or "utf-8"), None
     except UnicodeDecodeError as error:
         place = error.start + len(mark)
     if mark and encoding != "utf-8":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import SKIP, DataError, did_you_mean
+from lockstep.images.decode import reads_heif
 from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
 
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif", ".ppm", ".pgm")
 """Suffixes of picture files, in lower case. Files may write them in upper case (ImageNet's end in .JPEG)."""
+HEIF_SUFFIXES = (".heic", ".heif")
+"""Suffixes of files that are pictures where `pillow-heif` is installed."""
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files that file managers leave in folders
 _SHOWN = 8
 _FEW = 32  # files of a folder that are looked for one by one
 
@@ -104,9 +109,46 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
         digest.update(f"{name!a}|".encode())
 
 
+def picture_suffixes() -> tuple[str, ...]:
+    """Suffixes of picture files that can be read here, in lower case."""
+    return SUFFIXES + HEIF_SUFFIXES if reads_heif() else SUFFIXES
+
+
 def is_picture(name: str) -> bool:
     """Whether a file has the suffix of a picture. Hidden files are none: macOS puts `._name.jpg` beside `name.jpg`."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+    return name.lower().endswith(picture_suffixes()) and not name.startswith(".")
+
+
+def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
+    """A note that counts files that are no pictures by their endings. Empty: there is no such file.
+
+    Hidden files, and files that file managers leave behind, are not counted.
+
+    Args:
+        names: of files in `where`, pictures among them.
+    """
+    others = [name for name in names if not is_picture(name) and name[:1] != "." and name.lower() not in _OF_SYSTEMS]
+    if not others:
+        return ()
+    counts = Counter(os.path.splitext(name)[1].lower() or "without an ending" for name in others)
+    often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN]
+    listed = ", ".join(f"{count:,} {ending}" for ending, count in often)
+    more = ", ..." if len(counts) > _SHOWN else ""
+    heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
+    return (f"{len(others):,} files below {where} are no pictures and are left out: {listed}{more}{heif}",)
+
+
+def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
+    """The notes of `left_out` for whole folders, at any depth.
+
+    Args:
+        labels: endings of files that belong to the pictures.
+    """
+    notes: list[str] = []
+    for folder in folders:
+        names = (name for _, _, files in os.walk(folder) for name in files if not name.lower().endswith(tuple(labels)))
+        notes += left_out(names, folder)
+    return tuple(notes)
 
 
 def class_folders(root: Path) -> list[str]:
@@ -149,8 +191,9 @@ def read_class_folders(
         )
     names: list[str] = []
     counts: list[int] = []
+    others: list[str] = []
     for folder in folders:
-        found = [f"{folder}/{name}" for name in pictures_below(root / folder)]
+        found = [f"{folder}/{name}" for name in pictures_below(root / folder, others)]
         if not found:
             raise DataError("no picture in a class folder", where=str(root / folder), remedy=_remedy(root / folder))
         names += found
@@ -159,7 +202,7 @@ def read_class_folders(
     with os.scandir(root) as entries:
         beside = sum(is_picture(entry.name) for entry in entries)
     notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
-    return PictureFiles(root, names), known, codes, notes
+    return PictureFiles(root, names), known, codes, (*notes, *left_out(others, root))
 
 
 def _other_recipe(folders: Sequence[str]) -> str | None:
@@ -175,12 +218,18 @@ def _remedy(folder: Path) -> str:
     others = [name for _, _, files in os.walk(folder) for name in files if not name.startswith(".")]
     kinds = sorted({Path(name).suffix for name in others})
     found = f"its {len(others)} files end in {', '.join(kinds[:_SHOWN])}. " if others else ""
-    return f"{found}Put pictures ({', '.join(SUFFIXES)}) into it, or remove the folder"
+    if {kind.lower() for kind in kinds} & set(HEIF_SUFFIXES):
+        found += "pip install 'torch-lockstep[heic]' reads .heic. "
+    return f"{found}Put pictures ({', '.join(picture_suffixes())}) into it, or remove the folder"
 
 
-def pictures_below(folder: Path) -> list[str]:
+def pictures_below(folder: Path, others: list[str] | None = None) -> list[str]:
     """Paths of the pictures in a folder, relative to it and sorted. Links to folders are followed, each folder once.
-    Pipes and devices are left out."""
+    Pipes and devices are left out.
+
+    Args:
+        others: gets the names of the files that are no pictures.
+    """
     seen: set[str] = set()
     found: list[str] = []
     for place, folders, files in os.walk(folder, followlinks=True):
@@ -193,6 +242,8 @@ def pictures_below(folder: Path) -> list[str]:
         prefix = "" if place == str(folder) else os.path.relpath(place, folder) + os.sep
         special = special_files(place)
         found += [prefix + name for name in files if is_picture(name) and name not in special]
+        if others is not None:
+            others += [name for name in files if not is_picture(name)]
     return sorted(found)
 
 

@@ -6,6 +6,7 @@ A sample is the file of a picture as it lies on the disk. `lockstep.images.decod
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,6 +85,32 @@ class ImageRecords(Dataset[ImageRecord]):
         """Hexadecimal digits that change where a picture changes: by place, size and times of the files, which are
         not read. It takes seconds for a million files."""
         return self.pictures.digest()
+
+    def part(self, rows: Array) -> ImageRecords:
+        """The pictures at `rows`, (pictures of the part,) int64, in this order."""
+        return ImageRecords(_Part(self.pictures, rows), self.labels[rows], self.classes, self.notes)
+
+
+class _Part:
+    """Some pictures of a source."""
+
+    def __init__(self, pictures: Pictures, rows: Array) -> None:
+        self.pictures, self.rows = pictures, rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> bytes:
+        return self.pictures.read(int(self.rows[index]))
+
+    def name(self, index: int) -> str:
+        return self.pictures.name(int(self.rows[index]))
+
+    def where(self, index: int) -> str:
+        return self.pictures.where(int(self.rows[index]))
+
+    def digest(self) -> str:
+        return hashlib.sha256(self.pictures.digest().encode() + self.rows.astype("<i8").tobytes()).hexdigest()
 
 
 def read_image_records(
@@ -304,5 +331,6 @@ def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
             raise DataError("shards are not read together with other arguments", where=shards[0], remedy=remedy)
         pictures, _, codes, notes = image_shards.read_shards(shards[0], label="label", labelled=False)
         return ImageRecords(pictures, np.full(len(codes), -1), [], notes)
-    paths = [str(path) for path in find_files(arguments, image_files.SUFFIXES)]
-    return ImageRecords(PictureFiles(Path(), paths), np.full(len(paths), -1), [])
+    paths = [str(path) for path in find_files(arguments, image_files.picture_suffixes())]
+    notes = image_files.left_out_below(path for path in map(Path, arguments) if path.is_dir())
+    return ImageRecords(PictureFiles(Path(), paths), np.full(len(paths), -1), [], notes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +13,7 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.decode import image_size
-from lockstep.images.mask import decode_mask
+from lockstep.images.mask import MaskKind, decode_mask
 from lockstep.sources.image_files import PictureFiles, Pictures, pictures_below
 from lockstep.sources.mask_lookup import MaskLookup
 
@@ -23,6 +25,16 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 Array = npt.NDArray[Any]
 Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How the mask files of a source say which class a pixel has, so that predictions can say it in the same way."""
+
+    kind: MaskKind
+    """What the files hold."""
+    ids: Mapping[str, int]
+    """The id of each class, by name."""
 
 
 class Masks(Protocol):
@@ -56,6 +68,10 @@ class Masks(Protocol):
 
     def palette(self) -> Array | None:
         """The colours of the ids in the first mask: uint8 (ids, 3). None: it has none."""
+        ...
+
+    def form(self) -> MaskForm:
+        """The values that mean the classes of the source in its files."""
         ...
 
     def where(self, index: int) -> str:
@@ -93,6 +109,14 @@ class EncodedMasks:
 
     def palette(self) -> Array | None:
         return decode_mask(self.files.read(0), where=self.where(0)).palette if len(self) else None
+
+    def form(self) -> MaskForm:
+        first = decode_mask(self.files.read(0), where=self.where(0))
+        kind: MaskKind = "grey" if first.palette is None else "palette"
+        table = self.lookup.table
+        if first.in_color or (first.palette is not None and table.masks == "colors"):
+            kind = "color"
+        return MaskForm(kind, {entry.name: entry.id for entry in table.classes})
 
     def where(self, index: int) -> str:
         return self.files.where(index)

@@ -31,7 +31,7 @@ from lockstep.sources.class_table import (
 )
 from lockstep.sources.coco_file import Annotations, read_coco
 from lockstep.sources.decoded_images import open_cache
-from lockstep.sources.image_files import PictureFiles, Pictures
+from lockstep.sources.image_files import PictureFiles, Pictures, left_out_below
 from lockstep.sources.image_records import (
     Split,
     is_saved_data_set,
@@ -324,7 +324,9 @@ def read_masked_images(
         if classes is None and folder is not None:
             classes = class_file(folder, path)
         table = _table(classes, ignore, files=files, key=key)
-        masks, notes = EncodedMasks(files, MaskLookup(table, names)), ()
+        masks = EncodedMasks(files, MaskLookup(table, names))
+        roots = [one.root for one in (pictures, files) if isinstance(one, PictureFiles)]
+        notes = left_out_below(roots)
     return MaskedImages(
         pictures,
         masks,

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, did_you_mean
-from lockstep.sources.encodings import read_text
+from lockstep.sources.encodings import decoded, read_text
 from lockstep.sources.hub import offline_without_network
 
 SUFFIXES = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".parquet", ".txt")
 EMBEDDED = "docstrings"
+_DELIMITERS = (";", "\t", ",", "|")
 _LETTERS = "if quotes are letters of the texts, set task.quoting=none"
 
 
@@ -64,7 +65,8 @@ class Source:
     header: bool = True
     """CSV: whether the first line names the columns. Otherwise the columns are called 0, 1, ..."""
     delimiter: str | None = None
-    """CSV: None means a tab for .tsv, else a comma."""
+    """CSV: None means a tab for .tsv, else a comma; or the letter of `;`, tab, `,` and `|` that cuts the header into
+    columns, where the usual letter is not in the header. Then `Table.notes` says so."""
     quoting: str | None = None
     """CSV: `minimal` (a field may stand in double quotes) or `none` (quotes are letters). None: `none` for .tsv, else
     `minimal`."""
@@ -76,10 +78,17 @@ class Source:
         Args:
             split: the split if `text` names none.
             options: further fields of the source.
+
+        Raises:
+            DataError: a split stands behind the name of a file.
         """
         name, colon, wanted = text.partition(":")
         if colon and not Path(text).exists() and "/" not in wanted and not wanted.endswith(SUFFIXES):
-            return Source(name, wanted, **options)
+            found = Source(name, wanted, **options)
+            if found.is_file or name == EMBEDDED:
+                what = f"{'a file' if found.is_file else 'this table'} has no splits, so there is no {wanted!r}"
+                raise DataError(what, where=text, remedy=f"write {name}, and give a file for each split")
+            return found
         return Source(text, split, **options)
 
     @property
@@ -133,7 +142,9 @@ class Source:
                 The error names file and line, or byte.
         """
         if self.name == EMBEDDED:
-            return replace(_read_csv(self.files()[0], header=True, delimiter=",", quoted=True), name=EMBEDDED)
+            return replace(
+                _read_csv(self.files()[0], header=True, delimiter=",", usual=",", quoted=True), name=EMBEDDED
+            )
         if not self.is_file:
             return _from_data_set(self.data_set(), f"{self.name}:{self.split}")
         (path,) = self.files()
@@ -152,8 +163,10 @@ class Source:
         if suffix in (".csv", ".tsv"):
             is_tsv = suffix == ".tsv"
             quoting = self.quoting or ("none" if is_tsv else "minimal")
-            delimiter = self.delimiter or ("\t" if is_tsv else ",")
-            return _read_csv(path, header=self.header, delimiter=delimiter, quoted=quoting == "minimal")
+            usual = "\t" if is_tsv else ","
+            return _read_csv(
+                path, header=self.header, delimiter=self.delimiter, usual=usual, quoted=quoting == "minimal"
+            )
         raise DataError(f"unknown suffix {suffix!r}", where=self.name, remedy=f"known are {', '.join(SUFFIXES)}")
 
 
@@ -164,10 +177,16 @@ def lines_of(text: str) -> list[str]:
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def _read_csv(path: Path, *, header: bool, delimiter: str, quoted: bool) -> Table:
+def _read_csv(path: Path, *, header: bool, delimiter: str | None, usual: str, quoted: bool) -> Table:
     csv.field_size_limit(sys.maxsize)
     quoting: Any = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
-    reader = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True, quoting=quoting)
+    text, encoding = decoded(path)
+    notes = [] if encoding is None else [f"{path.name} has no byte order mark and is read as {encoding.upper()}"]
+    if delimiter is None:
+        delimiter = _delimiter_of(text, usual, quoting) if header else usual
+        if delimiter != usual:
+            notes.append(f"the delimiter of {path.name} is {_shown(delimiter)}, by its header; task.delimiter sets it")
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     rows: list[list[str]] = []
     lines: list[int] = []
     names: list[str] | None = None
@@ -198,7 +217,24 @@ def _read_csv(path: Path, *, header: bool, delimiter: str, quoted: bool) -> Tabl
             remedy="the file needs one row per sample" + (" below its header" if header else ""),
         )
     columns = {name: list(values) for name, values in zip(names or [], zip(*rows, strict=True), strict=True)}
-    return Table(columns, str(path), lines, notes=() if quoted else _notes_on_quotes(rows))
+    return Table(columns, str(path), lines, notes=(*notes, *(() if quoted else _notes_on_quotes(rows))))
+
+
+def _delimiter_of(text: str, usual: str, quoting: Any) -> str:
+    """The usual delimiter, unless it leaves a single column and another letter cuts the header into several."""
+
+    def columns(letter: str) -> int:
+        try:
+            reader = csv.reader(io.StringIO(text, newline=""), delimiter=letter, quoting=quoting)
+            return len(next((row for row in reader if row), []))
+        except csv.Error:
+            return 0
+
+    return usual if columns(usual) != 1 else max((usual, *_DELIMITERS), key=columns)
+
+
+def _shown(delimiter: str) -> str:
+    return "a tab" if delimiter == "\t" else repr(delimiter)
 
 
 def _remedy_for_ragged(row: Sequence[str], quoted: bool) -> str:
@@ -229,7 +265,7 @@ def _check_names(names: Sequence[str], where: str, delimiter: str) -> None:
             where=where,
             remedy="rename columns, or set task.header=false",
         )
-    other = next((letter for letter in ";\t,|" if letter != delimiter and letter in names[0]), None)
+    other = next((letter for letter in _DELIMITERS if letter != delimiter and letter in names[0]), None)
     if len(names) == 1 and other:
         hint = "'\\t'" if other == "\t" else repr(other)
         raise DataError(

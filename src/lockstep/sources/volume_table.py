@@ -230,9 +230,7 @@ def read_volume_table(
         rows, without = _with_labels(rows, values)
         notes += without
     if not rows:
-        raise DataError(
-            f"{key} holds no volume for {split}", where=source, remedy="give rows with labels for this part"
-        )
+        raise _no_rows(table, key, split)
     return VolumeTable(
         volume_paths(table, taken, rows),
         names=[names[row] for row in rows],
@@ -245,6 +243,22 @@ def read_volume_table(
         check_first=check_first,
         notes=(*table.notes, *notes, *one_sided(values[rows], questions)),
     )
+
+
+def _no_rows(table: Table, key: str, split: Split) -> DataError:
+    """The error where no row belongs to `split`. It tells which values the column of the parts has."""
+    column = next((name for name in table.columns if name.lower() in _SPLIT), None)
+    counts = Counter(() if column is None else (str(value).strip() for value in table.columns[column]))
+    if column is None or any(value.lower() in (TRAIN if split == "train" else EVAL) for value in counts):
+        remedy = "give rows with labels for this part"  # it has rows without labels, or a fold has none
+        return DataError(f"{key} holds no volume for {split}", where=table.name, remedy=remedy)
+    has = ", ".join(f"{value!r} in {count:,} row{'s' * (count > 1)}" for value, count in counts.most_common())
+    wanted = TRAIN[0] if split == "train" else " or ".join(EVAL)
+    remedy = (
+        f"write {wanted} into {column!r} for the rows of this part, name another table in {key}, or set data.fold=1/5: "
+        "it divides the patients of all rows, and does not use this column"
+    )
+    return DataError(f"{key} holds no volume for {split}: column {column!r} has {has}", where=table.name, remedy=remedy)
 
 
 def has_parts(source: str, **csv: Any) -> bool:

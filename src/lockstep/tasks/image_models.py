@@ -154,8 +154,8 @@ class AutoModels:
     """`For...`, as transformers names classes of models that do it."""
     known_names: ClassVar[str]
     """The dict of transformers whose keys are the types of models."""
-    own: ClassVar[str]
-    """The architecture of `task.scratch` that is not of transformers."""
+    own: ClassVar[tuple[str, ...]]
+    """The architectures of `task.scratch` that are not of transformers."""
     not_new: ClassVar[frozenset[str]] = frozenset()
     """Types of models that cannot be made without pretrained weights."""
     usual_size: ClassVar[int]
@@ -189,7 +189,7 @@ class AutoModels:
         scratch = self.options.scratch
         return hugging_face.new_config(
             scratch.architecture,
-            known=[self.own, *sorted(known - self.not_new)],
+            known=[*self.own, *sorted(known - self.not_new)],
             what=self.what,
             sizes=scratch.sizes,
             defaults=defaults,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
@@ -10,13 +11,22 @@ from lockstep.images.options import AugmentOptions
 from lockstep.tasks.options import TaskOptions
 
 
-def _from_epoch_0(sizes: dict[int, int]) -> dict[int, int]:
+def _from_epoch_0(sizes: dict[int | float, int]) -> dict[int | float, int]:
     if 0 not in sizes or min(sizes) < 0:
         raise ValueError("gives no size for epoch 0; write {0: 128, 20: 160}, with epochs that are counted from 0")
+    shares = [place for place in sizes if isinstance(place, float)]
+    if shares and (max(sizes) >= 1 or len(shares) < len(sizes) - 1):
+        raise ValueError(
+            "gives neither epochs nor shares; write {0: 128, 20: 160} or {0: 128, 0.5: 160}, shares below 1"
+        )
     return dict(sorted(sizes.items()))
 
 
-_SizeByEpoch = Annotated[dict[int, PositiveInt], Field(min_length=1), AfterValidator(_from_epoch_0)]
+_SizeByEpoch = Annotated[
+    dict[int | Annotated[float, Field(allow_inf_nan=False)], PositiveInt],
+    Field(min_length=1),
+    AfterValidator(_from_epoch_0),
+]
 ImageSize = PositiveInt | _SizeByEpoch | None
 BatchNormChoice = Literal["batch", "sync", "frozen", "group"]
 
@@ -30,7 +40,8 @@ class ImageOptions(TaskOptions):
 
     image_size: ImageSize = None
     """Height and width of training pictures in pixels. `{0: 128, 20: 160}`: 128 pixels from epoch 0 on, and 160 pixels
-    from epoch 20 on. None: the size that suits the model."""
+    from epoch 20 on. `{0: 128, 0.4: 160}`: 160 pixels when 0.4 of the epochs are done, rounded to whole epochs; the run
+    keeps the epochs. None: the size that suits the model."""
     image_size_between: Literal["step", "linear"] = "step"
     """How the size changes between the epochs of `image_size`: at these epochs, or a little in each."""
     image_size_multiple: PositiveInt = 32
@@ -70,6 +81,36 @@ class ImageOptions(TaskOptions):
             raise ValueError(f"{what}; use eval_resize >= {size}, or set eval_size")
         return self
 
+    def for_epochs(self, epochs: int | None) -> Self:
+        """Shares of the training in `image_size` become epochs, so that the last size has an epoch at least.
+
+        Raises:
+            ValueError: the number of epochs is not known.
+        """
+        if not self._shares:
+            return self
+        if epochs is None:
+            what = (
+                f"image_size: {self._shares[-1]} is a share of the training, whose number of epochs is not known here"
+            )
+            raise ValueError(f"{what}; write epochs, or set train.epochs and train.min_steps=null")
+        assert isinstance(self.image_size, dict)
+        sizes = {min(math.floor(share * epochs + 0.5), epochs - 1): size for share, size in self.image_size.items()}
+        return self.model_copy(update={"image_size": sizes})
+
+    @property
+    def _shares(self) -> list[float]:
+        sizes = self.image_size if isinstance(self.image_size, dict) else {}
+        return [place for place in sizes if isinstance(place, float)]
+
+    @property
+    def _by_epoch(self) -> dict[int, int]:
+        """Sizes from an epoch on, where `image_size` has several."""
+        assert isinstance(self.image_size, dict)
+        if self._shares:
+            raise ValueError("task.image_size has shares of the training: call ImageOptions.for_epochs first")
+        return {int(epoch): size for epoch, size in self.image_size.items()}
+
     def size_at(self, epoch: int, default: int) -> int:
         """Height and width in pixels of training pictures in `epoch`, counted from 0.
 
@@ -79,7 +120,7 @@ class ImageOptions(TaskOptions):
         if not isinstance(self.image_size, dict):
             return self.image_size or default
         between = self.image_size_between == "linear"
-        return size_at(self.image_size, epoch, multiple=self.image_size_multiple if between else None)
+        return size_at(self._by_epoch, epoch, multiple=self.image_size_multiple if between else None)
 
     def all_sizes(self, default: int) -> list[int]:
         """Every size that pictures have in training or evaluation, sorted."""
@@ -88,7 +129,9 @@ class ImageOptions(TaskOptions):
 
     def size_for_evaluation(self, default: int) -> int:
         """Height and width in pixels of evaluation pictures."""
-        return self.eval_size or self.size_at(self._changes()[-1], default)
+        if isinstance(self.image_size, dict):
+            return self.eval_size or list(self.image_size.values())[-1]
+        return self.eval_size or self.image_size or default
 
     def never_reached(self, epochs: int) -> dict[str, str]:
         last = self._changes()[-1]
@@ -104,8 +147,8 @@ class ImageOptions(TaskOptions):
         if not isinstance(self.image_size, dict):
             return [0]
         if self.image_size_between == "linear":
-            return list(range(max(self.image_size) + 1))
-        return list(self.image_size)
+            return list(range(max(self._by_epoch) + 1))
+        return list(self._by_epoch)
 
 
 def size_at(sizes: dict[int, int], epoch: int, *, multiple: int | None) -> int:

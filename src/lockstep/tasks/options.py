@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -31,6 +31,14 @@ class TaskOptions(Section):
         They apply to keys that neither a file nor the command line sets.
         """
         return {}
+
+    def for_epochs(self, epochs: int | None) -> Self:
+        """These options for a training of so many epochs. None: the length is not known, or nothing is trained.
+
+        Raises:
+            ValueError: an option needs the number of epochs. The text begins with its key and a colon.
+        """
+        return self
 
     def never_reached(self, epochs: int) -> dict[str, str]:
         """What a training of so many epochs never reaches, and cannot do without: a sentence and a remedy by key."""

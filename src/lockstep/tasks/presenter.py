@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from lockstep.tasks.program import Program
     from lockstep.tasks.task import Task
 
 
@@ -23,6 +24,9 @@ class Presenter:
 
     A task names its presenter in its attribute `presenter`. Lockstep makes it with `task.presenter(task)`.
     """
+
+    has_program: bool = True
+    """Whether an export has a program, `model.pt2`. False: another library makes the model from the exported files."""
 
     def __init__(self, task: Task) -> None:
         self.task: Any = task
@@ -187,6 +191,19 @@ class Presenter:
     def log_header(self) -> list[str]:
         """Lines about the data and the model, for the head of the log."""
         return []
+
+    def program(self, model: nn.Module) -> Program:
+        """What `lockstep export` writes as `model.pt2`, which torch runs without the code of the model. Optional.
+
+        By default, it is `Task.predict` for batches like that of the first samples of the data.
+
+        Args:
+            model: as `Task.model` makes it, with the trained weights, on the CPU.
+
+        """
+        raise NotImplementedError
+
+    program.default = program  # type: ignore[attr-defined]  # see `data.loader.is_default`
 
     def export(self, model: nn.Module, folder: Path) -> Sequence[str] | None:
         """Write the files that users of the weights need besides `model.safetensors` (labels, a tokenizer).

@@ -73,7 +73,11 @@ def know(kind: type, parts: Parts) -> None:
 
 def read(folder: Path) -> Parts:
     """The parts that `write` has written into `folder`."""
-    return {str(path.relative_to(folder)): _read(path) or "" for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): _read(path) or ""
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "__pycache__"  # Python keeps compiled modules where it imports from
+    }
 
 
 def write(folder: Path, parts: Mapping[str, str]) -> None:

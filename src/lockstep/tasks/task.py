@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -21,6 +21,17 @@ if TYPE_CHECKING:
 
     MetricsUpdate = Callable[[MetricCollection, Any, Any], None]
 
+
+class Indexed(Protocol):
+    """What a list, an array of NumPy and a data set of `datasets` have in common."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Samples = Dataset[Any] | Indexed
+"""Samples by index: a map-style data set of torch, or a list."""
 Batch = Any
 Losses = dict[str, Tensor]
 
@@ -99,7 +110,7 @@ class Task(abc.ABC):
         """A new model. The random number generators are seeded before, so that all ranks make the same weights."""
 
     @abc.abstractmethod
-    def train_data(self) -> Dataset[Any]:
+    def train_data(self) -> Samples:
         """The raw training samples: a map-style data set (`len(data)` and `data[index]`).
 
         The data set may have a method `where(index)`, which names the file of a sample in error messages, and an
@@ -108,7 +119,7 @@ class Task(abc.ABC):
         share. It returns a remark for people or None, and raises DataError for a sample that cannot be used.
         """
 
-    def eval_data(self) -> Dataset[Any] | None:
+    def eval_data(self) -> Samples | None:
         """The raw evaluation samples: a map-style data set, or None if there are none."""
         return None
 

@@ -24,6 +24,8 @@ from lockstep.verify.result import CheckResult, VerifyResult, fault, not_shown
 from lockstep.verify.workers import Workers
 
 _LOG = "verify.log"
+MARKS = {"verify.json": '{\n "schema": ', "verify.html": ": lockstep verify</title>"}
+"""The files that a verification writes, each with a part of all of them."""
 _FEWEST_STEPS = 4
 
 
@@ -183,6 +185,9 @@ def _on_device_for(config: Mapping[str, Any], nproc: int, tell: Callable[[str], 
     Raises:
         UsageError: device=cuda, and fewer GPUs than ranks.
     """
+    if devices.rather_than_mps(config["device"]) != config["device"]:
+        tell("note: the checks need float64 and several ranks, which mps lacks, so they are made on the CPU")
+        return {**config, "device": "cpu"}
     gpus = devices.gpus() if config["device"] in ("auto", "cuda") else 0
     if not 0 < gpus < nproc:
         return dict(config)

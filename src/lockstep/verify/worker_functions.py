@@ -184,7 +184,7 @@ def predict(config: Mapping[str, Any], folder: str, changes: TaskChanges) -> lis
     trainer = Trainer(config, run_dir=folder, quiet=True)
     task = ComparableTask(trainer.task(), changes)
     presenter = task.presenter(task)
-    return [{**presenter.describe(output), OUTPUT: summary(output)} for output in trainer.predict(task) or []]
+    return [{**presenter.describe(output), OUTPUT: summary(output)} for output in trainer.predict(task)]
 
 
 def evaluate_by_loop(

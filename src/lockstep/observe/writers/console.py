@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from lockstep import debugging
 from lockstep.observe import live_line
 from lockstep.observe.entry_line import entry_line
 from lockstep.observe.live_line import LiveLine
@@ -63,7 +64,7 @@ class ConsoleWriter(Writer):
             f"{run.name}: {run.world_size} x {run.device}, global batch {run.config['batch']['global']}, "
             f"steps {run.first_step} to {run.last_step}, {run.folder}"
         )
-        if self.console.is_terminal:
+        if self.console.is_terminal and debugging.RANK not in os.environ:  # a bar would draw over the debugger
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -76,6 +77,7 @@ class ConsoleWriter(Writer):
             self.bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self.task = self.bar.add_task("training", total=run.last_step, completed=run.first_step, loss="")
             self.bar.start()
+            debugging.before_breakpoint(self.bar.stop)
 
     def record(self, entry: Mapping[str, float]) -> None:
         self.has_shown = True

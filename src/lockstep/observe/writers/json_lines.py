@@ -9,7 +9,8 @@ from lockstep.observe.writer import RunInfo, Writer
 
 
 class JsonLines(Writer):
-    """Appends entries to metrics.jsonl. Entries after the first step, which a killed process left, are dropped."""
+    """Appends entries to metrics.jsonl. Entries after the first step, which a killed process left, are dropped with the
+    first entry: where the checks before the first step fail, they stay."""
 
     name = "metrics.jsonl"
     files = ("metrics.jsonl",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import DataError, UsageError
+from lockstep.images.decode import image_size
+from lockstep.sources.image_records import ImageRecords
 from lockstep.tasks import hugging_face
 from lockstep.tasks.classification.convnet import ConvNet
-from lockstep.tasks.classification.options import CONVNET, TIMM, ClassificationOptions
+from lockstep.tasks.classification.options import AUTO, CONVNET, CONVNET4, RESNET9, TIMM, ClassificationOptions
+from lockstep.tasks.classification.resnet9 import ConvNet4, ResNet9
 from lockstep.tasks.image_models import AutoModels, Models, Pixels, processor_of, side_of
 
 _SIZE = 224  # pixels, where nothing says another size
 _CONVNET_SIZE = 32
+_SIDES = (32, 48)  # smallest and largest size in pixels that `convnet4` and `resnet9` take from the data
+_LOOKED_AT = 100
+_WIDTHS = {
+    CONVNET: (32, 4),
+    CONVNET4: (32, 16),
+    RESNET9: (16, 16),
+}  # the default, and what a width must be a multiple of
 
 
 class Preparation(NamedTuple):
@@ -38,25 +49,47 @@ class Preparation(NamedTuple):
     """bilinear or bicubic."""
 
 
-def models_for(options: ClassificationOptions, folder: Path | None) -> Models:
+def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:
     """What makes the models that `options` ask for.
 
     Args:
         folder: where an earlier start of the run has kept the model's config. None: there is none.
+        architecture: what stands in place of `auto`. None: no model is made.
     """
     name = options.model or options.scratch.architecture
     if name.startswith(TIMM):
         return TimmModels(options, name.removeprefix(TIMM))
-    if options.model is None and name == CONVNET:
-        return ConvNetModels(options)
+    if options.model is None and (name in _WIDTHS or name == AUTO):
+        return SmallModels(options, architecture or name)
     return TransformersModels(options, folder)
 
 
+def median_side(records: ImageRecords) -> int:
+    """The median of the shorter sides of pictures in pixels. About 100 pictures are looked at, evenly spread, and of
+    these the headers only. 32 if none can be read."""
+    sides = []
+    for index in range(0, len(records), max(1, len(records) // _LOOKED_AT)):
+        with contextlib.suppress(DataError):  # it is an error, or left out, when the picture is read
+            sides.append(min(image_size(records.pictures.read(index), where=records.where(index))))
+    return round(statistics.median(sides or [_SIDES[0]]))
+
+
+def size_for(side: int) -> int:
+    """The size in pixels that suits pictures, for a new small model: a multiple of 8 from 32 to 48.
+
+    Args:
+        side: the median of their shorter sides in pixels.
+    """
+    low, high = _SIDES
+    return min(max(8 * round(side / 8), low), high)
+
+
 @dataclass(frozen=True)
-class ConvNetModels:
-    """The small network of the demo."""
+class SmallModels:
+    """The small networks of Lockstep: that of the demo, and those of `image_folder`."""
 
     options: ClassificationOptions
+    name: str
 
     def classes(self, names: Sequence[str]) -> list[str]:
         return list(names)
@@ -65,16 +98,21 @@ class ConvNetModels:
         return Pixels(_CONVNET_SIZE, None, None)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
-        sizes = dict(self.options.scratch.sizes)
-        width = sizes.pop("width", 32)
+        name, channels, sizes = self.name, self.options.channels, dict(self.options.scratch.sizes)
+        default, multiple = _WIDTHS[name]
+        width = sizes.pop("width", default)
         if sizes:
-            remedy = f"{CONVNET} takes: width; for another model, set task.scratch.architecture, such as resnet"
+            remedy = f"{name} takes: width; for another model, set task.scratch.architecture, such as resnet"
             raise UsageError("unknown key", where=f"task.scratch.sizes.{next(iter(sizes))}", remedy=remedy)
-        if not isinstance(width, int) or isinstance(width, bool) or width < 4 or width % 4:
-            remedy = "use a multiple of 4, at least 4"
+        if not isinstance(width, int) or isinstance(width, bool) or width < multiple or width % multiple:
+            remedy = f"use a multiple of {multiple}, at least {multiple}"
             raise UsageError(f"{width!r} channels", where="task.scratch.sizes.width", remedy=remedy)
+        if name == RESNET9:
+            return ResNet9(channels, len(classes), width), []
+        if name == CONVNET4:
+            return ConvNet4(channels, len(classes), width), []
         smallest = self.options.all_sizes(size)[0]
-        return ConvNet(self.options.channels, len(classes), smallest, width), []
+        return ConvNet(channels, len(classes), smallest, width), []
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass
@@ -91,7 +129,7 @@ class TransformersModels(AutoModels):
     what = "image classification"
     head = "ForImageClassification"
     known_names = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
-    own = CONVNET
+    own = (CONVNET, CONVNET4, RESNET9, AUTO)
     not_new = frozenset({"timm_wrapper"})
     usual_size = _SIZE
     unused = ("mask_token",)  # it is for pretraining

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.sources import doubles
 from lockstep.sources.image_records import ImageRecords, unlabelled_pictures
 from lockstep.sources.labels import count_labels
 from lockstep.tasks import confusion
 from lockstep.tasks.classification.models import Preparation, models_for
+from lockstep.tasks.classification.options import SMALL
 from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.program import Program, program_of_images
 
 if TYPE_CHECKING:
     from lockstep.tasks.classification.task import Classification, Sample
@@ -78,11 +81,16 @@ class ClassificationPresenter(Presenter):
         """The data by class, the sizes of pictures, the normalisation, and the weights that are new."""
         task, options = self.task, self.task.options
         lines = _of_data("training", task.train_data(), task.classes)
+        lines += [task.held_back] if task.held_back else []
         evaluation = task.eval_data()
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation, task.classes)
+        lines += doubles.of_pictures(doubles.samples_of(task.train_data()), doubles.samples_of(evaluation))
+        lines += doubles.of_names(task.classes)
         lines += [self._sizes(), *self._of_model()]
-        if options.mixup_alpha or options.cutmix_alpha:
+        if options.asks_the_pictures:
+            lines.append(self._decided())
+        if options.mixup_alpha or task.decided.cutmix_alpha:
             lines.append("mixup and cutmix: train/loss is that of mixed labels, so it lies above eval/loss")
         return lines
 
@@ -94,6 +102,15 @@ class ClassificationPresenter(Presenter):
         evaluation = options.size_for_evaluation(about.size)
         return f"images: {grows}, evaluation {evaluation} pixels; mean {numbers[0]}, standard deviation {numbers[1]}"
 
+    def _decided(self) -> str:
+        """What `auto` became, and why."""
+        task = self.task
+        architecture, augment, alpha = task.decided
+        values = [] if task.options.model else [f"task.scratch.architecture={architecture}"]
+        values += [f"task.augment.crop={augment.crop}", f"task.cutmix_alpha={alpha:g}"]
+        what = f"the shorter side of training pictures has {task.about.side} pixels (median; {SMALL} or less are small)"
+        return f"{what}: {', '.join(values)}"
+
     def _of_model(self) -> list[str]:
         options, new = self.task.options, self.task.new_weights
         lines = []
@@ -103,6 +120,16 @@ class ClassificationPresenter(Presenter):
         if options.batch_norm == "frozen" and not options.model:
             lines.append("WARNING: task.batch_norm=frozen, but a new model has no running statistics to normalise by")
         return lines
+
+    def program(self, model: nn.Module) -> Program:
+        """Probabilities (pictures, classes) of prepared `images`, uint8 (pictures, channels, size, size)."""
+        task = self.task
+        side = task.options.size_for_evaluation(task.about.size)
+
+        def compute(model: nn.Module, images: Tensor) -> Tensor:
+            return task.predict(model, {"images": images})
+
+        return program_of_images(compute, model, (task.options.channels, side, side), varies=False)
 
     def export(self, model: nn.Module, folder: Path) -> list[str]:
         """Write `classification.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
@@ -117,6 +144,7 @@ class ClassificationPresenter(Presenter):
             "cache_size": task.cache.shorter_side if task.cache else None,
             "batch_norm": options.batch_norm,
         }
+        del written["side"]  # it is for training only
         (folder / "classification.json").write_text(json.dumps(written, indent=1))
         preparation = Preparation(
             size=options.size_for_evaluation(about.size),

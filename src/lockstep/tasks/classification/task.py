@@ -25,10 +25,11 @@ from lockstep.sources.decoded_images import DecodedImage, DecodedImages
 from lockstep.sources.digits import Digits
 from lockstep.sources.image_records import ImageRecord, evaluation_source, read_image_records
 from lockstep.sources.labels import count_labels
+from lockstep.sources.labels import split as split_labels
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.classification.models import models_for
-from lockstep.tasks.classification.options import ClassificationOptions
+from lockstep.tasks.classification.models import median_side, models_for, size_for
+from lockstep.tasks.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
 from lockstep.tasks.classification.presenter import ClassificationPresenter
 from lockstep.tasks.image_models import logits_of
 from lockstep.tasks.kept import keep
@@ -60,6 +61,8 @@ class About:
     """Standard deviation of each channel, from 0 to 1."""
     size: int
     """Height and width in pixels that suit the model."""
+    side: int | None = None
+    """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""
 
 
 @final
@@ -72,7 +75,8 @@ class Classification(Task):
 
     Args:
         train, eval: `digits`, or a source of pictures: see `sources.image_records.read_image_records`. Without `eval`,
-            the evaluation part of the folder `train` is used, if it has such a part.
+            the evaluation part of the folder `train` is used, if it has such a part; otherwise a share of the pictures
+            in `train` is held back, as `options.eval_fraction` says.
         cache: keep decoded pictures on disk, as `data.cache` says.
     """
 
@@ -98,7 +102,8 @@ class Classification(Task):
 
         keep(folder, _KEPT, lambda: self.about, save)
         self.folder = folder
-        self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
+        for name in ("about", "decided"):
+            self.__dict__.pop(name, None)  # it is read again from the file, so that it is the same on every rank
 
     @cached_property
     def about(self) -> About:
@@ -111,15 +116,28 @@ class Classification(Task):
             raise DataError(what, where=self.train_source, remedy="give pictures of two classes or more")
         models = models_for(options, None)
         classes, pixels = models.classes(records.classes), models.pixels()
-        counts = count_labels(records.classes, records.labels)
+        rows = self._rows(records)[0]
+        counts = count_labels(records.classes, records.labels if rows is None else records.labels[rows])
         mean, std = pixels.mean_and_std(options)
+        small_model = options.model is None and options.scratch.architecture in (AUTO, CONVNET4, RESNET9)
+        by_data = small_model and options.image_size is None
+        digits = self.train_source == _DIGITS
+        side = None
+        if by_data or options.asks_the_pictures:
+            side = _DIGITS_SIZE if digits else median_side(records)
         return About(
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
             mean=mean,
             std=std,
-            size=_DIGITS_SIZE if self.train_source == _DIGITS else pixels.size,
+            size=_DIGITS_SIZE if digits else size_for(side) if by_data and side else pixels.size,
+            side=side,
         )
+
+    @cached_property
+    def decided(self) -> Decided:
+        """The options that may be `auto`, as they are for the training pictures."""
+        return self.options.decided(self.about.side)
 
     @property
     def classes(self) -> list[str]:
@@ -143,19 +161,52 @@ class Classification(Task):
             **self.options.of_csv(),
         )
 
-    def _data(self, source: str, split: Literal["train", "eval"]) -> Digits | DecodedImages:
+    def _rows(self, records: Any) -> tuple[Any, Any]:
+        """The rows of the training source that are for training, and those that are held back; (None, None): no split.
+
+        Args:
+            records: the training source, with its own classes: their order decides which class gives one more.
+        """
+        if not self.options.eval_fraction or self.eval_source is not None or isinstance(records, Digits):
+            return None, None
+        return split_labels(records.labels, self.options.eval_fraction, self.options.split_seed)
+
+    @cached_property
+    def _split(self) -> tuple[Any, Any]:
+        if not self.options.eval_fraction or self.eval_source is not None:
+            return None, None  # the source need not be read once more
+        return self._rows(self._records(self.train_source, "train", None))
+
+    def _data(self, source: str, split: Literal["train", "eval"], rows: Any = None) -> Digits | DecodedImages:
         records = self._records(source, split, self.classes)
         if isinstance(records, Digits):
             return records
+        records = records if rows is None else records.part(rows)
         return DecodedImages(records, channels=self.options.channels, cache=self.cache)
 
     @cached_property
     def _train(self) -> Digits | DecodedImages:
-        return self._data(self.train_source, "train")
+        return self._data(self.train_source, "train", self._split[0])
 
     @cached_property
     def _eval(self) -> Digits | DecodedImages | None:
-        return None if self.eval_source is None else self._data(self.eval_source, "eval")
+        if self.eval_source is not None:
+            return self._data(self.eval_source, "eval")
+        held = self._split[1]
+        return None if held is None or not len(held) else self._data(self.train_source, "train", held)
+
+    @property
+    def held_back(self) -> str | None:
+        """A sentence about the pictures that are held back for evaluation. None: none shall be held back."""
+        rows, held = self._split
+        if held is None:
+            return None
+        options = self.options
+        of = f"of the {len(rows) + len(held):,} images in {self.train_source}"
+        keys = f"task.eval_fraction={options.eval_fraction:g}, task.split_seed={options.split_seed}"
+        if not len(held):
+            return f"no image {of} is held back for evaluation ({keys}): there are too few images, or one of each class"
+        return f"{len(held):,} {of} are held back for evaluation ({keys})"
 
     def train_data(self) -> Dataset[Any]:
         return self._train
@@ -176,7 +227,7 @@ class Classification(Task):
             what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
             remedy = f"set it to {size} or more, or set task.eval_size"
             raise UsageError(what, where="task.eval_resize", remedy=remedy)
-        models = models_for(options, self.folder)
+        models = models_for(options, self.folder, architecture=self.decided.architecture)
         model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
         model = exchange_batch_norm(model, options.batch_norm)
         sizes = options.all_sizes(about.size)
@@ -188,7 +239,7 @@ class Classification(Task):
     def prepare(self, sample: Sample, epoch: int, training: bool) -> dict[str, Any]:
         """The image, uint8 (channels, size, size), and its label; in training augmented, and mixed with a partner."""
         item = {"images": self._image(sample, epoch, training), "labels": self._label(sample)}
-        if training and (self.options.mixup_alpha or self.options.cutmix_alpha):
+        if training and (self.options.mixup_alpha or self.decided.cutmix_alpha):
             self._mix(item, epoch)
         return item
 
@@ -207,9 +258,9 @@ class Classification(Task):
             pixels = reduced(decode(pixels, channels=options.channels), side)
         picture = Picture(pixels) if isinstance(pixels, Tensor) else Picture.from_pixels(pixels)
         if training:
-            return train_picture(picture, options.size_at(epoch, default), options.augment).image
-        size, augment = options.size_for_evaluation(default), options.augment
-        resize, interpolation = options.eval_resize, augment.interpolation
+            return train_picture(picture, options.size_at(epoch, default), self.decided.augment).image
+        size = options.size_for_evaluation(default)
+        resize, interpolation = options.eval_resize, options.augment.interpolation
         return eval_picture(picture, size, resize=resize, interpolation=interpolation).image
 
     def _mix(self, item: dict[str, Any], epoch: int) -> None:
@@ -229,7 +280,7 @@ class Classification(Task):
             where = getattr(data, "where", str)(index)
             raise DataError(f"the partner for mixing: {error.what}", where=where, remedy=error.remedy) from error
         item["images"], item["label_share"] = mix(
-            item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=options.cutmix_alpha
+            item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=self.decided.cutmix_alpha
         )
         item["partner_labels"] = label
 

@@ -26,6 +26,8 @@ class CenterModels:
     """Makes `CenterDetector`, and knows its losses and boxes."""
 
     options: DetectionOptions
+    stretches = False
+    suppresses = True
 
     def classes(self, names: Sequence[str]) -> list[str]:
         return list(names)
@@ -62,6 +64,9 @@ class CenterModels:
 
     def detections(self, model: nn.Module, outputs: CenterOutput, *, size: tuple[int, int], most: int) -> Detections:
         return Detections(*best_boxes(outputs, size=size, most=most, overlap=self.options.nms))
+
+    def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
+        return Detections(*best_boxes(model(images), size=(images.shape[-2], images.shape[-1]), most=most, overlap=1.0))
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         pass

@@ -113,6 +113,16 @@ class Preparation(NamedTuple):
 class DetectionModels(Protocol):
     """Makes models of one kind, and knows their losses and their boxes."""
 
+    @property
+    def stretches(self) -> bool:
+        """Whether `forward` stretches each picture from its part that is no padding to its whole square."""
+        ...
+
+    @property
+    def suppresses(self) -> bool:
+        """Whether `detections` leaves out boxes that overlap a better box of their class."""
+        ...
+
     def classes(self, names: Sequence[str]) -> list[str]:
         """The classes in the order of the model's scores; `names` are those of the data.
 
@@ -169,6 +179,15 @@ class DetectionModels(Protocol):
         Args:
             size: height and width in pixels of the prepared pictures.
             most: the greatest number of boxes of a picture.
+        """
+        ...
+
+    def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
+        """The best boxes of each picture, before non-maximum suppression, by operations that torch can trace.
+
+        Args:
+            images: (pictures, channels, size, size), normalised; with `stretches`, without padding.
+            shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
         """
         ...
 

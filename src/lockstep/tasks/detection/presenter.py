@@ -12,15 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from lockstep.observe import drawing
+from lockstep.observe import diagrams, drawing
+from lockstep.sources import doubles
 from lockstep.sources.boxed_images import BoxedImage
-from lockstep.sources.decoded_images import DecodedImages
-from lockstep.sources.image_records import unlabelled_pictures
+from lockstep.sources.coco_inputs import CocoNumbers, RunSource, UnlabelledImages, coco_inputs
+from lockstep.tasks.detection import program
 from lockstep.tasks.detection.matching import Matched, match
 from lockstep.tasks.detection.models import Preparation, models_for
 from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.program import Program
 
 if TYPE_CHECKING:
     from lockstep.tasks.detection.task import Detection
@@ -34,43 +35,30 @@ Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 
-class UnlabelledImages(Dataset[BoxedImage]):
-    """Pictures to predict, as samples without boxes. Their ids are their places, counted from 1."""
-
-    def __init__(self, pictures: DecodedImages) -> None:
-        self.pictures = pictures
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, index: int) -> BoxedImage:
-        pixels, _, name = self.pictures[index]
-        return BoxedImage(
-            pixels=pixels,
-            boxes=np.zeros((0, 4), np.float32),
-            labels=np.zeros(0, np.int64),
-            crowd=np.zeros(0, bool),
-            area=np.zeros(0, np.float32),
-            image_id=index + 1,
-            name=name,
-            size=(pixels.shape[0], pixels.shape[1]),
-        )
-
-    def where(self, index: int) -> str:
-        """The file of a picture."""
-        return self.pictures.where(index)
-
-
 class DetectionPresenter(Presenter):
     """Shows image, true and found boxes side by side, and the average precision of each class. INPUT arguments are
-    pictures and folders of pictures."""
+    pictures, folders of pictures, and a COCO file that names pictures."""
 
     task: Detection
     picture_side = _SIDE
 
+    def __init__(self, task: Detection) -> None:
+        super().__init__(task)
+        self._numbers: CocoNumbers | None = None
+        """The numbers of the pictures of `inputs`. None: the samples are evaluation samples."""
+
     def inputs(self, arguments: Sequence[str]) -> UnlabelledImages:
-        """The pictures that the arguments name: files, folders, patterns and shards."""
-        return UnlabelledImages(DecodedImages(unlabelled_pictures(arguments), channels=self.task.options.channels))
+        """The pictures that the arguments name: files, folders, patterns, shards, and a COCO file.
+
+        Pictures have the ids of this file, or of the run's own COCO file; see `coco_inputs`.
+        """
+        task, options = self.task, self.task.options
+        sources = [RunSource(task.train_source, "train", options.images)]
+        if task.eval_source is not None:
+            sources.insert(0, RunSource(task.eval_source, "eval", options.eval_images or options.images))
+        found = coco_inputs(arguments, sources=sources, channels=options.channels)
+        self._numbers = found.numbers
+        return found
 
     # ---- one sample
 
@@ -93,29 +81,46 @@ class DetectionPresenter(Presenter):
         return [{"class": self.task.classes[label], "box": _rounded(box)} for box, label in pairs]
 
     def rows(self, sample: BoxedImage, output: Output) -> list[dict[str, Any]]:
-        """A row of COCO's results for each box of any score: `image_id`, `category_id`, `bbox` (left, top, width and
-        height in pixels), `score`; and `class`, its name."""
+        """A row of COCO's results for each box of any score.
+
+        `image_id`, of pictures that a COCO file numbers; `file_name`; `category_id`, by the same file, or by the
+        training data (-1: the file does not declare the class); `bbox` (left, top, width and height in pixels);
+        `score`; and `class`, its name.
+        """
         from lockstep.tasks.detection.coco_map import width_and_height
 
         boxes, scores, labels = (part.cpu().numpy() for part in _shown(output, 0.0))
-        about = self.task.about
+        has_id, categories = self._category_ids()
+        picture: dict[str, Any] = {"file_name": str(sample.name)}
+        if has_id and sample.image_id is not None:
+            picture = {"image_id": int(sample.image_id), **picture}
         rows = zip(width_and_height(boxes).tolist(), scores.tolist(), labels.tolist(), strict=True)
         return [
             {
-                "image_id": int(sample.image_id),
-                "category_id": about.category_ids[label],
+                **picture,
+                "category_id": categories[label],
                 "bbox": box,
                 "score": score,
-                "class": about.classes[label],
+                "class": self.task.classes[label],
             }
             for box, score, label in rows
         ]
+
+    def _category_ids(self) -> tuple[bool, Sequence[int]]:
+        """Whether ids of pictures are those of a COCO file, and the number of each class in this file."""
+        about = self.task.about
+        if self._numbers is None:
+            data: Any = self.task.eval_data()
+            return data.annotations.files is None, data.category_ids.tolist()
+        named = self._numbers.category_ids
+        return True, about.category_ids if named is None else [named.get(name, -1) for name in about.classes]
 
     def files(self, sample: BoxedImage, output: Output) -> Mapping[str, bytes]:
         """The picture with its boxes that have at least `score_threshold`, and below it a legend of their classes."""
         boxes, scores, labels = self._in_pixels(sample, output)
         drawn = self._drawn(sample.pixels, boxes, labels, scores)
-        return {"boxes/*.png": drawing.png(self._with_legend(drawn, labels))}
+        scale = drawing.scale_of(max(drawn.shape))
+        return {"boxes/*.png": drawing.png(self._with_legend(drawn, labels, scale=scale))}
 
     def _in_pixels(self, sample: BoxedImage, output: Output) -> tuple[Tensor, Tensor, Tensor]:
         """The boxes to show, in pixels of the sample, which the cache may have reduced; their scores and labels."""
@@ -147,23 +152,23 @@ class DetectionPresenter(Presenter):
         self, image: Any, boxes: Tensor, labels: Tensor, scores: Tensor | None = None, side: int | None = None
     ) -> Any:
         """The image with boxes in the colours of their classes; the best box is drawn last. Boxes with scores have
-        texts, others have thin lines."""
+        texts."""
         order = list(reversed(range(len(boxes))))
         colors = drawing.palette(len(self.task.classes))[labels.cpu().numpy()].reshape(-1, 3)[order]
         corners, texts = boxes.cpu().numpy()[order], []
         if scores is not None:
             pairs = [(self.task.classes[label], f"{score:.2f}") for label, score in zip(labels, scores, strict=True)]
             texts = [(f"{pairs[place][0]} {pairs[place][1]}", pairs[place][1]) for place in order]
-        return drawing.with_boxes(image, corners, texts, colors, side=side, thin=scores is None)
+        return drawing.with_boxes(image, corners, texts, colors, side=side)
 
-    def _with_legend(self, picture: Any, labels: Tensor) -> Any:
+    def _with_legend(self, picture: Any, labels: Tensor, scale: float = 1.0) -> Any:
         """The picture, and below it the names and colours of the classes that occur."""
         seen = sorted(set(labels.tolist()))
         if not seen:
             return picture
         colors = drawing.palette(len(self.task.classes))[seen]
         names = [self.task.classes[label] for label in seen]
-        return drawing.stacked([picture, drawing.legend(names, colors, width=picture.shape[1])])
+        return drawing.stacked([picture, drawing.legend(names, colors, width=picture.shape[1], scale=scale)])
 
     def caption(self, sample: BoxedImage, prepared: Mapping[str, Any], output: Output | None) -> str:
         """The name of the picture; of an evaluation also the numbers of true, missed and invented boxes."""
@@ -212,7 +217,7 @@ class DetectionPresenter(Presenter):
         if not series:
             return {}
         title = "precision over recall at IoU 0.50, with the average precision"
-        return {"precision_recall": drawing.curves(series, title=title, x_label="recall", y_label="precision")}
+        return {"precision_recall": diagrams.panels({"": series}, title=title, x_label="recall", y_label="precision")}
 
     def class_names(self) -> Sequence[str]:
         return self.task.classes
@@ -229,6 +234,8 @@ class DetectionPresenter(Presenter):
         evaluation = task.eval_data()
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation, about.classes)
+        lines += doubles.of_pictures(doubles.samples_of(task.train_data()), doubles.samples_of(evaluation))
+        lines += doubles.of_names(about.classes)
         first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
         grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
         numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
@@ -241,6 +248,10 @@ class DetectionPresenter(Presenter):
             lines.append(f"not in {options.model}, so new: {shown}")
         return lines
 
+    def program(self, model: nn.Module) -> Program:
+        """Boxes, scores and labels in squares: see `detection.program`."""
+        return program.program(self.task, model)
+
     def export(self, model: nn.Module, folder: Path) -> list[str]:
         """Write `detection.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
         needs if the model is of transformers: its config and the config of an image processor."""
@@ -249,6 +260,12 @@ class DetectionPresenter(Presenter):
         written = asdict(about) | {
             "size": options.size_for_evaluation(about.size),
             "tile": options.tile,
+            "tile_overlap": options.tile_overlap,
+            "nms": options.nms,
+            "nms_of_model": options.nms if task.models.suppresses else None,
+            "stretched": task.models.stretches,
+            "most_boxes": options.most_boxes,
+            "score_threshold": options.score_threshold,
             "fill": options.augment.fill,
             "interpolation": options.augment.interpolation,
             "channels": options.channels,
@@ -283,4 +300,5 @@ def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
     lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in classes))
     if data.cache is not None:
         lines.append(f"  {data.cache.summary()}")
+    lines += [f"  {line}" for line in doubles.of_boxes(data.annotations)]
     return lines + [f"  {note}" for note in getattr(data, "notes", ())]

@@ -25,7 +25,7 @@ from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
 from lockstep.sources.class_table import read_class_table
 from lockstep.tasks.batch_norm import exchange_batch_norm
-from lockstep.tasks.detection.models import Detections, Targets, models_for, picture_of_each
+from lockstep.tasks.detection.models import DetectionModels, Detections, Targets, models_for, picture_of_each
 from lockstep.tasks.detection.options import DetectionOptions
 from lockstep.tasks.detection.overlap import remaining
 from lockstep.tasks.detection.presenter import DetectionPresenter
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 
 _KEPT = "detection.json"
+_NO_ID = -1  # of pictures to predict that no file numbers: nothing looks for it
 _VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles than that and more than pictures
 
 
@@ -114,7 +115,7 @@ class Detection(Task):
 
         keep(folder, _KEPT, lambda: self.about, save)
         self.folder = folder
-        for name in ("about", "_models"):  # they are read again from the file, so that they are the same on every rank
+        for name in ("about", "models"):  # they are read again from the file, so that they are the same on every rank
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -143,7 +144,8 @@ class Detection(Task):
         return self.about.classes
 
     @cached_property
-    def _models(self) -> Any:
+    def models(self) -> DetectionModels:
+        """What makes the model, and knows its losses and boxes."""
         return models_for(self.options, self.folder)
 
     # ---- data
@@ -186,12 +188,12 @@ class Detection(Task):
 
     def model(self) -> nn.Module:
         options, about = self.options, self.about
-        model, self.new_weights = self._models.make(about.classes, size=self._largest, trained=self._trained)
+        model, self.new_weights = self.models.make(about.classes, size=self._largest, trained=self._trained)
         model = exchange_batch_norm(model, options.batch_norm)
 
         def forward(model: nn.Module, images: Tensor) -> Any:
             shapes = torch.full((len(images), 2), images.shape[-1], device=images.device)
-            return self._models.forward(model, images, shapes, None)
+            return self.models.forward(model, images, shapes, None)
 
         sizes = options.all_sizes(about.size)
         check_image_sizes(model, sizes, channels=options.channels, forward=forward, where="task.image_size")
@@ -200,7 +202,7 @@ class Detection(Task):
     @property
     def coefficients(self) -> Mapping[str, float]:  # type: ignore[override]
         """Factor of each head's mean in the total loss."""
-        found: Mapping[str, float] = self._models.coefficients()
+        found: Mapping[str, float] = self.models.coefficients()
         return found
 
     # ---- from a picture to a batch
@@ -241,7 +243,7 @@ class Detection(Task):
             "labels": [labels[index] for index in indices],
             "crowd": [crowd[index] for index in indices],
             "size": sample.size,
-            "id": int(sample.image_id),
+            "id": _NO_ID if sample.image_id is None else int(sample.image_id),
         }
 
     def _other(self, index: int) -> BoxedImage:
@@ -291,18 +293,18 @@ class Detection(Task):
         )
 
     def weight(self, batch: Batch) -> dict[str, Tensor]:
-        units: dict[str, Tensor] = self._models.weights(self.targets(batch))
+        units: dict[str, Tensor] = self.models.weights(self.targets(batch))
         return units
 
     def loss(self, model: nn.Module, batch: Batch) -> Any:
         targets = self.targets(batch)
         if model.training:  # mAP needs all detections at once, so there is none of the training
             outputs = self._forward(model, batch["images"], targets, training=True)
-            return self._models.losses(model, outputs, targets)
+            return self.models.losses(model, outputs, targets)
         losses: dict[str, Tensor] = {}
         found = []
         for outputs, part in self._parts(model, batch, targets):
-            for head, value in self._models.losses(model, outputs, part).items():
+            for head, value in self.models.losses(model, outputs, part).items():
                 losses[head] = losses[head] + value if head in losses else value
             found.append(self._detections(model, outputs, batch))
         return losses, self._together(found, batch)
@@ -310,7 +312,7 @@ class Detection(Task):
     def _forward(self, model: nn.Module, images: Tensor, targets: Targets, *, training: bool) -> Any:
         dtype = next(model.parameters()).dtype
         normalised = normalise(images, self.about.mean, self.about.std, dtype=dtype)
-        return self._models.forward(model, normalised, targets.shapes, targets if training else None)
+        return self.models.forward(model, normalised, targets.shapes, targets if training else None)
 
     def _parts(self, model: nn.Module, batch: Batch, targets: Targets) -> Iterator[tuple[Any, Targets]]:
         """The outputs of the views of a batch, and their targets; of tiles a few at a time, to save memory."""
@@ -328,7 +330,7 @@ class Detection(Task):
 
     def _detections(self, model: nn.Module, outputs: Any, batch: Batch) -> Detections:
         height, width = batch["images"].shape[-2:]
-        found: Detections = self._models.detections(model, outputs, size=(height, width), most=self.options.most_boxes)
+        found: Detections = self.models.detections(model, outputs, size=(height, width), most=self.options.most_boxes)
         return found
 
     def _together(self, parts: list[Detections], batch: Batch) -> dict[str, Tensor]:

@@ -62,6 +62,7 @@ class TransformersModels:
 
     options: DetectionOptions
     folder: Path | None
+    suppresses = False
 
     @functools.cached_property
     def _transformers(self) -> Any:
@@ -168,10 +169,17 @@ class TransformersModels:
         return self._losses.weights(targets.counts)
 
     def forward(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Outputs:
+        images = stretch(images, shapes) if self.stretches else images
+        return self._outputs(model, images, shapes, targets)
+
+    @property
+    def stretches(self) -> bool:
+        return self._family.padding == "stretched"
+
+    def _outputs(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Outputs:
+        """The outputs for pictures that are already stretched, where they have to be."""
         inputs: dict[str, Tensor] = {}
-        if self._family.padding == "stretched":
-            images = stretch(images, shapes)
-        else:
+        if not self.stretches:
             inside = inside_of(shapes, size=(images.shape[-2], images.shape[-1]))
             images = images * inside[:, None]  # transformers pads pictures after it has normalised them
             inputs["pixel_mask"] = inside.long()
@@ -195,13 +203,16 @@ class TransformersModels:
     def detections(self, model: nn.Module, outputs: Outputs, *, size: tuple[int, int], most: int) -> Detections:
         return boxes_of(outputs, scores=self._family.scores, most=most)
 
+    def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
+        return boxes_of(self._outputs(model, images, shapes, None), scores=self._family.scores, most=most)
+
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         self._config(classes).save_pretrained(folder)
 
     def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
         square = {"height": preparation.size, "width": preparation.size}
         fitted = {"max_height": preparation.size, "max_width": preparation.size}
-        stretched = self._family.padding == "stretched"
+        stretched = self.stretches
         processor = {
             "image_processor_type": self._family.processor,
             "do_resize": True,

@@ -87,7 +87,7 @@ class TransformersModels(AutoModels):
     what = "semantic segmentation"
     head = "ForSemanticSegmentation"
     known_names = "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES"
-    own = UNET
+    own = (UNET,)
     usual_size = _SIZE
     # The mask token is for pretraining. DPT has a normalisation and a first residual layer that its head does not use.
     unused = ("mask_token", "dpt.layernorm.", "neck.fusion_stage.layers.0.residual_layer1.")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from lockstep.images.mask import encode_mask
 from lockstep.observe import drawing
+from lockstep.sources import doubles
 from lockstep.sources.masked_images import masked_inputs
 from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.program import Program, program_of_images
 from lockstep.tasks.segmentation.losses import IGNORED
 from lockstep.tasks.segmentation.models import Preparation, models_for
 from lockstep.tasks.segmentation.windows import Window, Windows
@@ -30,7 +33,8 @@ _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
 _LEGEND = 240  # pixels: the least width of a legend below an overlay
 _DIGITS = 4
-_UINT8_CLASSES = 256
+_EXAMPLE = 64  # pixels: the shorter side of the example of an export, if pictures are seen at their own size
+_WIDER = 32  # pixels: the example of an export is no square
 
 Array = npt.NDArray[Any]
 
@@ -47,6 +51,11 @@ class SegmentationPresenter(Presenter):
         about = self.task.about
         colors = [(red, green, blue) for red, green, blue in about.colors]
         return masked_inputs(arguments, classes=about.classes, colors=colors, channels=self.task.options.channels)
+
+    @cached_property
+    def _colors(self) -> Array:
+        """The colour of each class in drawings: uint8 (classes, 3). Mask files have the user's own colours."""
+        return drawing.distinct(self.task.about.colors)
 
     # ---- one sample
 
@@ -85,16 +94,15 @@ class SegmentationPresenter(Presenter):
             masks, titles = [truth, predicted], ["image", "truth", "prediction"]
             if truth is None:
                 masks, titles = [predicted], ["image", "prediction"]
-        colors = np.array(self.task.about.colors, dtype=np.uint8)
+        colors = self._colors
         painted = [drawing.colored_mask(image, mask, colors, _ALPHA) for mask in masks]
         side = _SIDE * (len(painted) + 1) // 3
         row = drawing.side_by_side([image, *painted], titles, side=side)
         seen = [number for number in range(len(colors)) if any((mask == number).any() for mask in masks)]
         names = [self.task.classes[number] for number in seen]
         inks = [colors[number] for number in seen]
-        if any((mask == IGNORED).any() for mask in masks):
-            names, inks = [*names, "ignored"], [*inks, np.full(3, 255, np.uint8)]
-        return drawing.stacked([row, drawing.legend(names, inks, width=side)])
+        ignored = "ignored" if any((mask == IGNORED).any() for mask in masks) else None
+        return drawing.stacked([row, drawing.legend(names, inks, width=side, ignored=ignored)])
 
     def caption(self, sample: Any, prepared: Mapping[str, Any], output: Mapping[str, Tensor] | None) -> str:
         """The name of the picture; of an evaluation also its pixel accuracy and mean IoU."""
@@ -112,17 +120,20 @@ class SegmentationPresenter(Presenter):
         return "\n".join(lines)
 
     def files(self, sample: Any, output: Mapping[str, Tensor]) -> Mapping[str, bytes]:
-        """The mask with class numbers, and with the colours of the classes as its palette; and the picture with the
-        mask on top, above a legend of the classes that occur. With more than 256 classes, the mask has 16 bits and no
-        palette."""
+        """The mask in the values of the training masks; and the picture with the mask on top, above a legend of the
+        classes that occur."""
+        about = self.task.about
         numbers = output["classes"].cpu().numpy()
-        colors = np.array(self.task.about.colors, dtype=np.uint8)
+        ids = about.ids or list(range(len(about.classes)))
+        suffix, mask = encode_mask(numbers, about.mask_kind, ids=ids, colors=about.colors)
+        colors = self._colors
         overlay = drawing.colored_mask(_part(sample)[0], numbers.astype(np.int32), colors, _ALPHA)
         seen = np.unique(numbers).tolist()
         names = [self.task.classes[number] for number in seen]
-        legend = drawing.legend(names, colors[seen], width=max(_LEGEND, overlay.shape[1]))
+        scale = drawing.scale_of(max(overlay.shape))
+        legend = drawing.legend(names, colors[seen], width=max(_LEGEND, overlay.shape[1]), scale=scale)
         overlay = drawing.stacked([overlay, legend])
-        return {"masks/*.png": _mask_file(numbers, colors), "overlays/*.png": drawing.png(overlay)}
+        return {f"masks/*{suffix}": mask, "overlays/*.png": drawing.png(overlay)}
 
     # ---- an evaluation and a run
 
@@ -149,7 +160,10 @@ class SegmentationPresenter(Presenter):
         evaluation = task.eval_data()
         if evaluation is not None:
             lines += _of_data("evaluation", evaluation)
+        whole = evaluation.pictures if isinstance(evaluation, Windows) else evaluation
+        lines += doubles.of_pictures(doubles.samples_of(task.train_data()), doubles.samples_of(whole))
         lines.append(f"classes: {', '.join(about.classes)}")
+        lines += doubles.of_names(about.classes)
         if about.unseen:
             lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
         first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
@@ -174,9 +188,21 @@ class SegmentationPresenter(Presenter):
             way = "pictures at their own size"
         return f"{way}, with the mirror image" if options.flip_at_evaluation else way
 
+    def program(self, model: nn.Module) -> Program:
+        """Logits (pictures, classes, h, w) of prepared `images`, uint8 (pictures, channels, height, width)."""
+        task = self.task
+        options = task.options
+        square = options.eval_shape == "square"
+        if square:
+            size = options.size_for_evaluation(task.about.size)
+        else:  # the program may refuse sizes below that of the example
+            size = options.eval_window or options.eval_size or _EXAMPLE
+        width = size if square else size + _WIDER
+        return program_of_images(task.logits_of_equal, model, (options.channels, size, width), varies=not square)
+
     def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write `segmentation.json` (classes, colours, and how evaluations prepare pictures), and what
-        `transformers.pipeline` needs if the model is of transformers: its config and the config of an image
+        """Write `segmentation.json` (classes, colours, ids in mask files, and how evaluations prepare pictures), and
+        what `transformers.pipeline` needs if the model is of transformers: its config and the config of an image
         processor."""
         task = self.task
         about, options = task.about, task.options
@@ -186,6 +212,7 @@ class SegmentationPresenter(Presenter):
             "size": size,
             "eval_shape": options.eval_shape,
             "eval_window": options.eval_window,
+            "eval_overlap": options.eval_overlap,
             "interpolation": options.augment.interpolation,
             "channels": options.channels,
             "batch_norm": options.batch_norm,
@@ -208,19 +235,6 @@ def _part(sample: Any) -> tuple[Array, Any]:
     (top, left, _, _), (core_top, core_left, height, width) = sample.tile
     inside = (slice(core_top - top, core_top - top + height), slice(core_left - left, core_left - left + width))
     return sample.pixels[inside], None if sample.mask is None else sample.mask[inside]
-
-
-def _mask_file(numbers: Array, colors: Array) -> bytes:
-    from PIL import Image
-
-    if len(colors) > _UINT8_CLASSES:
-        image = Image.fromarray(numbers.astype(np.uint16))
-    else:
-        image = Image.fromarray(numbers.astype(np.uint8))
-        image.putpalette(colors.reshape(-1).tolist())
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def _of_data(name: str, data: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from lockstep.errors import DataError
 from lockstep.images import geometry
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
+from lockstep.images.mask import MaskKind
 from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
 from lockstep.sources.mask_files import size_of
@@ -73,6 +75,11 @@ class About:
     """Height and width in pixels of training pictures that suit the model."""
     unseen: list[str] = field(default_factory=list)
     """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
+    mask_kind: MaskKind = "palette"
+    """What the mask files of the training data hold: ids with a palette, ids as grey values, or colours."""
+    ids: list[int] = field(default_factory=list)
+    """The id of each class in these files; with `color`, `colors` are their values. Predicted masks have the same
+    values. Empty in runs of earlier versions: the class numbers."""
 
 
 @final
@@ -148,8 +155,12 @@ class Segmentation(Task):
         classes, pixels = models.classes(names), models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
         mean, std = pixels.mean_and_std(options)
+        assert data.masks is not None
+        form = data.masks.form()
         return About(
             classes=classes,
+            mask_kind=form.kind,
+            ids=_ids(classes, form.ids),
             colors=[list(data.colors[place]) for place in places],
             counts=[counted.counts[place] for place in places],
             masks=counted.masks,
@@ -376,13 +387,13 @@ class Segmentation(Task):
                 for number in members:
                     tiled[number] = self._tiled(model, images[number])
                 continue
-            logits = self._logits_of_equal(model, stack_images([images[number] for number in members]))
+            logits = self.logits_of_equal(model, stack_images([images[number] for number in members]))
             for number, of_picture in zip(members, logits, strict=True):
                 height, width, top, left, rows, columns = places[number]
                 whole = resized(of_picture.unsqueeze(0), (height, width))[0]
                 yield number, whole[:, top : top + rows, left : left + columns]
 
-    def _logits_of_equal(self, model: nn.Module, images: Tensor) -> Tensor:
+    def logits_of_equal(self, model: nn.Module, images: Tensor) -> Tensor:
         """Logits; with `flip_at_evaluation` the logarithm of the mean of two probabilities."""
         logits = self._logits(model, images)
         if not self.options.flip_at_evaluation:
@@ -409,7 +420,7 @@ class Segmentation(Task):
         """The logits of the core of a window: (classes, height, width)."""
         (top, left, height, width), (core_top, core_left, rows, columns) = tile
         window = stack_images([image[:, top : top + height, left : left + width]])
-        logits = resized(self._logits_of_equal(model, window), (height, width))[0]
+        logits = resized(self.logits_of_equal(model, window), (height, width))[0]
         top, left = core_top - top, core_left - left
         return logits[:, top : top + rows, left : left + columns]
 
@@ -439,6 +450,12 @@ def resized(logits: Tensor, size: Sequence[int]) -> Tensor:
     if tuple(logits.shape[-2:]) == tuple(size):
         return logits
     return functional.interpolate(logits, size=tuple(size), mode="bilinear", align_corners=False)
+
+
+def _ids(classes: Sequence[str], known: Mapping[str, int]) -> list[int]:
+    """The id of each class. Classes of a pretrained model that the data lack get the numbers after all known ids."""
+    free = itertools.count(max(known.values()) + 1)
+    return [known[name] if name in known else next(free) for name in classes]
 
 
 def fitted_size(size: Size, shorter: int | None) -> Size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from lockstep.images.geometry import Region
+from lockstep.tasks.use_pictures import windows_along
 
 
 class Tile(NamedTuple):
@@ -47,24 +47,12 @@ def tiles(size: tuple[int, int], *, side: int, overlap: float) -> list[Tile]:
         side: height and width of a window. A side of the picture that is shorter is taken whole.
         overlap: the least overlap of neighbours, as a share of `side`.
     """
-    rows, columns = (_parts(length, side, overlap) for length in size)
+    rows, columns = (windows_along(length, side, overlap) for length in size)
     return [
         Tile((row[0], column[0], row[1], column[1]), (row[2], column[2], row[3], column[3]))
         for row in rows
         for column in columns
     ]
-
-
-def _parts(length: int, side: int, overlap: float) -> list[tuple[int, int, int, int]]:
-    """Along one direction, of each window: its start and length, and start and length of its core."""
-    if length <= side:
-        return [(0, length, 0, length)]
-    stride = max(1, side - int(side * overlap))
-    count = -(-(length - side) // stride) + 1
-    starts = [number * (length - side) // (count - 1) for number in range(count)]
-    ends = [(after + before + side) // 2 for before, after in itertools.pairwise(starts)]
-    cores = [0, *ends, length]
-    return [(start, side, cores[number], cores[number + 1] - cores[number]) for number, start in enumerate(starts)]
 
 
 class Windows(Dataset[Window]):

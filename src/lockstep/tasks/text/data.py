@@ -77,6 +77,11 @@ class Texts:
         letters, ends = self._parts[part]
         return bytes(letters[ends[row - 1] if row else 0 : ends[row]]).decode()
 
+    def encoded(self, row: int) -> bytes:
+        """All texts of a row as bytes, with their lengths, so that different pairs differ."""
+        parts = [bytes(letters[ends[row - 1] if row else 0 : ends[row]]) for letters, ends in self._parts]
+        return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
     @property
     def has_pairs(self) -> bool:
         """Whether each sample has two texts."""

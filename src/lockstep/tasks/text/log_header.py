@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lockstep.sources import doubles
 from lockstep.sources.labels import count_labels
 from lockstep.tasks import confusion
 from lockstep.tasks.text.data import TextData
@@ -79,3 +80,21 @@ def of_absent_labels(data: TextData, labels: Sequence[str]) -> list[str]:
 
 def _counts(data: TextData, labels: Sequence[str]) -> dict[str, int]:
     return count_labels(labels, data.labels if data.rows is None else data.labels[data.rows])
+
+
+def of_doubles(training: TextData, evaluation: TextData | None, labels: Sequence[str]) -> list[str]:
+    """Lines about texts that are there twice, and about labels that differ only in case or spaces."""
+
+    def rows(data: TextData) -> doubles.TextRows:
+        def row(index: int) -> int:
+            return index if data.rows is None else int(data.rows[index])
+
+        return doubles.TextRows(
+            len(data),
+            content=lambda index: data.texts.encoded(row(index)),
+            label=lambda index: data.labels[row(index)].tobytes(),
+            where=data.where,
+        )
+
+    lines = doubles.of_texts(rows(training), None if evaluation is None else rows(evaluation))
+    return [*lines, *doubles.of_names(labels)]

@@ -104,13 +104,15 @@ class TextPresenter(Presenter):
         lines += log_header.of_data("training", training, labels=task.labels, max_length=length)
         lines += log_header.of_reading(training)
         if task.why_nothing_is_held_back:
-            return [*lines, task.why_nothing_is_held_back]
+            return [*lines, task.why_nothing_is_held_back, *log_header.of_doubles(training, None, task.labels)]
         evaluation = task.eval_data()
         if evaluation is not None:
             lines += log_header.of_data("evaluation", evaluation, labels=task.labels, max_length=length)
             lines += log_header.of_reading(evaluation) if task.eval_source else []
             lines += log_header.of_absent_labels(evaluation, task.labels)
-        return lines
+        return [*lines, *log_header.of_doubles(training, evaluation, task.labels)]
+
+    has_program = False  # transformers makes the model
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the files that `transformers.pipeline` needs: the config with the label names, and the tokenizer."""

@@ -75,7 +75,7 @@ class Layout(NamedTuple):
 
     @staticmethod
     def of(counts: Tensor, total: int, longest: int) -> Layout:
-        """The layout of volumes.
+        """The layout of volumes. torch.export leaves `total` open if it is taken from a shape, but not from `len`.
 
         Args:
             counts: slices of each volume: int64 (B,).
@@ -105,7 +105,7 @@ class MeanPooling(nn.Module):
         self.width = features
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, len(features), longest)
+        layout = Layout.of(counts, features.shape[0], longest)
         share = counts.to(features.dtype).reciprocal()
         return Pooled(layout.pad(features).sum(dim=1) * share[:, None], share[layout.row])
 
@@ -124,7 +124,7 @@ class AttentionPooling(nn.Module):
         self.score = nn.Linear(width, 1, bias=False)
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, len(features), longest)
+        layout = Layout.of(counts, features.shape[0], longest)
         projected = self.project(features)
         scores = self.score(self.value(projected).tanh() * self.gate(projected).sigmoid())[:, 0]
         scores = layout.pad(scores).masked_fill(~layout.is_slice, -math.inf)
@@ -156,7 +156,7 @@ class TransformerAggregator(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Pooled:
-        layout = Layout.of(counts, len(features), longest)
+        layout = Layout.of(counts, features.shape[0], longest)
         ends = counts.cumsum(0) - 1
         middle = (positions[ends] + positions[ends - counts + 1]) / 2
         encoding = position_encoding((positions - middle[layout.row]).to(features.dtype), self.width)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.observe import drawing
+from lockstep.observe import diagrams, drawing
 from lockstep.tasks.volume_risk.metrics import FALSE_POSITIVE_RATES
 
 Array = npt.NDArray[Any]
@@ -18,7 +18,7 @@ Outcomes = Mapping[str, Sequence[tuple[float, int]]]
 MOST_SLICES = 28
 _COLUMNS, _SIDE, _BAR = 7, 128, 8  # of the strip: slices in a row, pixels of a slice, pixels of the bar's height
 _ORANGE, _PALE = (230, 120, 20), (225, 225, 225)
-_MOST_CURVES = 12
+_MOST_TOGETHER = 5  # curves in one diagram, whatever their events are
 
 
 def most_attended(attention: Array, most: int = MOST_SLICES) -> Array:
@@ -79,7 +79,7 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
     last = max(float(pairs[-1][0]) for pairs in outcomes.values())
     known = labels is not None and bool(np.isfinite(labels).any())
     title = "risk over time" + (": discs are the known answers, 0 (no) and 1 (yes)" if known else "")
-    return drawing.curves(
+    return diagrams.curves(
         series,
         title=title,
         x_label="years",
@@ -89,46 +89,67 @@ def risk_curve(risks: Array, labels: Array | None, outcomes: Outcomes) -> drawin
     )
 
 
-def roc_curves(sensitivities: Array, areas: Mapping[str, float], questions: Sequence[str]) -> drawing.Picture | None:
-    """The ROC curves of the questions with an AUC.
+def roc_curves(
+    sensitivities: Array, areas: Mapping[str, float], questions: Sequence[str], outcomes: Outcomes
+) -> drawing.Picture | None:
+    """The ROC curves of the questions with an AUC, in a diagram for each event.
 
     Args:
         sensitivities: (questions, 101), the metric `roc`.
         areas: AUC by question. Questions without it have no curve.
+        outcomes: see `Outcomes`.
     """
     series = {
-        f"{question} {areas[question]:.3f}": (
-            np.concatenate([[0.0], FALSE_POSITIVE_RATES]),
-            np.concatenate([[0.0], sensitivities[place]]),
+        place: (
+            f"{question} {areas[question]:.3f}",
+            (np.concatenate([[0.0], FALSE_POSITIVE_RATES]), np.concatenate([[0.0], sensitivities[place]])),
         )
         for place, question in enumerate(questions)
         if question in areas
     }
     if not series:
         return None
-    series = dict(list(series.items())[:_MOST_CURVES]) | {"chance": (np.arange(2), np.arange(2))}
-    title = "ROC, with the area under the curve"
-    return drawing.curves(series, title=title, x_label="1 - specificity", y_label="sensitivity")
+    return diagrams.panels(
+        _by_event(series, outcomes),
+        title="ROC, with the area under the curve",
+        also={"chance": (np.arange(2), np.arange(2))},
+        x_label="1 - specificity",
+        y_label="sensitivity",
+    )
 
 
-def calibration_curves(tables: Array, questions: Sequence[str]) -> drawing.Picture | None:
-    """Observed shares over predicted risks.
+def calibration_curves(tables: Array, questions: Sequence[str], outcomes: Outcomes) -> drawing.Picture | None:
+    """Observed shares over predicted risks, in a diagram for each event.
 
     Args:
         tables: (questions, bins, 3), the metric `calibration`.
+        outcomes: see `Outcomes`.
     """
     series = {}
-    for question, table in zip(questions, tables, strict=True):
+    for place, (question, table) in enumerate(zip(questions, tables, strict=True)):
         table = table[table[:, 2] > 0]
         if len(table):
-            series[f"{question} ({table[:, 2].sum():.0f} labels)"] = (table[:, 0], table[:, 1])
+            series[place] = (f"{question} ({table[:, 2].sum():.0f} labels)", (table[:, 0], table[:, 1]))
     if not series:
         return None
-    series = dict(list(series.items())[:_MOST_CURVES])
-    return drawing.curves(
-        series | {"perfect": ([0, 1], [0, 1])},
+    return diagrams.panels(
+        _by_event(series, outcomes),
         title="calibration: observed share of yes over predicted risk",
+        also={"perfect": ([0, 1], [0, 1])},
+        marks=dict(series.values()),
         x_label="mean predicted risk of a bin",
         y_label="observed share",
-        marks=series,
     )
+
+
+def _by_event(
+    series: Mapping[int, tuple[str, tuple[Any, Any]]], outcomes: Outcomes
+) -> dict[str, dict[str, tuple[Any, Any]]]:
+    """Curves by place of their question, as groups by event. All in one group if there are at most five."""
+    if len(series) <= _MOST_TOGETHER:
+        return {"": dict(series.values())}
+    event = {place: name for name, pairs in outcomes.items() for _, place in pairs}
+    groups: dict[str, dict[str, tuple[Any, Any]]] = {}
+    for place, (name, points) in series.items():
+        groups.setdefault(event.get(place, ""), {})[name] = points
+    return groups

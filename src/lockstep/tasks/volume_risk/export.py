@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
 
 from lockstep.sources.volume_table import horizons
+from lockstep.tasks.program import Program
+from lockstep.tasks.volume_risk.model import VolumeRiskModel
 
 if TYPE_CHECKING:
     from lockstep.tasks.volume_risk.task import VolumeRisk
@@ -16,10 +20,40 @@ if TYPE_CHECKING:
 FILE = "volume_risk.json"
 
 
+class _RisksOfVolume(nn.Module):
+    """Called as `module(slices=..., positions=...)`. See `risks_of_volume`."""
+
+    def __init__(self, model: VolumeRiskModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, slices: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        counts = torch.ones_like(positions, dtype=torch.int64).sum()[None]
+        found = self.model.of_volumes(self.model.features_at_once(slices), counts, positions, positions.shape[0])
+        return found.logits[0].float(), found.attention.float()
+
+
+def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
+    """The program of a trained model: logits (questions) and weights (slices) of one volume.
+
+    The inputs are `slices`, uint8 (slices, windows, size, size), and `positions`, float32 (slices), in millimetres.
+    """
+    assert isinstance(model, VolumeRiskModel)
+    draw = torch.Generator().manual_seed(0)
+    size = task.options.image_size
+    slices = torch.randint(0, 256, (3, len(task.windows), size, size), dtype=torch.uint8, generator=draw)
+    positions = torch.tensor([0.0, 3.0, 6.0])
+    return Program(
+        _RisksOfVolume(model),
+        {"slices": slices, "positions": positions},
+        {"slices": {0: Dim("slices", min=1)}, "positions": {0: Dim("slices", min=1)}},
+        {"slices": slices[:2], "positions": positions[:2]},
+        script=Path(__file__).with_name("use_volumes.py"),
+    )
+
+
 def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
     """Write `volume_risk.json`, and the config of the backbone as `config.json` of transformers.
-
-    `docs/load_ct_model.py` computes risks from these files and the weights, without Lockstep.
 
     Args:
         model: as `task.model` makes it.

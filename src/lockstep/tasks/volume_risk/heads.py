@@ -5,6 +5,7 @@ All heads return logits whose sigmoid is the risk, so losses and metrics need no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -75,11 +76,12 @@ class MonotoneHead(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Logits (B, questions) of vectors (B, width)."""
-        raw = self.linear(vectors)
+        # By columns: an index of several would be copied from the host, and CUDA's cumsum is not deterministic.
+        raw = self.linear(vectors).unbind(dim=1)
         columns: dict[int, Tensor] = {}
-        for group in self.outcomes:
-            steps = torch.cat([raw[:, group[:1]], functional.softplus(raw[:, group[1:]])], dim=1)
-            columns |= zip(group, steps.cumsum(dim=1).unbind(dim=1), strict=True)
+        for first, *later in self.outcomes:
+            steps = [raw[first], *(functional.softplus(raw[number]) for number in later)]
+            columns |= zip([first, *later], itertools.accumulate(steps, torch.add), strict=True)
         return torch.stack([columns[number] for number in sorted(columns)], dim=1)
 
 
@@ -100,9 +102,12 @@ class HazardHead(nn.Module):
         """Logits (B, questions) of the risks, for vectors (B, width)."""
         raw = self.linear(vectors)
         raw = raw if raw.dtype == torch.float64 else raw.float()  # logits of small risks need more than 16 bits
+        log_stays = functional.logsigmoid(-raw).unbind(dim=1)  # by columns, as in `MonotoneHead`
         columns: dict[int, Tensor] = {}
         for group in self.outcomes:
-            log_survival = functional.logsigmoid(-raw[:, group]).cumsum(dim=1)
-            log_risk = (-torch.expm1(log_survival)).clamp_min(torch.finfo(raw.dtype).tiny).log()
-            columns |= zip(group, (log_risk - log_survival).unbind(dim=1), strict=True)
+            for number, log_survival in zip(
+                group, itertools.accumulate((log_stays[n] for n in group), torch.add), strict=True
+            ):
+                log_risk = (-torch.expm1(log_survival)).clamp_min(torch.finfo(raw.dtype).tiny).log()
+                columns[number] = log_risk - log_survival
         return torch.stack([columns[number] for number in sorted(columns)], dim=1)

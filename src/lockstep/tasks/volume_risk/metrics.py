@@ -20,6 +20,9 @@ Array = npt.NDArray[Any]
 FALSE_POSITIVE_RATES = np.linspace(0, 1, 101)
 """Where `roc` has its points."""
 _OF_QUESTION = ("auc", "auc_low", "auc_high", "average_precision", "brier", "sensitivity", "specificity")
+FALLING = "falling_risks"
+"""The result that counts patients whose risk of an event falls from a horizon to a later one."""
+_LEAST_FALL = 1e-6  # less is rounding
 _OF_OUTCOME = ("concordance", "concordance_low", "concordance_high")
 
 
@@ -73,7 +76,9 @@ class RiskMetrics(Metric):
     def possible_results(self) -> list[str]:
         """Names of all numbers that `compute` may return. Few samples have fewer numbers."""
         by_question = [f"{name}/{question}" for name in _OF_QUESTION for question in self.questions]
-        return ["auc", *by_question, *(f"{name}/{outcome}" for name in _OF_OUTCOME for outcome in self.outcomes)]
+        falling = [FALLING] if self.outcomes else []
+        by_outcome = [f"{name}/{outcome}" for name in _OF_OUTCOME for outcome in self.outcomes]
+        return ["auc", *by_question, *by_outcome, *falling]
 
     def update(self, risks: Tensor, labels: Tensor, indices: Tensor) -> None:
         """Add the samples of a batch.
@@ -94,10 +99,12 @@ class RiskMetrics(Metric):
             numbers `SCORE/QUESTION`, with the scores `auc`, `auc_low`, `auc_high` (the bootstrap interval),
             `average_precision`, `brier`, `sensitivity`, `specificity`; `auc`, the mean over the questions with an AUC;
             `concordance/EVENT`, `concordance_low/EVENT`, `concordance_high/EVENT`: Harrell's index, where the
-            risk of a sample is its mean risk over the horizons. And tensors that are not logged as numbers, with NaN
-            for the undefined: `label_counts` (questions, 3): known, positive and negative labels; `calibration`
-            (questions, bins, 3): see `scores.calibration`; `roc` (questions, 101): the sensitivity at false-positive
-            rates 0, 0.01, ... 1; `risks_not_finite` (questions, 1): number of such risks with known labels.
+            risk of a sample is its mean risk over the horizons; `falling_risks`: the number of patients whose risk of
+            an event falls from a horizon to a later one, where events have several horizons. And tensors that are not
+            logged as numbers, with NaN for the undefined: `label_counts` (questions, 3): known, positive and negative
+            labels; `calibration` (questions, bins, 3): see `scores.calibration`; `roc` (questions, 101): the
+            sensitivity at false-positive rates 0, 0.01, ... 1; `risks_not_finite` (questions, 1): number of such risks
+            with known labels; `patients` (1, 2): the number of patients, and again `falling_risks`.
 
         Raises:
             DataError: a sample was counted twice.
@@ -115,7 +122,11 @@ class RiskMetrics(Metric):
         count = len(self.questions)
         risks, labels = (_joined(part).reshape(-1, count)[order] for part in (self.risks, self.labels))
         numbers, tables = self._by_question(risks, labels)
-        numbers |= self._with_intervals(risks, labels, self._groups(indices))
+        groups = self._groups(indices)
+        numbers |= self._with_intervals(risks, labels, groups)
+        if self.outcomes:
+            numbers[FALLING] = float(len(np.unique(groups[self._falls(risks)])))
+        tables["patients"] = np.array([[len(np.unique(groups)), numbers.get(FALLING, 0.0)]])
         known = {name: value for name, value in numbers.items() if np.isfinite(value)}
         areas = [value for name, value in known.items() if name.startswith("auc/")]
         if areas:
@@ -130,6 +141,14 @@ class RiskMetrics(Metric):
             return np.arange(len(indices))
         patients = np.asarray(self.patients)[indices]
         return np.unique(patients, return_inverse=True)[1] if len(patients) else np.zeros(0, np.int64)
+
+    def _falls(self, risks: Array) -> Array:
+        """Whether a risk of each row falls from a horizon to the next, with known and unknown labels: (rows,) bool."""
+        falls = np.zeros(len(risks), dtype=bool)
+        for places in self.outcomes.values():
+            risk = risks[:, [place for _, place in places]]
+            falls |= (np.maximum.accumulate(risk, axis=1) - risk > _LEAST_FALL).any(axis=1)
+        return falls
 
     def _by_question(self, risks: Array, labels: Array) -> tuple[dict[str, float], dict[str, Array]]:
         numbers: dict[str, float] = {}

@@ -83,8 +83,16 @@ class VolumeRiskModel(nn.Module):
             features = self.slice_features(batch)
         counts = batch["counts"]
         longest = batch["longest"] if "longest" in batch else int(counts.max())
-        pooled: Pooled = self.aggregator(features, counts, batch["positions"], longest)
+        return self.of_volumes(features, counts, batch["positions"], longest)
+
+    def of_volumes(self, features: Tensor, counts: Tensor, positions: Tensor, longest: int) -> Risks:
+        """The prediction for each volume, from the features (N, width) of its slices. For the others see the class."""
+        pooled: Pooled = self.aggregator(features, counts, positions, longest)
         return Risks(self.head(pooled.vectors), pooled.attention)
+
+    def features_at_once(self, slices: Tensor) -> Tensor:
+        """The feature vectors (N, width) of slices, uint8 (N, channels, S, S), in one pass."""
+        return self._wide(self._features(slices))
 
     def slice_features(self, batch: Batch) -> Tensor:
         """The feature vectors of all slices, kept or computed: (N, width), in the number format of the parameters.

@@ -107,9 +107,10 @@ class VolumeRiskOptions(TaskOptions):
     pooling: Literal["class_token", "mean"] | None = None
     """The feature vector of a slice. None: the class token where the backbone has one, else the mean of the patches."""
     aggregator: AggregatorOptions = AggregatorOptions()
-    head: Literal["question", "monotone", "hazard"] = "question"
-    """`question`: a logit for each question. `monotone`: the risk of an event never falls from a horizon to the next.
-    `hazard`: a probability of the event in each interval between horizons."""
+    head: Literal["question", "monotone", "hazard"] = "monotone"
+    """`monotone`: the risk of an event never falls from a horizon to the next. `hazard`: a probability of the event in
+    each interval between horizons. `question`: a logit for each question, so that a risk within five years may be
+    lower than that within one year."""
     slices_per_chunk: PositiveInt | None = None
     """The most slices that pass through a trainable backbone together. Their activations are computed again in the
     backward pass. None: all slices pass together, and activations stay in memory."""

@@ -15,8 +15,9 @@ from lockstep.observe import drawing
 from lockstep.sources.volume_inputs import read_volume_inputs
 from lockstep.sources.volume_table import VolumeSample, VolumeTable, horizons
 from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.program import Program
 from lockstep.tasks.volume_risk import drawings
-from lockstep.tasks.volume_risk.export import write_export
+from lockstep.tasks.volume_risk.export import risks_of_volume, write_export
 from lockstep.tasks.volume_risk.report import risk_report
 from lockstep.volumes.windows import windowed
 
@@ -136,14 +137,15 @@ class VolumeRiskPresenter(Presenter):
         return risk_report(values, self.task.questions, threshold=self.task.options.threshold)
 
     def pictures(self, values: Mapping[str, Tensor]) -> Mapping[str, drawing.Picture]:
-        """`roc` and `calibration`, with a curve for each question."""
+        """`roc` and `calibration`, with a curve for each question and a diagram for each event."""
         if "roc" not in values:
             return {}
         questions = self.task.questions
+        outcomes = horizons(questions)
         areas = {name: float(values[f"auc/{name}"]) for name in questions if f"auc/{name}" in values}
         drawn = {
-            "roc": drawings.roc_curves(values["roc"].numpy(), areas, questions),
-            "calibration": drawings.calibration_curves(values["calibration"].numpy(), questions),
+            "roc": drawings.roc_curves(values["roc"].numpy(), areas, questions, outcomes),
+            "calibration": drawings.calibration_curves(values["calibration"].numpy(), questions, outcomes),
         }
         return {name: picture for name, picture in drawn.items() if picture is not None}
 
@@ -169,6 +171,10 @@ class VolumeRiskPresenter(Presenter):
         chosen = self.task.options.windows
         names = [choice if isinstance(choice, str) else "window" for choice in chosen]
         return list(zip(names, self.task.windows, strict=True))
+
+    def program(self, model: nn.Module) -> Program:
+        """Logits and weights of slices of a volume: see `export.risks_of_volume`."""
+        return risks_of_volume(self.task, model)
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write `volume_risk.json` and `config.json`: see `export.write_export`."""

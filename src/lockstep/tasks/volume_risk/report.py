@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from lockstep.tasks.volume_risk.metrics import FALLING
+
 _WIDE = 28  # characters of a question
 _FEW = 10  # with fewer labels of a class, a bootstrap sees too little of what could have been
 _UNDEFINED = "undefined"
@@ -48,6 +50,10 @@ def risk_report(values: Mapping[str, Tensor], questions: Sequence[str], *, thres
     lines += [
         f"  {event}: concordance over horizons {_with_interval(values, 'concordance', event)}" for event in events
     ]
+    if FALLING in values:
+        falling, patients = int(values[FALLING]), int(values["patients"][0, 0])
+        advice = "; task.head=monotone or hazard cannot have this" if falling else ""
+        lines.append(f"  patients whose risk falls from a horizon to a later one: {falling:,} of {patients:,}{advice}")
     if few:
         reasons.append(f"  fewer than {_FEW} of yes or no, so that intervals are too narrow: {', '.join(few)}")
     return "\n".join([*lines, *reasons])

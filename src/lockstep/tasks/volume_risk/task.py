@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ Batch = dict[str, Any]
 Output = dict[str, Tensor]
 
 _KEPT = "volume_risk.json"
+_PATIENTS = "patients.csv"
 _GREY = 0.5
 
 
@@ -144,7 +146,8 @@ class VolumeRisk(Task):
         self._features = self._kept_features()  # before loader workers are forked: they share its memory
 
     def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the questions, the weights of positive labels and the backbone's config in `folder`.
+        """Keep the questions, the weights of positive labels, the backbone's config, and the patients of each part of
+        the data in `folder`.
 
         Raises:
             DataError: a table cannot be used, or a patient is in both parts of the data.
@@ -156,9 +159,21 @@ class VolumeRisk(Task):
                 check_patients_apart(self._train, self._eval)
             return self.about
 
-        keep(folder, _KEPT, about, lambda staging: self._backbone_config().save_pretrained(staging))
+        def save(staging: Path) -> None:
+            self._backbone_config().save_pretrained(staging)
+            self._write_patients(staging / _PATIENTS)
+
+        keep(folder, _KEPT, about, save)
         self.folder = folder
         self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
+
+    def _write_patients(self, path: Path) -> None:
+        """Write a line for each patient with the part of the data that the patient is in: `train` or `eval`."""
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["patient", "part"])
+            for part, data in (("train", self._train), ("eval", self._eval)):
+                writer.writerows([patient, part] for patient in sorted(set(data.patients if data is not None else ())))
 
     @cached_property
     def about(self) -> About:

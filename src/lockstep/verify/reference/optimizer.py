@@ -93,9 +93,10 @@ class ReferenceOptimizer:
             group["lr"] = rate * factor
         self.optimizer.step()
         self.updates += 1
+        share = max(1 - self.decay, 9 / (10 + self.updates))  # of the new weights in the averages: docs/checkpoints.md
         with torch.no_grad():
             for name, average in self.averages.items():
-                average.mul_(self.decay).add_(self.copies[name], alpha=1 - self.decay)
+                average.mul_(1 - share).add_(self.copies[name], alpha=share)
 
     def after_step(self, averages: Mapping[str, Tensor] | None) -> None:
         """Compare with the weights of the training, and with its averages, where it keeps averages."""

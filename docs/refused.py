@@ -1,0 +1,96 @@
+"""Write docs/refused.md from the code: python docs/refused.py > docs/refused.md"""
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "lockstep"
+ERRORS = ("UsageError", "TrainingError")
+TOPICS = {
+    "Tasks: what a user's methods return": [
+        "engine/task_checks.py",
+        "engine/heads.py",
+        "engine/dry_run.py",
+        "tasks/task.py",
+    ],
+    "Data": ["data", "run_data.py", "engine/untouched_data.py", "engine/same_samples.py"],
+    "Models and their state": ["checkpoint/form.py", "checkpoint/state.py", "first_steps.py", "run_model.py"],
+    "Strategies: DDP, FSDP, ranks": ["distributed", "local_ranks.py", "debugging.py"],
+    "The step: losses, gradients, optimizers, schedules": ["engine"],
+    "Runs, checkpoints and going on": [
+        "checkpoint",
+        "run_directory.py",
+        "run_folder.py",
+        "resume.py",
+        "training_run.py",
+        "trainer.py",
+    ],
+}
+HEAD = """# What is refused
+
+Lockstep ends with an error where a training would be wrong, could not be repeated, or could not be resumed. This page
+has every such error of the engine and of runs, from the code: `python docs/refused.py` writes the page, and
+`tests/test_docs_refused.py` compares. Errors about the keys of a config and about the files of a recipe name file and
+key themselves, and are not here. `...` stands for a name or a value.
+"""
+
+
+def text_of(node: ast.expr | None, names: dict[str, ast.expr]) -> str:
+    """A text as the code has it, with `...` for all that is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(part, names) for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return text_of(node.left, names) + text_of(node.right, names)
+    if isinstance(node, ast.Name) and node.id in names:
+        return text_of(names[node.id], {name: value for name, value in names.items() if name != node.id})
+    if isinstance(node, ast.IfExp):
+        return text_of(node.body, names)
+    return "..."
+
+
+def errors_in(path: Path) -> list[tuple[str, str]]:
+    """What and remedy of each error that a file makes, in their order."""
+    found = []
+    tree = ast.parse(path.read_text())
+    constants = {
+        t.id: n.value for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+    }
+    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    for call in (
+        n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ERRORS and n.args
+    ):
+        around = [f for f in functions if f.lineno <= call.lineno <= (f.end_lineno or 0)]
+        names = dict(constants)
+        for function in around:
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and node.lineno <= call.lineno:
+                    names |= {t.id: node.value for t in node.targets if isinstance(t, ast.Name)}
+        remedy = next((keyword.value for keyword in call.keywords if keyword.arg == "remedy"), None)
+        found.append((call.lineno, text_of(call.args[0], names), text_of(remedy, names) if remedy is not None else ""))
+    return [(what, remedy) for _, what, remedy in sorted(found) if what.strip(". ")]
+
+
+def cell(text: str) -> str:
+    """A text as a cell of a table."""
+    return " ".join(text.replace("......", "...").replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").split())
+
+
+def page() -> str:
+    """The page."""
+    parts, done = [HEAD], set()
+    for topic, places in TOPICS.items():
+        rows = []
+        for place in places:
+            files = [SOURCE / place] if place.endswith(".py") else sorted((SOURCE / place).rglob("*.py"))
+            for path in files:
+                if path not in done:
+                    done.add(path)
+                    rows += [row for row in errors_in(path) if row not in rows]
+        parts.append(f"## {topic}\n\n| what is wrong | what to do |\n|---|---|")
+        parts[-1] += "".join(f"\n| {cell(what)} | {cell(remedy)} |" for what, remedy in rows) + "\n"
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,299 @@
+"""Predictions of the exported model that lies beside this file. It needs torch, NumPy and Pillow, and nothing else.
+
+    python use_model.py PICTURE...        a line of JSON for each picture
+
+    import use_model
+    use_model.predict("picture.jpg")      a dict; for a list of pictures a list of dicts
+
+`lockstep export` copies this file. A picture is a path, an image of Pillow, or uint8 (height, width, channels). It is
+prepared as an evaluation prepares it, as the .json file of this folder says. `model.pt2` computes the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+HERE = Path(__file__).resolve().parent
+BATCH = 8
+"""Pictures, or parts of pictures, that the model sees at a time, if it can see several."""
+
+Size = tuple[int, int]
+"""(height, width) in pixels."""
+
+
+def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") -> Any:
+    """What the model says of a picture, as a dict; of a list of pictures, as a list.
+
+    | model | keys |
+    |---|---|
+    | classification | `prediction`, `probability`, and `probabilities` by class |
+    | segmentation | `classes`: (height, width) class numbers of all pixels; `names`; `shares` of the pixels by class |
+    | detection | `boxes`: dicts of `class`, `score` and `box`: left, top, right, bottom in pixels; the best first |
+
+    Args:
+        device: where the model computes: `cpu`, `cuda`, `mps`.
+    """
+    several = isinstance(pictures, list | tuple)
+    kind, about, run = _loaded(Path(folder), device)
+    found = KINDS[kind](about, run, [pixels_of(picture, about) for picture in (pictures if several else [pictures])])
+    return found if several else found[0]
+
+
+@functools.cache
+def _loaded(folder: Path, device: str) -> tuple[str, dict[str, Any], Callable[..., Any]]:
+    kind = next(name for name in KINDS if (folder / f"{name}.json").is_file())
+    exported = torch.export.load(folder / "model.pt2")
+    if device != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        exported = move_to_device_pass(exported, device)
+    program = exported.module()
+
+    def run(**inputs: Tensor) -> Any:
+        with torch.no_grad():
+            return program(**{name: value.to(device) for name, value in inputs.items()})
+
+    about = json.loads((folder / f"{kind}.json").read_text())
+    return kind, about | {"batch": json.loads((folder / "model.json").read_text())["batch"] or BATCH}, run
+
+
+# ---- from a file to pixels
+
+
+def pixels_of(picture: Any, about: dict[str, Any]) -> Tensor:
+    """uint8 (channels, height, width): upright, grey or RGB. An alpha channel is dropped."""
+    from PIL import Image, ImageOps
+
+    channels = about["channels"]
+    if isinstance(picture, str | Path):
+        with Image.open(picture) as image:
+            image.load()
+            return pixels_of(ImageOps.exif_transpose(image), about)
+    if isinstance(picture, np.ndarray):
+        picture = Image.fromarray(picture[..., 0] if picture.ndim == 3 and picture.shape[2] == 1 else picture)
+    if picture.mode == "F":
+        raise ValueError(
+            "the pixels are floating-point numbers, of which the range is not known; save them as integers"
+        )
+    if picture.mode.startswith("I"):  # 16 bits
+        picture = Image.fromarray(((np.asarray(picture).astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+    if picture.mode in ("P", "PA") and "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+    picture = picture.convert("L" if channels == 1 else "RGB")
+    side, shorter = about.get("cache_size"), min(picture.size)
+    if side is not None and shorter > side:  # pictures of the training were kept at this size
+        width, height = ((length * side + shorter // 2) // shorter for length in picture.size)
+        picture = picture.resize((width, height), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy(np.array(picture))
+    return pixels[None] if channels == 1 else pixels.permute(2, 0, 1)
+
+
+def resized(pixels: Tensor, size: Size, about: dict[str, Any]) -> Tensor:
+    """uint8 (channels, *size), with antialiasing."""
+    if pixels.shape[1:] == size:
+        return pixels
+    # torch rounds differently for pixels that lie in another order, so they lie as in Lockstep: by rows.
+    by_rows = pixels.permute(1, 2, 0).contiguous()[None].permute(0, 3, 1, 2)
+    mode = about["interpolation"]
+    return functional.interpolate(by_rows, size=size, mode=mode, antialias=True, align_corners=False)[0]
+
+
+def in_batches(about: dict[str, Any], run: Callable[..., Any], **inputs: Sequence[Tensor]) -> Any:
+    """What the model says of inputs, of which it sees a few at a time: a tensor, or a tuple of tensors."""
+    count, step = len(next(iter(inputs.values()))), about["batch"]
+    parts = [
+        run(**{name: stacked(values[begin : begin + step]) for name, values in inputs.items()})
+        for begin in range(0, count, step)
+    ]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts).cpu()
+    return tuple(torch.cat(part).cpu() for part in zip(*parts, strict=True))
+
+
+def stacked(values: Sequence[Tensor]) -> Tensor:
+    """A batch. Pictures lie in memory by rows, as in Lockstep: in another order, results differ by rounding."""
+    batch = torch.stack(list(values))
+    is_colour = batch.dim() == 4 and batch.shape[1] > 1
+    return batch.contiguous(memory_format=torch.channels_last) if is_colour else batch.contiguous()
+
+
+# ---- classification
+
+
+def classified(about: dict[str, Any], run: Callable[..., Any], pictures: Sequence[Tensor]) -> list[dict[str, Any]]:
+    prepared = [_centre(pixels, about["size"], about) for pixels in pictures]
+    found = []
+    for values in in_batches(about, run, images=prepared).tolist():
+        named = dict(zip(about["classes"], values, strict=True))
+        best = max(named, key=named.__getitem__)
+        found.append({"prediction": best, "probability": named[best], "probabilities": named})
+    return found
+
+
+def _centre(pixels: Tensor, size: int, about: dict[str, Any]) -> Tensor:
+    """The whole picture as a square; with `eval_resize`, the centre of a picture with this shorter side."""
+    if about["eval_resize"] is None:
+        return resized(pixels, (size, size), about)
+    (height, width), side = pixels.shape[1:], about["eval_resize"]
+    if width <= height:
+        whole = max(int(side * height / width), size), side
+    else:
+        whole = side, max(int(side * width / height), size)
+    top, left = (whole[0] - size) // 2, (whole[1] - size) // 2
+    return resized(pixels, whole, about)[:, top : top + size, left : left + size]
+
+
+# ---- segmentation
+
+
+def segmented(about: dict[str, Any], run: Callable[..., Any], pictures: Sequence[Tensor]) -> list[dict[str, Any]]:
+    found = []
+    for pixels in pictures:
+        height, width = size = (int(pixels.shape[1]), int(pixels.shape[2]))
+        classes = torch.empty(size, dtype=torch.int16 if len(about["classes"]) > 256 else torch.uint8)
+        side = about["eval_window"]
+        down, across = (windows_along(length, side or length, about["eval_overlap"]) for length in size)
+        for top, high, core_top, core_high in down:
+            for left, wide, core_left, core_wide in across:
+                window = pixels[:, top : top + high, left : left + wide]
+                seen = resized(window, _seen_size((high, wide), about), about)
+                logits = in_batches(about, run, images=[seen])
+                if logits.shape[2:] != (high, wide):
+                    logits = functional.interpolate(logits, size=(high, wide), mode="bilinear", align_corners=False)
+                y, x = core_top - top, core_left - left
+                core = logits[0, :, y : y + core_high, x : x + core_wide].argmax(0)
+                classes[core_top : core_top + core_high, core_left : core_left + core_wide] = core
+        counts = torch.bincount(classes.flatten().long(), minlength=len(about["classes"])).tolist()
+        shares = {name: count / (height * width) for name, count in zip(about["classes"], counts, strict=True) if count}
+        numbers = classes.numpy()
+        found.append({"classes": numbers, "mask": _mask(numbers, about), "names": about["classes"], "shares": shares})
+    return found
+
+
+def _mask(numbers: Any, about: dict[str, Any]) -> Any:
+    """The values of the training data's mask files: ids (height, width), or colours (height, width, 3)."""
+    if about["mask_kind"] == "color":
+        return np.array(about["colors"], dtype=np.uint8)[numbers]
+    ids = about["ids"] or list(range(len(about["classes"])))
+    return np.array(ids, dtype=np.uint8 if max(ids) < 256 else np.int32)[numbers]
+
+
+def _seen_size(size: Size, about: dict[str, Any]) -> Size:
+    """The size at which the model sees a picture or a window."""
+    (height, width), side = size, about["size"]
+    if about["eval_window"] is not None or side is None:
+        return size
+    if about["eval_shape"] == "square":
+        return side, side
+    return (side, max(side, width * side // height)) if height <= width else (max(side, height * side // width), side)
+
+
+def windows_along(length: int, side: int, overlap: float) -> list[tuple[int, int, int, int]]:
+    """Along one direction, of each window: its start and length, and start and length of the part that counts."""
+    if length <= side:
+        return [(0, length, 0, length)]
+    stride = max(1, side - int(side * overlap))
+    count = -(-(length - side) // stride) + 1
+    starts = [number * (length - side) // (count - 1) for number in range(count)]
+    ends = [(after + before + side) // 2 for before, after in itertools.pairwise(starts)]
+    cores = [0, *ends, length]
+    return [(start, side, cores[place], cores[place + 1] - cores[place]) for place, start in enumerate(starts)]
+
+
+# ---- detection
+
+
+def detected(about: dict[str, Any], run: Callable[..., Any], pictures: Sequence[Tensor]) -> list[dict[str, Any]]:
+    return [_boxes(about, run, pixels) for pixels in pictures]
+
+
+def _boxes(about: dict[str, Any], run: Callable[..., Any], pixels: Tensor) -> dict[str, Any]:
+    height, width = pixels.shape[1:]
+    views, shapes, scales, offsets = [], [], [], []
+    for (top, high), (left, wide) in itertools.product(_tiles(height, about), _tiles(width, about)):
+        view, (rows, columns) = _in_square(pixels[:, top : top + high, left : left + wide], about)
+        views.append(view)
+        shapes.append(torch.tensor([rows, columns]))
+        scales.append(torch.tensor([columns / wide, rows / high] * 2))
+        offsets.append(torch.tensor([left, top] * 2))
+    found = zip(*in_batches(about, run, images=views, shapes=shapes), strict=True)
+    kept = [_without_doubles(*of_view, most=about["nms_of_model"]) for of_view in found]
+    moved = [
+        (of_view / scale + offset, of_scores, of_labels)
+        for (of_view, of_scores, of_labels), scale, offset in zip(kept, scales, offsets, strict=True)
+    ]
+    boxes, scores, labels = (torch.cat(part) for part in zip(*moved, strict=True))
+    if len(moved) > 1:
+        order = scores.argsort(descending=True, stable=True)
+        boxes, scores, labels = _without_doubles(boxes[order], scores[order], labels[order], most=about["nms"])
+    boxes = torch.minimum(boxes.clamp(min=0), boxes.new_tensor([width, height, width, height]))
+    listed = zip(boxes.tolist(), scores.tolist(), labels.tolist(), strict=True)
+    best = [row for row in listed if row[1] >= about["score_threshold"]][: about["most_boxes"]]
+    return {"boxes": [{"class": about["classes"][label], "score": score, "box": box} for box, score, label in best]}
+
+
+def _in_square(pixels: Tensor, about: dict[str, Any]) -> tuple[Tensor, Size]:
+    """float32 (channels, size, size): the picture, and the height and width that it has in the square.
+
+    The rest is padding; models that see no padding get the picture stretched to the square.
+    """
+    side, (height, width) = about["size"], pixels.shape[1:]
+    factor = min(side / height, side / width)
+    inner = min(side, max(1, round(height * factor))), min(side, max(1, round(width * factor)))
+    seen = resized(pixels, inner, about).float()
+    if not about["stretched"]:
+        return functional.pad(seen, (0, side - inner[1], 0, side - inner[0]), value=float(about["fill"])), inner
+    if inner != (side, side):
+        seen = functional.interpolate(seen[None], size=(side, side), mode="bilinear", align_corners=False)[0]
+    return seen, inner
+
+
+def _tiles(length: int, about: dict[str, Any]) -> list[tuple[int, int]]:
+    """Along one direction, start and length of each tile."""
+    side = about["tile"]
+    if side is None or length <= side:
+        return [(0, length)]
+    count = 1 + int(-(-(length - side) // max(1.0, side * (1 - about["tile_overlap"]))))
+    return [(round(number * (length - side) / (count - 1)), side) for number in range(count)]
+
+
+def _without_doubles(boxes: Tensor, scores: Tensor, labels: Tensor, *, most: float | None) -> tuple[Tensor, ...]:
+    """Non-maximum suppression within each class: a box is left out if a better box overlaps it by more than `most`."""
+    kept: list[int] = []
+    classes, is_box = labels.tolist(), ((labels >= 0) & (scores > 0)).tolist()
+    areas = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1)
+    for place in range(len(boxes)):
+        if not is_box[place]:
+            continue
+        others = [other for other in kept if classes[other] == classes[place]]
+        if most is not None and others:
+            begin = torch.maximum(boxes[place, :2], boxes[others, :2])
+            end = torch.minimum(boxes[place, 2:], boxes[others, 2:])
+            both = (end - begin).clamp(min=0).prod(1)
+            if (both / (areas[place] + areas[others] - both).clamp(min=1e-7) > most).any():
+                continue
+        kept.append(place)
+    return boxes[kept], scores[kept], labels[kept]
+
+
+KINDS = {"classification": classified, "segmentation": segmented, "detection": detected}
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    for name in sys.argv[1:]:
+        said = predict(name)
+        for pixels in ("classes", "mask"):  # a number for each pixel
+            said.pop(pixels, None)
+        print(json.dumps({"input": name, **said}))
