@@ -55,7 +55,7 @@ def write_program_of(task: Task, presenter: Presenter, state: Mapping[str, Any],
 def _of_predict(task: Task, model: nn.Module) -> Program:
     """`Task.predict` for batches like that of the first samples of the data."""
     data: Any = task.eval_data()
-    if data is None:
+    if data is None or len(data) == 0:
         data = task.train_data()
     samples = [task.prepare(data[index], 0, False) for index in range(min(_SAMPLES, len(data)))]
 
