@@ -53,7 +53,7 @@ def restore(checkpoint: Checkpoint, prepared: PreparedRun, config: RunConfig, al
         messages.append(f"the state of {manifest['optimizer'][0]} is left out: the config has another optimizer now")
     needed = checkpoint_state.wanted(checkpoint.index, model, optimizer, averages)
     tensors = files.read(checkpoint.path, checkpoint.index, needed, node)
-    checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages)
+    checkpoint_state.restore(tensors, checkpoint.values, model, optimizer, averages, state.world.device)
     if state.averages and averages is None:
         state.averages = Ema(model, config.train.ema_decay or 0.0)
         messages.append("averages begin with the weights of this step")
@@ -202,7 +202,7 @@ def load_trained_weights(checkpoint: Checkpoint, model: nn.Module, world: World)
     for kind in ("model.", "ema."):
         part = {name: rows for name, rows in needed.items() if name.startswith(kind)}
         tensors = files.read(checkpoint.path, checkpoint.index, part, node)
-        checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages)
+        checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages, device=world.device)
 
 
 def as_torch(
@@ -227,7 +227,9 @@ def as_torch(
     """
     manifest = checkpoint.manifest
     checkpoint_state.check_fits(checkpoint.index, model, values=checkpoint.values)
-    found: dict[str, Any] = {name: nested.decode(saved, model) for name, saved in checkpoint.values.items()}
+    found: dict[str, Any] = {
+        name: nested.decode(saved, torch.device("cpu")) for name, saved in checkpoint.values.items()
+    }
     found |= files.read(checkpoint.path, checkpoint.index)
     of_kind: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "ema": {}}
     for name, value in found.items():

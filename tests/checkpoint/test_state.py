@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint import files, state
+from lockstep.checkpoint import files, nested, state
 from lockstep.errors import CheckpointError
 from tests.checkpoint import cases
 
@@ -246,6 +246,17 @@ def test_plain_extra_state_comes_back(tmp_path, value):
     state.restore(*through_files(tensors, plain, tmp_path), other)
     assert (other[0].value, type(other[0].value)) == (value, type(value))
     assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_extra_state_from_an_accelerator_comes_to_the_device_of_the_rank():
+    """The parameters may be elsewhere: parallel.cpu_offload keeps them in host memory."""
+    other = nn.Sequential(Counting("other"))
+    plain = {"model.0._extra_state": nested.encode([torch.ones(2), torch.ones(3)])}
+    plain["model.0._extra_state"][nested.NESTED][1]["tensor"]["on_host"] = False
+    state.restore((), plain, other, device=torch.device("meta"))
+    assert [tensor.device.type for tensor in other[0].value] == ["cpu", "meta"]
+    state.restore((), plain, other)
+    assert [tensor.device.type for tensor in other[0].value] == ["cpu", "cpu"]
 
 
 def test_extra_state_that_is_a_tensor_comes_back(tmp_path):

@@ -42,11 +42,9 @@ def encode(value: Any) -> Any:
         raise NotSavedError("it contains itself") from error
 
 
-def decode(saved: Any, model: nn.Module) -> Any:
-    """What `encode` was given. Tensors that were on an accelerator come to the device of the model."""
-    if not isinstance(saved, Mapping):
-        return saved
-    return _decoded(saved[NESTED], next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
+def decode(saved: Any, device: torch.device) -> Any:
+    """What `encode` was given. Tensors that were on an accelerator come to `device`."""
+    return _decoded(saved[NESTED], device) if isinstance(saved, Mapping) else saved
 
 
 def structure(value: Any) -> str:

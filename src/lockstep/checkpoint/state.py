@@ -148,6 +148,7 @@ def restore(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     averages: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Load what `capture` returned, in place, after `check_fits`.
 
@@ -155,6 +156,8 @@ def restore(
         tensors: names and tensors; of a sharded tensor the rows that `wanted` names.
         plain: values that are not tensors.
         optimizer, averages: left as they are if None.
+        device: of the rank. Tensors in values of `get_extra_state` that were on an accelerator come to it. None: the
+            device of the parameters, which is another where they are kept in host memory.
 
     Raises:
         CheckpointError: the optimizer's state is of a parameter that the model does not have.
@@ -184,7 +187,8 @@ def restore(
                 value = tensor if on_host else _placed(tensor, parameter)
                 sharded = is_sharded(parameter) and tensor.shape == local(parameter).shape and tensor.ndim
                 optimizer.state[parameter][slot] = like(value, parameter) if sharded else value
-    extra = {name: decode(saved, model) for name, saved in _without_prefix("model.", plain).items()}
+    device = device or next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+    extra = {name: decode(saved, device) for name, saved in _without_prefix("model.", plain).items()}
     if extra or has_model_tensors:  # tensors are in place already; values of get_extra_state are not
         load(model, targets | extra)
     for name, setting in plain.items():
