@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.engine import outside_state
 from lockstep.engine.outside_state import OutsideState
 from tests import runs
 from tests.test_first_steps import Net, Task, settings
@@ -173,3 +174,37 @@ def test_a_model_of_transformers_keeps_nothing_outside(tmp_path):
             model(input_ids=tokens, labels=tokens).loss.backward()
         outside.look()
         assert outside.warnings() == []
+
+
+class Repeats(Net):
+    """Keeps views that repeat a few values: far more values than any memory holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate, self.rates = torch.ones(1, 3), np.ones(3)
+        self.wide = self.rate.expand(1 << 40, 3)
+        self.array = np.broadcast_to(self.rates, (1 << 40, 3))
+        self.register_buffer("mask", self.rate.expand(1 << 40, 3), persistent=False)
+
+
+def test_repeats_of_expanded_values_are_not_copied():
+    net = Repeats()
+    look = OutsideState(net, None)
+    for number in (1, 2, 3):
+        look.look()
+        net.rate[0, 2] = net.rates[2] = number * 10
+    assert look.changed() == [
+        "mask (non-persistent buffer)",
+        "rate (tensor)",
+        "rates (NumPy array)",
+        "wide (tensor)",
+        "array (NumPy array)",
+    ]
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 6, 7, 24, 30])
+def test_the_first_values_are_taken_in_their_order(most):
+    values = torch.arange(24).reshape(4, 3, 2).transpose(0, 2)
+    assert outside_state._first(values, most).tolist() == values.flatten()[:most].tolist()
+    assert outside_state._first(values.numpy(), most).tolist() == values.flatten()[:most].tolist()
+    assert outside_state._first(torch.tensor(3), 1).tolist() == outside_state._first(np.array(3), 1).tolist() == [3]

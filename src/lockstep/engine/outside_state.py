@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import random
 import zlib
@@ -157,14 +158,14 @@ class _Look:
         return len(value), looked
 
     def _tensor(self, tensor: Tensor) -> object:
-        values = tensor.flatten()[: self.bytes // tensor.element_size()]
+        values = _first(tensor, self.bytes // tensor.element_size())
         self.bytes -= values.nbytes
         return tuple(tensor.shape), _digest(values)
 
     def _array(self, array: np.ndarray) -> object:
         if array.dtype.hasobject:
-            return array.shape, self._container(array.ravel().tolist())
-        values = array.ravel()[: self.bytes // max(1, array.itemsize)]
+            return array.shape, self._container(_first(array, self.elements).tolist())
+        values = _first(array, self.bytes // max(1, array.itemsize))
         self.bytes -= values.nbytes
         return array.shape, array.dtype.str, zlib.crc32(values.tobytes())
 
@@ -179,6 +180,22 @@ def _is_readable(value: Any) -> bool:
     return type(value) is Tensor and value.layout == torch.strided and not value.is_meta and not value.is_nested
 
 
+def _first(values: Any, most: int) -> Any:
+    """The first `most` values of a tensor or an array, flat. Repeats that `expand` made count once.
+
+    To flatten first would copy all values, and of an expanded tensor far more than its memory holds.
+    """
+    strides = values.stride() if isinstance(values, Tensor) else values.strides
+    values = values[(*(slice(1) if not stride else slice(None) for stride in strides), ...)]
+    kept = []
+    for place in range(values.ndim):
+        rows = -(-most // max(1, math.prod(values.shape[place + 1 :])))
+        kept.append(slice(rows))
+        if rows != 1:
+            break
+    return values[(*kept, ...)].reshape(-1)[:most]
+
+
 def _digest(tensor: Tensor) -> object:
-    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
-    return tuple(tensor.shape), tensor.dtype, zlib.crc32(values.data)
+    values = _first(tensor.detach(), tensor.numel()).cpu().resolve_conj().resolve_neg().contiguous()
+    return tuple(tensor.shape), tensor.dtype, zlib.crc32(values.view(torch.uint8).numpy().data)
