@@ -1,11 +1,14 @@
 """A training that compares its ranks names the rank that differs, and saves nothing of the bad step."""
 
+import collections
 import math
 import os
+import types
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep import Trainer
 from lockstep.checkpoint import store
@@ -249,3 +252,32 @@ def test_the_first_head_that_differs_is_found():
     assert other_losses([{"a": one, "b": one}] * 3) is None
     assert other_losses([{"a": one, "b": one}, {"a": one, "b": near}]) == ("b", "ranks 0 and 1 differ")
     assert differing([{"a": (0, 2, 1)}, {"a": (2, 2, 5)}]) == []  # other rows
+
+
+class Counted(TorchDispatchMode):
+    """Counts sums, which each digest ends with, and values that the host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.operations[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(options or {}))
+
+
+def test_a_comparison_reads_each_tensor_once_and_waits_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("mask", torch.ones(2), persistent=False)
+    strategy = types.SimpleNamespace(model=model, unwrapped=model, is_sharded=False)
+    world = types.SimpleNamespace(gather=lambda value: [value], broadcast=lambda value: value)
+    state = types.SimpleNamespace(
+        strategy=strategy, world=world, optimizer=torch.optim.SGD(model.parameters()), averages=None, step=0
+    )
+    probe = replica_probe.ReplicaProbe(state, 1)
+    state.step = 1
+    with Counted() as counted:
+        probe.before_save()
+    assert counted.operations["sum"] == len(model.state_dict()) + 1
+    assert counted.operations["stack"] == 1, "the digests come to the host together"
+    assert "_local_scalar_dense" not in counted.operations

@@ -20,7 +20,7 @@ from lockstep.data.tensors import map_tensors, moved, moves_itself
 from lockstep.devices import determinism
 from lockstep.distributed import sharded_tensor
 from lockstep.distributed.strategy import Strategy
-from lockstep.engine.digest import digest
+from lockstep.engine.digest import digests
 from lockstep.engine.dry_run import without_trace
 from lockstep.engine.step import TrainState
 from lockstep.errors import TrainingError
@@ -49,11 +49,12 @@ def tensors_of_state(state: TrainState) -> dict[str, Tensor]:
 
 def digests_of(tensors: Mapping[str, Tensor]) -> StateDigests:
     """The digests of tensors, of sharded tensors those of this rank's rows."""
-    digests: StateDigests = {}
-    for name, value in tensors.items():
-        shard = sharded_tensor.local_shard(value)
-        digests[name] = (shard.start, len(shard.local) if shard.local.ndim else 1, digest(shard.local))
-    return digests
+    shards = [sharded_tensor.local_shard(value) for value in tensors.values()]
+    numbers = digests([shard.local for shard in shards])
+    return {
+        name: (shard.start, len(shard.local) if shard.local.ndim else 1, number)
+        for name, shard, number in zip(tensors, shards, numbers, strict=True)
+    }
 
 
 class Difference(NamedTuple):
@@ -73,8 +74,8 @@ def differing(by_rank: Sequence[Mapping[str, tuple[int, int, int]]]) -> list[Dif
         by_rank: the digests of each rank.
     """
     held: dict[tuple[str, int, int], dict[int, int]] = {}
-    for rank, digests in enumerate(by_rank):
-        for name, (start, rows, number) in digests.items():
+    for rank, of_rank in enumerate(by_rank):
+        for name, (start, rows, number) in of_rank.items():
             held.setdefault((name, start, rows), {})[rank] = number
     found: dict[str, Difference] = {}
     for (name, _, _), numbers in held.items():
@@ -164,7 +165,8 @@ class ReplicaProbe:
     def __init__(self, state: TrainState, every: int, tell: Callable[[str], None] = lambda text: None) -> None:
         self.state, self.every, self.tell = state, every, tell
         self._changing = _ChangingBuffers(state.strategy)
-        self._buffers = self._digests_of_buffers()
+        tensors, of_buffers = tensors_of_state(state), self._buffer_names()
+        self._buffers = digests_of({name: tensors[name] for name in of_buffers if name in tensors})
         self._micro_batch: MicroBatch | None = None
         self._compares_losses = True
         self._has_repeated = False
@@ -225,15 +227,15 @@ class ReplicaProbe:
 
     def _compare_states(self) -> None:
         state, world = self.state, self.state.world
-        left_out = self._changing.names()
-        digests = digests_of({name: value for name, value in tensors_of_state(state).items() if name not in left_out})
-        before, self._buffers = self._buffers, self._digests_of_buffers()
+        every, of_buffers, left_out = digests_of(tensors_of_state(state)), self._buffer_names(), self._changing.names()
+        before, self._buffers = self._buffers, {name: every[name] for name in of_buffers if name in every}
+        compared = {name: numbers for name, numbers in every.items() if name not in left_out}
         if not state.strategy.is_sharded:  # one number of each rank tells that all is well
-            total = zlib.crc32(repr(sorted(digests.items())).encode())
+            total = zlib.crc32(repr(sorted(compared.items())).encode())
             if len(set(world.broadcast(world.gather(total)))) == 1:
                 return
         changed = {name for name, now in self._buffers.items() if before.get(name) != now}
-        by_rank = world.gather((digests, changed))
+        by_rank = world.gather((compared, changed))
         found: list[Difference] = []
         if by_rank is not None:
             counts = Counter(name for _, names in by_rank for name in names)
@@ -247,9 +249,9 @@ class ReplicaProbe:
                 "memory of the rank that differs",
             )
 
-    def _digests_of_buffers(self) -> StateDigests:
-        model = self.state.strategy.model
-        return digests_of({f"{kind}.{name}": buffer for name, buffer in model.named_buffers() for kind in _OF_BUFFERS})
+    def _buffer_names(self) -> Collection[str]:
+        """The names that `tensors_of_state` may give to buffers."""
+        return {f"{kind}.{name}" for name, _ in self.state.strategy.model.named_buffers() for kind in _OF_BUFFERS}
 
     def _error(self, what: str, remedy: str) -> TrainingError:
         where = f"step {self.state.step}, train.probe_every={self.every}"
