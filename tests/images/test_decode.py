@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageOps
 
 from lockstep.errors import DataError, UsageError
@@ -103,6 +104,16 @@ def test_pictures_are_turned_upright(kind, orientation, decoders):
     np.testing.assert_array_equal(decode(data), expected)
     assert decode(data).flags.c_contiguous
     assert image_size(data) == expected.shape[:2]
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_turned_pictures_of_one_row_become_tensors(size, orientation):
+    """NumPy calls such a picture contiguous, also where it is read backwards."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(RGB.resize(size), "PNG", exif=exif)
+    assert torch.from_numpy(decode(data)).tolist() == reference(data).tolist()
 
 
 @pytest.mark.parametrize("orientation", [0, 9, 60000])

@@ -232,7 +232,7 @@ def turned(pixels: Pixels, orientation: int) -> Pixels:
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+    return pixels.copy()  # np.ascontiguousarray leaves a row of one pixel as it is, whose stride torch refuses
 
 
 def _to_pixels(image: PILImage.Image, channels: int, where: str) -> Pixels:
