@@ -35,6 +35,21 @@ def test_a_picture_has_the_same_logits_alone_and_in_a_batch(network):
     assert not list(model.buffers())
 
 
+@pytest.mark.parametrize("network", [ConvNet4, ResNet9])
+def test_group_norm_gives_the_same_gradients_with_channels_last(network):
+    results = []
+    for form in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        model = network(3, 5).double().to(memory_format=form)
+        assert any(isinstance(module, torch.nn.GroupNorm) for module in model.modules())
+        images = torch.randn(6, 3, 24, 16, dtype=torch.float64).to(memory_format=form)
+        logits = model(images)
+        logits.square().sum().backward()
+        results.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def test_weights_are_standardized_so_neither_their_scale_nor_their_mean_matters():
     convolution = StandardizedConv2d(3, 4).double()
     images = torch.randn(2, 3, 8, 8, dtype=torch.float64)
