@@ -92,6 +92,7 @@ def prepare_run(
         TrainingError: the model cannot be trained.
         UsageError: the config does not fit the model, the data or the ranks.
     """
+    task_checks.signatures(task)
     seed_everything(config)
     data = task_checks.data(task.train_data(), "Task.train_data")
     remarks = [] if checkpoint else check_data(data, world)

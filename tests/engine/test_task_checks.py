@@ -1,5 +1,7 @@
 """What a task's methods return where its type is wrong: the method, what came, and what is wanted."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -182,3 +184,24 @@ def test_metrics_that_agree_on_the_first_batch_are_not_taken_for_the_same(as_col
     metrics.update(scores, torch.tensor([2]))  # right by top-3 only
     values = {name: float(value) for name, value in metrics.compute().items()}
     assert values == dict(zip(names, (0.5, 1.0), strict=True))
+
+
+class OldPrepare(own_tasks.Plain):
+    def prepare(self, sample):
+        return sample
+
+
+class Decorated(own_tasks.Plain):
+    @functools.wraps(OldPrepare.prepare)
+    def prepare(self, *arguments):
+        return arguments[0]
+
+
+def test_a_method_with_other_arguments_is_named_before_anything_is_read(tmp_path):
+    line = OldPrepare.prepare.__code__.co_firstlineno
+    with pytest.raises(LockstepError) as caught:
+        runs.fit(OldPrepare(), runs.config(), tmp_path)
+    assert str(caught.value).startswith(f"Task.prepare ({__file__}:{line}): it takes (sample), and is called with")
+    assert caught.value.remedy == "write def prepare(self, sample, epoch, training)"
+    assert caught.value.exit_code == 2
+    task_checks.signatures(Decorated())

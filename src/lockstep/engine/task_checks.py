@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lockstep.errors import UsageError
 from lockstep.tasks.presenter import Presenter
-from lockstep.tasks.task import Metrics, update_from_pair
+from lockstep.tasks.task import Metrics, Task, update_from_pair
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
-    from lockstep.tasks.task import MetricsUpdate, Task
+    from lockstep.tasks.task import MetricsUpdate
 
 _MAP_STYLE = "return a map-style data set: an object with len() and [index]"
 
@@ -69,6 +69,29 @@ def metrics(task: Task) -> tuple[MetricCollection | None, MetricsUpdate]:
         raise UsageError(_describe(found), where="Task.metrics", remedy=remedy)
     found.reset()  # a task may return the same objects each time
     return found if len(found) else None, update
+
+
+def signatures(task: Task) -> None:
+    """Check that the methods of a task take the arguments with which Lockstep calls them.
+
+    Raises:
+        UsageError: names the method, its line, and the arguments.
+    """
+    for name in ("prepare", "collate", "weight", "loss", "predict"):
+        expected = [key for key in inspect.signature(getattr(Task, name)).parameters if key != "self"]
+        method = getattr(task, name)
+        try:
+            found = inspect.signature(method, follow_wrapped=False)  # a decorator may call with other arguments
+        except (TypeError, ValueError):  # not known, as for methods that are written in C
+            continue
+        try:
+            found.bind(*expected)
+        except TypeError as error:
+            raise UsageError(
+                f"it takes ({', '.join(found.parameters)}), and is called with ({', '.join(expected)}): {error}",
+                where=f"Task.{name} ({line_of(method)})",
+                remedy=f"write def {name}(self, {', '.join(expected)})",
+            ) from error
 
 
 def line_of(method: Any) -> str:
