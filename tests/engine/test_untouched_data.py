@@ -205,3 +205,31 @@ def test_the_look_leaves_no_trace(tmp_path):
     weights, _ = runs.fit(InMemory(), runs.config(train={"steps": 3}), tmp_path)
     in_memory, _ = runs.fit(InMemory(), runs.config(train={"steps": 3}))
     assert all(torch.equal(weights[name], value) for name, value in in_memory.items())
+
+
+class OwnGenerator(InMemory):
+    """One of its methods draws from a generator of its own, the other from one that Lockstep seeds."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.method, self.generator = method, np.random.default_rng(0)
+
+    def noise(self, method):
+        return (self.generator if self.method == method else np.random).normal()
+
+    def prepare(self, sample, epoch, training):
+        return sample[0] + self.noise("prepare"), sample[1]
+
+    def collate(self, samples):
+        return super().collate([(inputs + self.noise("collate"), targets) for inputs, targets in samples])
+
+
+@pytest.mark.parametrize("method", ["prepare", "collate"])
+def test_a_method_that_no_seed_determines_is_named_before_the_first_step(tmp_path, method):
+    log = trained(OwnGenerator(method), tmp_path)
+    assert f"Task.{method} gives another result for sample" in log
+    assert "Draw from the global generators" in log
+
+
+def test_draws_from_seeded_generators_pass(tmp_path):
+    assert "gives another result" not in trained(OwnGenerator(None), tmp_path)

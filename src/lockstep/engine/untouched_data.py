@@ -37,7 +37,8 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
         last_epoch: the last epoch of the training, from 0. Samples are prepared for this epoch and for epoch 0.
 
     Returns:
-        a warning, where a sample is another one at the second read, though all generators are seeded alike.
+        a warning, where a sample is another one at the second read, though all generators are seeded alike; or where
+        `prepare` or `collate` then gives another result.
 
     Raises:
         UsageError: `prepare` or `collate` changes the data set; names the method.
@@ -66,6 +67,13 @@ def check(loader: Loader, indices: Sequence[int], last_epoch: int = 0) -> list[s
             "the same seeds of torch, NumPy and Python. So a training depends on what was read before, and cannot be "
             "repeated or resumed exactly: to go on with it needs --allow-change data. Draw random numbers from these "
             "generators, and let reading change no sample"
+        ]
+    if found.draws:
+        return [
+            f"warning: Task.{found.method} gives another result for sample {found.index} of the {which} data ({data}) "
+            "when it is called again, under the same seeds of torch, NumPy and Python. So a training cannot be "
+            "repeated or resumed exactly. Draw from the global generators of torch, NumPy or random, which Lockstep "
+            "seeds before each call, and not from a generator of your own, such as numpy.random.default_rng()"
         ]
     raise _refusal(micro_batches, found)
 
@@ -112,6 +120,8 @@ class Changed:
     index: int
     method: str | None
     """The method of the task that changed it. None: reading alone."""
+    draws: bool = False
+    """The method changed nothing, but gives another result when it is called again."""
 
 
 class _Reads(Dataset[Changed | None]):
@@ -137,10 +147,22 @@ class _Reads(Dataset[Changed | None]):
             if digest_of_sample(again) != before:
                 return Changed(index, None)
             if own.isdisjoint(_memory(again)):
-                return None
+                break
             if changed := self._use(index, before):
                 return changed
-        return None
+        return self._draws(indices[0])
+
+    def _draws(self, index: int) -> Changed | None:
+        """Whether equal samples give other batches under the same seeds, and by which method."""
+        if self.digest_of_batch(index) == self.digest_of_batch(index):
+            return None
+        prepared = {digest_of_sample(self._prepared(index, 0, self._read(index))) for _ in range(2)}
+        method = "prepare" if len(prepared) > 1 else "collate"
+        return Changed(index, method, draws=True) if self._has_own(method) else None
+
+    def digest_of_batch(self, index: int) -> str | None:
+        """The digest of a batch of one sample. None: it cannot be compared."""
+        return self.batch(index, 0, [self._read(index)])
 
     def _use(self, index: int, before: str) -> Changed | None:
         """Prepare and collate a sample for each epoch, and read it again."""
@@ -201,7 +223,7 @@ class _Reads(Dataset[Changed | None]):
 
     def digest_when_used(self, index: int) -> str:
         """The digest of a batch of one sample, or that of the raw sample, where batches cannot be compared."""
-        return self.batch(index, 0, [self._read(index)]) or self.digest(index)
+        return self.digest_of_batch(index) or self.digest(index)
 
     def digest(self, index: int) -> str:
         """The digest of a raw sample."""
