@@ -15,6 +15,7 @@ from lockstep.errors import (
     TrainingError,
     UsageError,
 )
+from tests import own_tasks, runs
 
 KINDS = [kind for kind in vars(errors).values() if inspect.isclass(kind) and issubclass(kind, LockstepError)]
 
@@ -105,3 +106,26 @@ def test_every_kind_is_caught_as_a_lockstep_error(kind):
 )
 def test_a_name_is_suggested_only_where_it_is_near(name, known, meant):
     assert errors.did_you_mean(name, known) == (f"did you mean {meant}? " if meant else "")
+
+
+class FailingLoss(own_tasks.Plain):
+    def loss(self, model, batch):
+        return self.part(batch)
+
+    def part(self, batch):
+        return batch["labels"]
+
+
+def test_an_error_in_a_method_of_a_task_is_described_by_method_and_line(tmp_path):
+    with pytest.raises(TypeError) as caught:
+        runs.fit(FailingLoss(), runs.config(), tmp_path)
+    first, second, *_ = errors.described(caught.value).splitlines()
+    line = FailingLoss.part.__code__.co_firstlineno + 1
+    assert first.startswith(f"{__file__}:{line}, in part: Task.loss failed: TypeError: list indices")
+    assert second.startswith("Traceback")
+
+
+def test_an_error_of_lockstep_itself_is_a_traceback():
+    with pytest.raises(TypeError) as caught:
+        errors.did_you_mean("a", None)
+    assert errors.described(caught.value).startswith("Traceback")

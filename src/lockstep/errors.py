@@ -15,6 +15,7 @@ SKIP = (
     "--on-error skip)"
 )
 """The end of a remedy for a sample that cannot be read."""
+_METHODS = ("setup", "model", "train_data", "eval_data", "weight", "loss", "predict", "metrics")  # of `Task`
 _NEAR = 0.6  # `did_you_mean` shows a name with this share of the letters in common
 
 
@@ -160,6 +161,19 @@ def is_own_code(file: str) -> bool:
     """Whether a file is a user's own: of no installed library, and not of Lockstep."""
     libraries = (f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib") + os.sep, os.path.dirname(__file__))
     return not any(library in file for library in libraries)
+
+
+def described(error: BaseException) -> str:
+    """The traceback of an error that Lockstep does not know, below a line on the user's code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [number for number, frame in enumerate(frames) if frame.filename.startswith(os.path.dirname(__file__))]
+    called = frames[ours[-1] + 1 : ours[-1] + 2] if ours else []
+    if not called or not is_own_code(called[0].filename):
+        return short_traceback(error)
+    frame, method = frame_of_task(error), called[0].name
+    failed = f"Task.{method} failed: " if method in _METHODS else ""
+    line = f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return f"{line}: {failed}{type(error).__name__}: {error}\n{short_traceback(error)}"
 
 
 def short_traceback(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import debugging, shortages
-from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -145,7 +145,7 @@ def run_rank(arguments: Sequence[str]) -> None:
         sys.exit(stopped.exit_code)
     except Exception as raised:
         error = shortages.explanation(raised) or debugging.explanation(raised) or raised
-        launch.report_failure(error, str(error) if isinstance(error, LockstepError) else short_traceback(error))
+        launch.report_failure(error, str(error) if isinstance(error, LockstepError) else described(error))
         sys.exit(error.exit_code if isinstance(error, LockstepError) else 1)
     finally:
         with contextlib.suppress(OSError):

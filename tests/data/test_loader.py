@@ -171,6 +171,31 @@ def test_faults_of_code_are_not_blamed_on_the_data(error, is_of_data, preparing,
         assert "raise self.error" in text
 
 
+class FaultyCollate(Faulty):
+    def collate(self, samples):
+        raise self.error
+
+
+def test_a_fault_of_collate_names_the_method_and_its_line():
+    task = FaultyCollate(KeyError("label"), False)
+    micro_batches = MicroBatches(range(8), task, 0, training=True)
+    with pytest.raises(TrainingError, match=r"Task\.collate failed for samples 4, 6: KeyError: 'label'") as caught:
+        micro_batches[MicroBatchPlan((4, 6), 0, False)]
+    assert caught.value.where.startswith(f"{__file__}:")
+    assert caught.value.where.endswith("in collate")
+    assert "raise self.error" in str(caught.value)
+    task.error = OSError(24, "Too many open files")  # of the machine: others explain it
+    with pytest.raises(OSError, match="Too many open files"):
+        micro_batches[MicroBatchPlan((4, 6), 0, False)]
+
+
+def test_samples_of_other_shapes_are_no_fault_of_a_line_in_torch():
+    data = [torch.ones(2), torch.ones(3)]
+    micro_batches = MicroBatches(data, own_tasks.Plain(), 0, training=True)
+    with pytest.raises(TrainingError, match=r"^Task\.collate failed for samples 0, 1: RuntimeError: stack expects"):
+        micro_batches[MicroBatchPlan((0, 1), 0, False)]
+
+
 def test_skipped_samples_weigh_nothing_and_are_reported(tmp_path):
     """Training without the broken samples is training on the others: the mean is over those that count."""
     broken = [3, 11, 12, 13]

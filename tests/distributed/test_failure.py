@@ -4,10 +4,15 @@ import signal
 import threading
 from types import SimpleNamespace
 
+import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from lockstep.distributed import decision, failure
 from lockstep.errors import DataError
+
+_GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"
+CLOSED = f"[{_GLOO}/pair.cc:553] Connection closed by peer [127.0.0.1]:48521. This is typically caused by a"
 
 
 def test_rank_0_waits_for_no_rank_that_failed_too(monkeypatch):
@@ -34,15 +39,33 @@ def test_a_rank_that_is_asked_to_stop_looks_once_more_for_the_cause(monkeypatch)
     store = HashStore()
     first, second = (failure.FailureBoard(store, rank, 2) for rank in range(2))
     assert second.explain(DataError("rank 1 alone cannot read it")) is None
-    other = first.explain(RuntimeError("gloo: connection closed by peer"))
+    other = first.explain(RuntimeError(CLOSED))
     assert other.origin == (1, "rank 1 alone cannot read it")
 
 
 def test_a_rank_that_lost_another_is_not_the_cause_where_that_rank_has_told_its_own():
     board = failure.FailureBoard(HashStore(), 0, 2)
     board.close()
-    lost = board.explain(RuntimeError("gloo: connection closed by peer"))
+    lost = board.explain(RuntimeError(CLOSED))
     assert lost.lost_another
     assert "gave no reason" in str(lost)
     report = {"text": str(lost), "lost_another": True}
     assert not decision.failed_by_itself(decision.RankFailure(0, exit_code=1, time=1, report=report))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_connection"),
+    [
+        (RuntimeError(CLOSED), True),
+        (RuntimeError(f"[{_GLOO}/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"), True),
+        (RuntimeError(f"[enforce fail at {_GLOO}/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (dist.DistNetworkError("the client socket has failed to connect"), True),
+        (dist.DistStoreError("wait timeout after 3000ms"), True),
+        (RuntimeError("no class is called igloo"), False),
+        (RuntimeError("gloo has no reduce_scatter of this type"), False),
+        (ValueError(CLOSED), False),
+    ],
+)
+def test_a_lost_connection_is_told_by_its_type_and_gloos_by_the_line_of_its_source(error, is_of_connection):
+    assert failure._is_of_connection(error) is is_of_connection

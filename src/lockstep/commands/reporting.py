@@ -12,7 +12,7 @@ from pathlib import Path
 import typer
 
 from lockstep import caller, debugging, shortages
-from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, described, exits_are_failures
 
 _MARKED = 1 << 16  # bytes of a file in which its mark is looked for
 
@@ -59,7 +59,7 @@ def reporting(debug: bool) -> Iterator[None]:
     except Exception as raised:
         error = shortages.explanation(raised) or debugging.explanation(raised) or raised
         known = isinstance(error, LockstepError)
-        text = traceback.format_exc() if debug else str(error) if known else short_traceback(error)
+        text = traceback.format_exc() if debug else str(error) if known else described(error)
         from lockstep.distributed import launch, signals
 
         launch.report_failure(error, text)

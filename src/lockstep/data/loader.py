@@ -24,7 +24,7 @@ from lockstep.data.device_copies import Copy, DeviceCopies
 from lockstep.data.executed_files import ExecutedFiles
 from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
-from lockstep.data.sample_errors import error_of_sample
+from lockstep.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.data.tensors import pinned
 from lockstep.errors import DataError, LockstepError, TrainingError, exit_of_task
 
@@ -151,7 +151,13 @@ class MicroBatches(Dataset[MicroBatch]):
             samples, read = self._substitute(plan)
         if self.collates:
             seed_all(derive_seed(self.seed, plan.epoch, plan.indices[0], _COLLATE))
-        return self._micro_batch(plan, self.task.collate(samples), read, filler, _NONE_BAD if plan.filler else bad)
+        try:
+            batch = self.task.collate(samples)
+        except Exception as raised:
+            if (error := error_of_batch(read, raised)) is None:
+                raise
+            raise error from raised
+        return self._micro_batch(plan, batch, read, filler, _NONE_BAD if plan.filler else bad)
 
     def _micro_batch(
         self, plan: MicroBatchPlan, batch: Any, indices: tuple[int, ...], filler: bool, bad: Bad

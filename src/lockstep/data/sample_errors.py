@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from lockstep import debugging
-from lockstep.errors import SKIP, DataError, LockstepError, TrainingError, frame_of_task, is_own_code, short_traceback
+from collections.abc import Sequence
+
+from lockstep import debugging, shortages
+from lockstep.errors import (
+    SKIP,
+    DataError,
+    LockstepError,
+    TrainingError,
+    frame_of_task,
+    is_own_code,
+    listed,
+    short_traceback,
+)
 
 _OF_DATA = (OSError, EOFError, ValueError)  # decoders raise them; those of text, JSON and pictures are among them
 
@@ -38,6 +49,24 @@ def error_of_sample(index: int, error: Exception, *, where: str, method: str) ->
         where=line,
         remedy="repair this code. Where the sample itself is at fault, raise ValueError with the reason there: then "
         "data.on_error=skip goes on without the sample",
+    )
+
+
+def error_of_batch(indices: Sequence[int], error: Exception) -> LockstepError | None:
+    """The error to raise where `Task.collate` raised `error` for the samples `indices`. None: `error` as it is."""
+    if isinstance(error, LockstepError | OSError | MemoryError):
+        return None
+    if known := shortages.explanation(error) or debugging.explanation(error):
+        return known
+    frame = frame_of_task(error)
+    is_own = is_own_code(frame.filename)
+    return TrainingError(
+        f"Task.collate failed for samples {listed([str(index) for index in indices])}: "
+        f"{type(error).__name__}: {error}\n{short_traceback(error)}",
+        where=f"{frame.filename}:{frame.lineno}, in {frame.name}" if is_own else None,
+        remedy="repair this code"
+        if is_own
+        else "write Task.collate, or let Task.prepare return tensors of equal shapes and types for all samples",
     )
 
 

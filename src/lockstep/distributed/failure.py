@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,11 +17,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.distributed import signals
 from lockstep.distributed.launch import report_failure
-from lockstep.errors import LockstepError, RankError, short_traceback
+from lockstep.errors import LockstepError, RankError, described
 
 _FAILURE, _SEEN = "failure", "seen"
+_OF_GLOO = re.compile(r"/gloo/\S+:\d+\]")  # as in [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
 _POLL_S = 1.0
 _GRACE_S = 10.0
+
+
+def _is_of_connection(error: Exception) -> bool:
+    """Whether a collective or the store failed. gloo raises plain RuntimeErrors, which name the line of its source."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and bool(_OF_GLOO.search(str(error))))
 
 
 class FailureBoard:
@@ -50,7 +57,7 @@ class FailureBoard:
         Returns:
             the error to raise instead, where this rank failed because another rank did; else None.
         """
-        lost = isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+        lost = _is_of_connection(error)
         if lost:  # the rank that caused this may be about to write its failure
             deadline = time.monotonic() + 3 * _POLL_S
             while (
@@ -63,7 +70,7 @@ class FailureBoard:
             self._read()  # the agent may have asked this rank to stop before the thread has looked
         with contextlib.suppress(dist.DistError):
             if self.first is None and not lost:
-                text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
+                text = str(error) if isinstance(error, LockstepError) else described(error)
                 own_failure = {
                     "rank": self.rank,
                     "author": self.me,

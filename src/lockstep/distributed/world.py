@@ -30,7 +30,7 @@ from lockstep.distributed.nodes import NodeGroup, Nodes, exchange, group_of, own
 from lockstep.distributed.rendezvous import store_of_ranks
 from lockstep.distributed.signals import LAUNCHED
 from lockstep.distributed.watchdog import Watchdog
-from lockstep.errors import LockstepError, Preempted, UsageError, short_traceback
+from lockstep.errors import LockstepError, Preempted, UsageError, described
 
 T = TypeVar("T")
 _ABORT_S = 10.0  # after a failure, so long for the end of the process groups
@@ -341,7 +341,7 @@ def _leave_after(error: BaseException, rank: int) -> None:
     failure is reported first, and this process ends if the groups are not gone after `_ABORT_S`.
     """
     if dist.is_initialized():
-        text = str(error) if isinstance(error, LockstepError) else short_traceback(error)
+        text = str(error) if isinstance(error, LockstepError) else described(error)
         if isinstance(error, Exception):
             report_failure(error, text)
         thread = threading.Thread(target=_abort, name="lockstep-abort", daemon=True)
