@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import weakref
 from pathlib import Path
 
 import torch
@@ -11,7 +10,6 @@ from lockstep import LockstepError, Trainer
 from lockstep.distributed import failure
 from lockstep.distributed.ddp import DDP
 from lockstep.distributed.strategy import Forward
-from lockstep.engine.out_of_memory import StepTooLarge
 from tests import own_tasks, runs
 
 
@@ -266,23 +264,24 @@ def fit_from_file(settings):
     return weights, read
 
 
-def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
-    """Weights after a training in which micro-batches of `least` or more samples do not fit, and the failures."""
-    import lockstep.build
-    from lockstep.data.device_copies import DeviceCopies
-    from lockstep.engine.out_of_memory import Guard
+def fit_out_of_memory(settings, run_dir, place, least=12):
+    """Weights after a training in which micro-batches of `least` or more samples do not fit; or the error's name, text
+    and whether the launcher starts the ranks again.
 
-    rank, when, where = place
-    when = when[int(os.environ["WORLD_SIZE"])] if isinstance(when, dict) else when
-    failures, passes = [], [0]
+    Args:
+        place: number of the pass from 1 (None: all passes), kind of the pass.
+    """
+    from lockstep.data.device_copies import DeviceCopies
+
+    when, where = place
+    passes = [0]
 
     def fail(inputs):
-        if len(inputs) < least or (rank is not None and rank != int(os.environ["RANK"])):
+        if len(inputs) < least:
             return
         passes[0] += 1
         if when in (None, passes[0]):
-            failures.append(passes[0])
-            raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
+            shortage()
 
     class Large(own_tasks.Deep):
         def loss(self, model, batch):
@@ -301,54 +300,13 @@ def fit_out_of_memory(settings, run_dir, place, least=12, real_guard=False):
         return copy(copies, batch)
 
     DeviceCopies.begin = fail_to_copy
-    if not real_guard:
-        lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
     try:
-        weights, _ = runs.fit(Large(), settings, Path(run_dir))
-    finally:
-        lockstep.build.Guard, DeviceCopies.begin = Guard, copy
-    return weights, failures
-
-
-@impatient()
-def held_activations(settings):
-    """Whether a step's loss is still held when the step was given up and memory is freed, on each rank.
-
-    Its second micro-batch of the third step does not fit on rank 0. On the other ranks it does.
-    """
-    from lockstep.engine import step
-
-    calls, losses, held, free = [0], [], [], step.free_memory
-
-    class Large(own_tasks.Deep):
-        def loss(self, model, batch):
-            calls[0] += 1
-            if calls[0] == 2 + 2 * 2 + 2 and os.environ["RANK"] == "0":  # the trials, two steps, this step
-                raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
-            loss = super().loss(model, batch)
-            losses.append(weakref.ref(loss))
-            return loss
-
-    def look(device):
-        held.append(losses[-1]() is not None)
-        free(device)
-
-    step.free_memory = look
-    try:
-        with guarded_on_the_cpu(), contextlib.suppress(StepTooLarge, LockstepError):
-            runs.fit(Large(), settings)
-    finally:
-        step.free_memory = free
-    return held
-
-
-@impatient()
-def error_out_of_memory(*arguments):
-    try:
-        fit_out_of_memory(*arguments)
+        with impatient():
+            return runs.fit(Large(), settings, Path(run_dir))[0]
     except LockstepError as error:
-        return str(error)
-    return None
+        return type(error).__name__, str(error), error.retryable
+    finally:
+        DeviceCopies.begin = copy
 
 
 def dtypes_seen(settings):
@@ -431,19 +389,6 @@ def fit_with_equal_neighbours(settings, neighbours):
         lockstep.trainer.join_world = joined
 
 
-@contextlib.contextmanager
-def guarded_on_the_cpu():
-    """Inside, trainings on the CPU are guarded as on a GPU."""
-    import lockstep.build
-    from lockstep.engine.out_of_memory import Guard
-
-    lockstep.build.Guard = lambda strategy, precision, enabled: Guard(strategy, precision, True)
-    try:
-        yield
-    finally:
-        lockstep.build.Guard = Guard
-
-
 def shortage(text="CUDA error: out of memory"):
     raise torch.AcceleratorError(text)
 
@@ -466,34 +411,30 @@ def update_out_of_memory(settings, run_dir, rank, step, where):
 
     setattr(owner, name, fail)
     try:
-        with guarded_on_the_cpu():
-            return runs.fit(own_tasks.Deep(), settings, Path(run_dir))[0]
+        return runs.fit(own_tasks.Deep(), settings, Path(run_dir))[0]
     except LockstepError as error:
         return type(error).__name__, str(error), error.retryable
     finally:
         setattr(owner, name, original)
 
 
-def evaluation_out_of_memory(settings, run_dir, rank, least, calls):
-    """Results of a training in which some evaluation of `least` or more samples does not fit, and the failures.
-
-    Args:
-        rank: on which it does not fit.
-        calls: numbers of the evaluated micro-batches, from 1, that do not fit if they are so large.
-    """
-    failures, count = [], [0]
+@impatient()
+def evaluation_out_of_memory(settings, run_dir, least):
+    """Results of a training in which an evaluation of `least` or more samples does not fit; or the error."""
 
     class Large(own_tasks.Deep):
+        steps = 0
+
         def loss(self, model, batch):
-            if not torch.is_grad_enabled() and not model.training and os.environ["RANK"] == str(rank):
-                count[0] += 1
-                if len(batch[0]) >= least and count[0] in calls:
-                    failures.append(len(batch[0]))
-                    shortage()
+            self.steps += model.training and torch.is_grad_enabled()
+            if len(batch[0]) >= least and not model.training and self.steps:  # not in the dry run
+                shortage()
             return super().loss(model, batch)
 
-    _, results = runs.fit(Large(eval_length=24), settings, Path(run_dir) if run_dir else None)
-    return results, failures
+    try:
+        return runs.fit(Large(eval_length=24), settings, Path(run_dir))[1]
+    except LockstepError as error:
+        return type(error).__name__, str(error), error.retryable
 
 
 def variables_of_ranks():

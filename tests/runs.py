@@ -89,7 +89,7 @@ def fit_in_memory(task, settings):
         intervals = build.intervals(config, prepared.plan)
         hooks = loop.Hooks()
         if intervals.evaluate:
-            data = run_data.evaluation_data(config, task, world)
+            data = run_data.evaluation_data(config, task, world, micro_batch=run_data.evaluated_at_once(config))
             hooks = loop.Hooks(evaluate=functools.partial(evaluate, task, prepared.state, data))
         results = loop.fit(
             prepared.state, prepared.batches, plan=prepared.plan, stop=prepared.stop, intervals=intervals, hooks=hooks

@@ -26,7 +26,6 @@ from lockstep.engine.ema import Ema
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.loop import Intervals
 from lockstep.engine.optim import check_updates
-from lockstep.engine.out_of_memory import Guard
 from lockstep.engine.schedule import Schedule
 from lockstep.engine.step import TrainState
 from lockstep.engine.stopping import Stopping, StopRule
@@ -125,7 +124,6 @@ def prepare_run(
         metrics=TrainMetrics(task, world) if config.log.train_metrics else None,
         averages=Ema(built.model, train.ema_decay) if train.ema_decay else None,
         unfreezing=built.unfreezing,
-        guard=Guard(built.strategy, precision, compute.halve_on_oom and devices.of(world.device).has_own_memory),
     )
     load_first_state(built, train, state.optimizer, precision)
     check_updates(state.optimizer)

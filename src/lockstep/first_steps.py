@@ -43,8 +43,6 @@ class FirstSteps:
         state, first, done = self.prepared.state, self.prepared.state.step, 0
         for micro_batches in batches:
             yield micro_batches
-            if state.step - first == done:  # it did not fit into memory, and comes again
-                continue
             done = state.step - first
             self._look()
             if done == 1:

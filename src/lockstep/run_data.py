@@ -39,6 +39,11 @@ def asked_micro_batches(config: RunConfig, world: World) -> list[list[int]]:
     return [[epoch, min(size, whole)] for epoch, size in sorted(by_epoch.items())]
 
 
+def evaluated_at_once(config: RunConfig) -> int:
+    """Samples of a micro-batch of an evaluation: the same for every number of ranks."""
+    return config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
+
+
 def step_plan(config: RunConfig, data: Dataset[Any], world: World, micro_batch: int) -> StepPlan:
     """Which samples every step takes.
 
@@ -100,11 +105,18 @@ def make_loader(config: RunConfig, data: Dataset[Any], task: Task, world: World,
 
 
 def evaluation_data(
-    config: RunConfig, task: Task, world: World, data: Samples | None = None, *, limit: int | None = None
+    config: RunConfig,
+    task: Task,
+    world: World,
+    data: Samples | None = None,
+    *,
+    micro_batch: int,
+    limit: int | None = None,
 ) -> EvaluationData:
     """`data`, by default the task's evaluation data, ready to be read: cut alike for every world size.
 
     Args:
+        micro_batch: samples of a micro-batch, see `memory_shortage.fitting`.
         limit: at most so many samples, spread evenly. None: all samples.
 
     Raises:
@@ -114,7 +126,6 @@ def evaluation_data(
         data = required_evaluation_data(task)
     else:
         data = task_checks.data(data, "the data to predict")
-    micro_batch = config.batch.smallest_micro or min(config.batch.global_ or 32, 256)
     lengths = _sample_lengths(data, "the evaluation data")
     plan = EvaluationPlan(len(data), micro_batch, lengths, limit)  # type: ignore[arg-type]
     return EvaluationData(data, make_loader(config, data, task, world, training=False), plan)

@@ -318,37 +318,6 @@ def changed_source(folder: Path, task: Task, config: RunConfig) -> list[str]:
     return [f"warning: the task's code has changed since the run was trained: {change}"] if change else []
 
 
-def remember_micro_batch(
-    folder: Path, world: World, *, asked: list[list[int]], size: int, from_any_rank: bool = False
-) -> None:
-    """Note that micro-batches of more than `size` samples do not fit into memory on this number of ranks.
-
-    Args:
-        asked: the sizes that the config asks for, see `build.asked_micro_batches`. For other sizes, or another number
-            of ranks, the note is ignored.
-        from_any_rank: this rank writes, whichever it is. Otherwise rank 0 writes.
-    """
-    if world.rank == 0 or from_any_rank:
-        with contextlib.suppress(OSError):  # a full disk is no reason to end a training
-            note = {"asked": asked, "world": world.size, "micro": size}
-            atomic.write_text(folder / run_folder.MICRO_BATCH, json.dumps(note))
-
-
-def remembered_micro_batch(folder: Path, world: World, *, asked: list[list[int]]) -> int:
-    """The largest micro-batch, in samples: the largest in `asked`, or a smaller size that an earlier start noted.
-
-    It is the same on all ranks.
-    """
-    note = None
-    if world.rank == 0:
-        with contextlib.suppress(OSError, ValueError):
-            note = json.loads((folder / run_folder.MICRO_BATCH).read_text())
-    note = world.broadcast(note)
-    counts = isinstance(note, dict) and (note.get("asked"), note.get("world")) == (asked, world.size)
-    largest = max(size for _, size in asked)
-    return min(largest, max(1, int(note["micro"]))) if counts else largest
-
-
 def retention(config: RunConfig) -> Retention:
     """Which checkpoints the config keeps."""
     keep = config.checkpoint

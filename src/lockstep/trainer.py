@@ -22,6 +22,7 @@ from lockstep import (
     config_file,
     devices,
     local_ranks,
+    memory_shortage,
     prediction_run,
     resume,
     run_data,
@@ -215,7 +216,8 @@ class Trainer:
                 git=git,
             )
             try:
-                self.results = run.train(batches)
+                with memory_shortage.noted(self.run_dir, config, world, prepared.plan):
+                    self.results = run.train(batches)
                 if "train/loss" not in self.results:  # the run was complete already
                     self.results = world.on_rank0(self._latest) | self.results
             finally:
@@ -340,8 +342,7 @@ class Trainer:
         """Make the run on this rank, and load the newest checkpoint, if there is one."""
         checkpoint, complaints = store.newest(self._checkpoints, world)
         self._set_up(task, world, trained=checkpoint is not None)
-        asked = run_data.asked_micro_batches(self.config, world)
-        micro_batch = run_directory.remembered_micro_batch(self.run_dir, world, asked=asked)
+        micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).training
         prepared = build.prepare_run(self.config, task, world, micro_batch=micro_batch, checkpoint=checkpoint)
         if checkpoint is not None:
             prepared.built.messages += resume.restore(checkpoint, prepared, self.config, self.allow_change)
@@ -390,7 +391,7 @@ class Trainer:
             tasks = self._evaluated_tasks(task, world)
             # All sets are opened first: a wrong path in the last is found before the first is evaluated.
             sets = {name: self._evaluation_data(name, its_task, world) for name, its_task in tasks.items()}
-            with strategy.inference() as forward:
+            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
                 for name, evaluated in sets.items():
                     found = self._evaluate(tasks[name], evaluated, forward, world=world, precision=precision, name=name)
                     results |= named_results(name, found)
@@ -399,7 +400,9 @@ class Trainer:
     def _evaluation_data(self, name: str, task: Task, world: World) -> EvaluationData:
         """The evaluation data that are called `name`. An error says how to give others, if their path is not here."""
         try:
-            return run_data.evaluation_data(self.config, task, world, limit=self.config.data.eval_limit)
+            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
+            limit = self.config.data.eval_limit
+            return run_data.evaluation_data(self.config, task, world, micro_batch=micro_batch, limit=limit)
         except LockstepError as error:
             source = self.config.data.eval_sources[name] or self.config.data.train
             if source and not os.path.exists(os.path.expanduser(source)):
@@ -442,9 +445,7 @@ class Trainer:
             precision=precision,
             tick=progress.tick,
             show=show,
-            smaller=progress.restart,
             show_samples=samples_of_report(task, evaluated),
-            halves=self.config.compute.halve_on_oom,
         )
 
     def predict(self, task: Task | None = None, data: Samples | None = None) -> list[Any]:
@@ -456,9 +457,10 @@ class Trainer:
         with self._join() as world:
             task = _given(task) or self.task()
             strategy = self._trained(task, world).strategy
-            evaluated = run_data.evaluation_data(self.config, task, world, data)
+            micro_batch = memory_shortage.fitting(self.run_dir, self.config, world).evaluation
+            evaluated = run_data.evaluation_data(self.config, task, world, data, micro_batch=micro_batch)
             precision = Precision(self.config.precision, world.device)
-            with strategy.inference() as forward:
+            with memory_shortage.noted(self.run_dir, self.config, world), strategy.inference() as forward:
                 outputs = evaluation.predict(
                     task, forward, evaluated.loader, plan=evaluated.plan, world=world, precision=precision
                 )
@@ -552,10 +554,14 @@ class Trainer:
                 for note in getattr(found.data, "notes", ()):
                     print(f"note: {note}", file=sys.stderr)
             strategy = self._trained(task, world).strategy
-            evaluated = run_data.evaluation_data(config, task, world, found.data)
+            micro_batch = memory_shortage.fitting(self.run_dir, config, world).evaluation
+            evaluated = run_data.evaluation_data(config, task, world, found.data, micro_batch=micro_batch)
             if world.rank == 0:
                 begin(len(found.data))
-            with strategy.inference() as forward:
+            with (
+                memory_shortage.noted(self.run_dir, config, world, begins_again=False),  # rows may be written already
+                strategy.inference() as forward,
+            ):
                 outputs = evaluation.predict_each(
                     task,
                     forward,

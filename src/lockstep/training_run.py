@@ -12,13 +12,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from lockstep import build, caller, devices, resume, run_data, run_directory
+from lockstep import build, caller, devices, memory_shortage, resume, run_data, run_directory
 from lockstep.build import PreparedRun
 from lockstep.checkpoint import choice, manifest
 from lockstep.checkpoint.saver import Saver
 from lockstep.config import RunConfig
 from lockstep.data.loader import Loader, MicroBatch, is_default, print_warning
-from lockstep.data.order import EvaluationPlan
 from lockstep.distributed.buffers import restored_state
 from lockstep.distributed.signals import StopConsensus, StopFlag
 from lockstep.engine import batch_norm, dry_run, loop, task_checks, untouched_data
@@ -26,7 +25,7 @@ from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
 from lockstep.engine.evaluation_progress import EvaluationProgress
 from lockstep.engine.replica_probe import ReplicaProbe
-from lockstep.errors import CheckpointError, MemoryShortage, Preempted, TrainingError
+from lockstep.errors import CheckpointError, Preempted
 from lockstep.first_steps import FirstSteps
 from lockstep.observe import ending, metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
@@ -130,12 +129,6 @@ class TrainingRun:
             self._tell_end(latest, since=begun)
         except Preempted:
             raise self._preempted(saver) from None
-        except MemoryShortage as error:
-            before = prepared.plan.micro_batch_at(max(0, state.step - 1))  # the step that failed has counted already
-            if before == 1:
-                raise _too_large_for_one_sample(state.step) from error
-            self._remember_micro_batch(-(-before // 2), from_any_rank=True)
-            raise
         finally:
             if profiler is not None:
                 profiler.end(state.step)
@@ -189,7 +182,6 @@ class TrainingRun:
             elapsed_s=lambda: self.consensus.elapsed_s,
             stop_requested=self.consensus,
             epoch_header=partial(epoch_header, self.task),
-            on_out_of_memory=self.halve_micro_batch,
             probe=self._probe(),
         )
 
@@ -273,18 +265,16 @@ class TrainingRun:
     def _evaluation_data(self) -> dict[str, EvaluationData]:
         """The evaluation data by name. Empty, and a warning: this kind of task has such data, its source has none."""
         state = self.prepared.state
+        limit = self.config.data.eval_limit
+        most = memory_shortage.fitting(self.run_dir, self.config, state.world).evaluation
         try:
             evaluated = {
-                name: run_data.evaluation_data(self.config, task, state.world, limit=self.config.data.eval_limit)
+                name: run_data.evaluation_data(self.config, task, state.world, micro_batch=most, limit=limit)
                 for name, task in self.evaluated_tasks.items()
             }
             for name, data in evaluated.items():
                 if data.plan.count < data.plan.length:
                     self.tell(run_data.limited(data.plan, name))
-            for data in evaluated.values() if state.strategy.is_sharded else ():
-                # An evaluation that does not fit begins again with the run, with what fits in training.
-                most = min(data.plan.micro_batch, self.prepared.plan.micro_batch)
-                data.plan = replace(data.plan, micro_batch=most)
             for data in evaluated.values() if state.step == 0 else ():
                 for remark in check_data(data.data, state.world):
                     self.tell(remark)
@@ -423,8 +413,7 @@ class TrainingRun:
             forward = stack.enter_context(state.strategy.inference())
             stack.enter_context(restored_state(forward, "evaluation"))
             if state.averages is not None:
-                with state.guard.update(state.step, "an evaluation"):
-                    stack.enter_context(state.averages.applied())
+                stack.enter_context(state.averages.applied())
             for name in self.evaluated:
                 results |= named_results(name, self._evaluate(name, forward, arrays))
         self.arrays.record({"step": state.step, **arrays})
@@ -470,45 +459,12 @@ class TrainingRun:
             show=show,
             show_samples=tuple(dict.fromkeys((*reported, *drawn))),
             worst=worst,
-            halves=self.config.compute.halve_on_oom,
-            smaller=partial(self._evaluate_less_at_once, evaluated, progress),
-        )
-
-    def _evaluate_less_at_once(
-        self, evaluated: EvaluationData, progress: EvaluationProgress, plan: EvaluationPlan
-    ) -> None:
-        before, evaluated.plan = evaluated.plan.micro_batch, plan
-        progress.restart(plan)
-        self.tell(
-            f"out of memory in the evaluation after step {self.prepared.state.step}: it begins again with "
-            f"micro-batches of {plan.micro_batch} instead of {before}"
         )
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
         saver.add_metrics(self.prepared.state.step, results)
         dry_run.check_results(self._chosen_results, list(results))
-
-    def halve_micro_batch(self) -> None:
-        """Go on with micro-batches of half the size, from the step that did not fit into memory.
-
-        Raises:
-            TrainingError: the micro-batch is one sample.
-        """
-        prepared = self.prepared
-        step = prepared.state.step
-        before = prepared.plan.micro_batch_at(step)
-        if before == 1:
-            raise _too_large_for_one_sample(step + 1)
-        prepared.batches.halve(step)
-        after = prepared.plan.micro_batch
-        self._remember_micro_batch(after)
-        self.tell(f"out of memory at step {step + 1}: micro-batches of {after} instead of {before} from here on")
-
-    def _remember_micro_batch(self, size: int, from_any_rank: bool = False) -> None:
-        world = self.prepared.state.world
-        asked = run_data.asked_micro_batches(self.config, world)
-        run_directory.remember_micro_batch(self.run_dir, world, asked=asked, size=size, from_any_rank=from_any_rank)
 
     @property
     def _chosen_results(self) -> dict[str, str]:
@@ -525,15 +481,6 @@ def named_results(name: str, results: Mapping[str, T]) -> dict[str, T]:
 
 def _of(outputs: Mapping[int, Any], indices: Sequence[int]) -> list[tuple[int, Any]]:
     return [(index, outputs[index]) for index in indices if index in outputs]
-
-
-def _too_large_for_one_sample(step: int) -> TrainingError:
-    """The error about a step, counted from 1, that cannot be cut into smaller micro-batches."""
-    return TrainingError(
-        "a micro-batch of one sample does not fit into memory",
-        where=f"step {step}",
-        remedy="use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, or precision=bf16",
-    )
 
 
 def _tell(writers: Sequence[Writer], text: str) -> None:

@@ -291,7 +291,7 @@ def norms_and_clips(options, clips):
                 for clip in clips:
                     give_gradients(model, whole)
                     parameters, plain = list(model.parameters()), list(whole.parameters())
-                    norm = grad_norm(parameters, strategy.shard_group)
+                    norm = grad_norm(parameters)
                     clip_grads(parameters, clip, norm)
                     expected = nn.utils.clip_grad_norm_(plain, clip)
                     found = [sharded_tensor.gather(p.grad) for p in parameters if p.grad is not None]
@@ -300,7 +300,7 @@ def norms_and_clips(options, clips):
                     answers.append((str(dtype), float(norm), float(expected), apart, str(norm.dtype), norm.ndim))
         for parameter in parameters:
             parameter.grad = None
-        none = float(grad_norm(parameters, strategy.shard_group))
+        none = float(grad_norm(parameters))
     return answers, none
 
 

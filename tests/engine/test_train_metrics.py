@@ -9,10 +9,8 @@ import torch
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-import lockstep.build
 from lockstep import Metrics
 from lockstep.data.order import permute
-from lockstep.engine.out_of_memory import Guard
 from lockstep.errors import Preempted, TrainingError
 from tests import own_tasks, runs
 from tests.engine.test_epochs import StopAfter
@@ -121,26 +119,6 @@ def test_epoch_that_goes_on_in_another_process_says_of_which_steps_its_numbers_a
     check(tmp_path, by_hand(), first=4)
     assert "(of the last 2 steps)" in epoch_lines(tmp_path)[2]
     assert "(of" not in epoch_lines(tmp_path)[3]
-
-
-class TooLarge(own_tasks.ClassesWithOutput):
-    """The second micro-batch of step 4 does not fit, until micro-batches are smaller."""
-
-    calls = 0
-
-    def loss(self, model, batch):
-        self.calls += model.training
-        if model.training and len(batch[0]) >= 12 and self.calls == 7:  # 2 + 2 + 1 of the first epoch, then 2
-            raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
-        return super().loss(model, batch)
-
-
-def test_step_that_is_given_up_and_done_again_counts_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(lockstep.build, "Guard", lambda strategy, precision, enabled: Guard(strategy, precision, True))
-    settings = runs.config(**SETTINGS | {"batch": {"global": BATCH, "micro": 12}})
-    runs.fit(TooLarge(length=LENGTH), settings, tmp_path)
-    assert "out of memory at step 4: micro-batches of 6 instead of 12" in (tmp_path / "train.log").read_text()
-    check(tmp_path, by_hand())
 
 
 class Broken(own_tasks.ClassesWithOutput):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import itertools
 import os
 import shlex
@@ -16,7 +17,7 @@ import typer
 from lockstep.commands import ranks
 from lockstep.commands.options import Cold, Debug, Gpus, Nproc, Overrides, Preset, Target, as_arguments
 from lockstep.commands.reporting import is_first, reporting
-from lockstep.errors import UsageError
+from lockstep.errors import MemoryShortage, UsageError
 
 _AUTO = Path("auto")
 
@@ -132,7 +133,7 @@ def train(
                 trainer = Trainer(
                     settings, run_dir=run_dir, fresh=fresh, allow_change=allow_change or (), profile=profile
                 )
-                trainer.fit()
+                _fit(trainer)
                 _invite_to_verify(trainer, target, overrides or [], as_arguments(of_verify))
                 return
         options = {
@@ -158,6 +159,22 @@ def train(
                 max_restarts=restarts,
                 cold=cold,
             )
+
+
+def _fit(trainer: Trainer) -> None:
+    """Train. A single rank without launcher begins again by itself where memory does not suffice."""
+    while True:
+        try:
+            trainer.fit()
+            return
+        except MemoryShortage as error:
+            if "RANK" in os.environ or not error.retryable:
+                raise
+            text = str(error)
+        # The frames of the error, which hold the model, are free here.
+        print(f"{text}\nthe training starts again", file=sys.stderr, flush=True)
+        trainer.fresh = False
+        gc.collect()
 
 
 def _let_debug(rank: int, overrides: Sequence[str]) -> list[str]:

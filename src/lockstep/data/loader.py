@@ -362,7 +362,7 @@ class StepIterator:
     """Iterates over steps `start` to `stop` - 1, and gives a list of this rank's micro-batches, as `plan` cuts them."""
 
     def __init__(self, loader: Loader, plan: StepPlan, *, rank: int, start: int, stop: int) -> None:
-        self.loader, self.plan, self.rank, self.stop = loader, plan, rank, stop
+        self.loader, self.plan = loader, plan
         self._steps = _steps(loader, plan, rank, start, stop)
 
     def __iter__(self) -> Iterator[list[MicroBatch]]:
@@ -370,12 +370,6 @@ class StepIterator:
 
     def __next__(self) -> list[MicroBatch]:
         return next(self._steps)
-
-    def halve(self, step: int) -> None:
-        """Begin again at `step` with the same samples, in micro-batches of half the size. No later ones are larger."""
-        self._steps.close()
-        self.plan = replace(self.plan, micro_batch=-(-self.plan.micro_batch_at(step) // 2))
-        self._steps = _steps(self.loader, self.plan, self.rank, step, self.stop)
 
 
 def _steps(loader: Loader, plan: StepPlan, rank: int, start: int, stop: int) -> Generator[list[MicroBatch], None, None]:

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_map_only
 
 from lockstep import devices
@@ -163,67 +162,6 @@ def _has_values(attribute: Any) -> bool:
     return is_dense and not attribute.is_meta and not attribute.is_inference()
 
 
-class BuffersCannotBeRestored(Exception):
-    """A pass changed a buffer or a parameter of which there is no copy."""
-
-
-class ChangingBuffers:
-    """Puts the buffers of a module back after a step that was given up. It copies only buffers that steps change.
-
-    Many buffers are constants: masks, tables of positions, class weights. The first step copies all buffers. Later
-    steps copy the statistics of modules that normalise, because their kernels change buffers without a trace, and
-    buffers that an earlier forward pass changed: torch counts the changes of each tensor. Parameters are not copied.
-
-    Args:
-        module: its forward passes are watched.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.buffers = module, ModuleBuffers(module)
-        self.parameters = list(module.parameters())
-        self.norms = [owner for owner in module.modules() if isinstance(owner, _NormBase)]
-        self._known: set[int] = set()  # identities of buffers
-        self._changing: set[int] = set()
-
-    @contextlib.contextmanager
-    def restored_after(self, failure: type[BaseException]) -> Generator[None, None, None]:
-        """Where an exception of the class `failure` ends the block, the buffers are as they were before.
-
-        Raises:
-            BuffersCannotBeRestored: instead of `failure`, where a buffer has changed that no step changed before, or
-                a parameter.
-        """
-        places, buffers = self.buffers.places(), list(self.buffers)
-        norms = {id(buffer) for owner in self.norms for buffer in owner.buffers(recurse=False)}
-        always = self._changing | norms
-        values = [(b, b.clone()) for b in buffers if id(b) in always or id(b) not in self._known]
-        versions: dict[int, int] = {}
-        of_parameters = [parameter._version for parameter in self.parameters]
-
-        def begin(*_: object) -> None:
-            versions.update((id(buffer), buffer._version) for buffer in buffers)
-
-        def end(*_: object) -> None:
-            self._changing |= {id(buffer) for buffer in buffers if buffer._version != versions.get(id(buffer))}
-
-        begin()  # memory may not suffice before the first forward pass
-        hooks = [self.module.register_forward_pre_hook(begin), self.module.register_forward_hook(end)]
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, failure):
-                end()
-                is_lost = (self._changing & {id(buffer) for buffer in buffers}) - {id(buffer) for buffer, _ in values}
-                if is_lost or of_parameters != [parameter._version for parameter in self.parameters]:
-                    raise BuffersCannotBeRestored from error
-                _restore(places, values)
-            raise
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self._known = {id(buffer) for buffer in buffers}
-
-
 def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffers, name, place in places:
@@ -233,4 +171,4 @@ def _restore(places: _Places, values: list[tuple[Tensor, Tensor]]) -> None:
             if buffer.shape != value.shape:
                 buffer.data = value
             else:
-                buffer.data.copy_(value)  # `data`: torch does not count it as a change, see `ChangingBuffers`
+                buffer.data.copy_(value)  # `data`: torch does not count it as a change

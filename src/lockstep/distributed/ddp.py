@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,7 +29,7 @@ class DDP(Single):
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module] = ()) -> None:
         self.unwrapped = forward
         self._parameters = self._parameters or dict(self.model.named_parameters())  # `rewrap` calls this again
-        self._trainable = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        self._note_trainable()
         self.forward = DistributedDataParallel(
             forward,
             bucket_cap_mb=self.options.bucket_mb,
@@ -37,7 +37,7 @@ class DDP(Single):
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             static_graph=self.options.static_graph,
         )
-        # A step gives every rank the buffers of rank 0 itself, before anything of which a single rank may give up.
+        # `begin_step` gives every rank the buffers of rank 0.
         self.forward.broadcast_buffers = False  # the argument of this name would also leave them out here
         # DDP arranges its gradient buckets anew after the first backward pass. With three ranks and more, the order in
         # which an element is added over ranks depends on its place in the bucket. Without a warm-up, the first step
@@ -52,24 +52,25 @@ class DDP(Single):
         gc.collect()  # the hooks of the old wrapper go with it, and it is part of reference cycles
         self.wrap(self.unwrapped)
 
-    def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
-        check = self.check_all_used if self.must_check_used else None
-        self.pass_of_zeros(batch, precision, ignored_heads, check)
-        self.must_warm_up = False
+    def _warm_up(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> None:
+        if self.must_warm_up:
+            check = self._check_all_used if self.must_check_used else None
+            self.pass_of_zeros(batch(), precision, ignored_heads, check)
+            self.must_warm_up = False
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if last else self.forward.no_sync()
 
-    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+    def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         if self.options.static_graph:
             raise constant_loss_error(constants[0], "parallel.static_graph")
         if not self.options.find_unused_parameters:
-            return super().zero_roots(losses, constants, last)
+            return super()._zero_roots(losses, constants, last)
         if last and not any(losses[head].requires_grad for head in losses):
             raise constant_loss_error(constants[0], "parallel.find_unused_parameters")
         return []
 
-    def check_reduced(self) -> None:
+    def _check_reduced(self) -> None:
         # DDP itself raises at its next forward pass. Until then, other collectives of this rank would be paired with
         # the gradients that the other ranks wait for, which ends in an abort without a message (gloo) or in a hang.
         if self.options.find_unused_parameters:
@@ -79,7 +80,6 @@ class DDP(Single):
         except RuntimeError as error:
             self.check_kept()
             match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            unused = (
-                [self._trainable[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]
-            )
+            names = list(self.trainable)
+            unused = [names[int(number)] for number in match[1].split()] if match else ["(DDP does not say which)"]
             raise unused_error(unused, "Task.loss", " on this rank, though they did before") from error

@@ -105,8 +105,10 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     not finite). Nor are they after an exception before the end of the first step of a new run, unless something outside
     of the training caused it (`LockstepError.from_outside`): the next start would do the same. Nor are they after two
     crashes in a row at the same step, or five where a rank was killed or a node was lost, because kills from outside
-    may well hit the same step twice. Crashes do not count as in a row where the next start does something else (smaller
-    micro-batches, after memory did not suffice).
+    may well hit the same step twice.
+
+    Where the next start does something else (smaller micro-batches, after memory did not suffice), the ranks are
+    started again. That counts neither as a restart nor as in a row: it ends with micro-batches of one sample.
     """
     if not ending.failures and not ending.lost:
         return Decision(Action.DONE, history)
@@ -126,11 +128,12 @@ def decide(ending: Ending, history: History, max_restarts: int) -> Decision:
     if ending.asked and ending.lost:
         text = f"{cause.what} while the run was to stop; what was trained since the newest checkpoint is lost"
         return Decision(Action.STOP, history, text)
+    when = f"at step {ending.step}" if ending.step >= 0 else "before training began"
+    if retryable and retries_differently and not ending.asked and not ending.lost:
+        return Decision(Action.RESTART, history, f"{cause.what}\nfailed {when}: all ranks start again")
     if not retryable or ending.asked or (history.restarts == max_restarts and not ending.lost):
         return Decision(Action.FAIL, history, error=cause)
-    again = ending.step == history.crashed_at and not retries_differently
-    in_a_row = history.in_a_row + 1 if again else 1
-    when = f"at step {ending.step}" if ending.step >= 0 else "before training began"
+    in_a_row = history.in_a_row + 1 if ending.step == history.crashed_at else 1
     killed = [failure for failure in ending.failures if not failure.report.get("stopped")]
     from_outside = bool(ending.lost) or -signal.SIGKILL in {failure.exit_code for failure in killed}
     if in_a_row >= (_SAME_STEP_KILLED if from_outside else _SAME_STEP):

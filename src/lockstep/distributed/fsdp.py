@@ -45,7 +45,7 @@ class FSDP(Single):
         _check_parameters(forward, blocks)
         mesh = _mesh(self.world, self.options.shard_ranks)
         self._shard(forward, blocks, mesh)
-        self.forward, self.unwrapped, self.shard_group = forward, forward, mesh.get_group("shard")
+        self.forward = self.unwrapped = forward
         self._modules = _fsdp_modules(forward)
         device = torch.device("cpu") if self.options.cpu_offload else self.world.device
         materialise(forward.model, self._values, self.world, device)
@@ -53,6 +53,7 @@ class FSDP(Single):
         self._mark_waits(forward)
         if self._waits is not None:  # a hook would cut compiled code into pieces
             self._writes = GatheredWrites(forward, self._modules)
+        self._note_trainable()
 
     def _mark_waits(self, forward: nn.Module) -> None:
         """Mark when a forward pass begins to gather a block, and when the block is there.
@@ -79,7 +80,7 @@ class FSDP(Single):
             module.register_forward_pre_hook(begin, prepend=True)
             module.register_forward_pre_hook(end)
 
-    def take_waits(self) -> list[tuple[Any, Any]] | None:
+    def _take_waits(self) -> list[tuple[Any, Any]] | None:
         if self._waits is None:
             return None
         taken = self._waits[:]
@@ -106,7 +107,7 @@ class FSDP(Single):
         for parameter, gathered in self._gathered():  # otherwise a block gets its value when it is gathered again
             gathered.requires_grad_(parameter.requires_grad)
 
-    def changed_while_gathered(self) -> set[int]:
+    def _changed_while_gathered(self) -> set[int]:
         return {
             id(parameter)
             for parameter, gathered in self._gathered()
@@ -117,13 +118,13 @@ class FSDP(Single):
         for module in self._modules:
             yield from torch_internals.gathered_parameters(module)
 
-    def check_all_used(self, losses: Losses) -> None:
+    def _check_all_used(self, losses: Losses) -> None:
         if self._writes is not None:
             writes, self._writes = self._writes, None
             writes.check()
-        super().check_all_used(losses)
+        super()._check_all_used(losses)
 
-    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+    def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
         raise constant_loss_error(constants[0], "parallel.strategy=fsdp")
 
     @contextlib.contextmanager

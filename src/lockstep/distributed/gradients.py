@@ -9,21 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+
+from lockstep.distributed.sharded_tensor import is_sharded
 
 
-def grad_norm(parameters: Sequence[nn.Parameter], shard_group: ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded.
-
-    Args:
-        shard_group: see `Strategy.shard_group`. None: every rank holds whole gradients.
-    """
+def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded."""
     grads = _local_grads(parameters)
     norm = nn.utils.get_total_norm(grads)
-    if shard_group is None or not grads:
+    if not grads or not is_sharded(parameters[0]):
         return norm
     square = norm.double().square()
-    dist.all_reduce(square, group=shard_group)
+    sharded: Any = parameters[0]
+    dist.all_reduce(square, group=sharded.device_mesh.get_group("shard"))
     return square.sqrt().to(norm.dtype)
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from lockstep import devices
 from lockstep.distributed.buffers import ModuleBuffers, restored_state
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.strategy import Forward, Losses, backward_roots
+from lockstep.distributed.strategy import Forward, Losses, Waits
 from lockstep.distributed.world import World
 from lockstep.errors import TrainingError, UsageError, listed
 
@@ -26,15 +25,17 @@ class Single:
     """
 
     is_sharded = False
-    shard_group: ProcessGroup | None = None
     forward: nn.Module
     unwrapped: Forward
     """The `Forward` inside the wrapper, or `forward` itself."""
 
     def __init__(self, world: World, find_unused_parameters: bool = False) -> None:
         self.world, self.find_unused_parameters = world, find_unused_parameters
-        self.must_warm_up = False
         self.must_check_used = not find_unused_parameters
+        """Whether the next step checks that each parameter has a gradient."""
+        self.trainable: dict[str, nn.Parameter] = {}
+        """The parameters for which the exchange of gradients was arranged."""
+        self.frozen: dict[str, nn.Parameter] = {}
         self._parameters: dict[str, nn.Parameter] = {}  # as `wrap` found them
         self._buffers: ModuleBuffers | None = None
         self._looks_at_shapes = 4  # how often `sync_buffers` still looks: before the first step, and after it
@@ -55,28 +56,122 @@ class Single:
     def wrap(self, forward: Forward, blocks: Sequence[nn.Module]) -> None:
         self.forward = self.unwrapped = forward
         self._parameters = dict(self.model.named_parameters())
+        self._note_trainable()
 
     def rewrap(self) -> None:
         self.must_check_used = not self.find_unused_parameters
+        self._note_trainable()
 
-    def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
-        pass
+    def _note_trainable(self) -> None:
+        by_name = dict(self.model.named_parameters())
+        self.trainable = {name: p for name, p in by_name.items() if p.requires_grad}
+        self.frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
 
-    def try_alone(self, batch: Any, precision: Precision) -> None:
-        alone = Single(self.world)
-        alone.wrap(self.unwrapped, ())
-        alone.pass_of_zeros(batch, precision)
+    def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
+        self.sync_buffers()
+        self._take_waits()  # of an evaluation
+        mark = devices.of(self.world.device).mark() if self.world.size > 1 else None
+        self._warm_up(batch, precision, ignored_heads)
+        return mark
+
+    def _warm_up(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> None:
+        """Run what must run once before the first step, and after other parameters became trainable."""
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def take_waits(self) -> list[tuple[Any, Any]] | None:
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        waits = None
+        if last:
+            self._check_trainable()
+            if self.must_check_used:
+                self._check_all_used({head: losses[head] for head in factors})
+        roots, gradients = self._roots(losses, factors, last)
+        # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
+        new = [p for p in self.trainable.values() if p.grad is None] if self.unwrapped.uses_graphs and not last else []
+        if last and self.world.size > 1:
+            waits = Waits(devices.of(self.world.device).mark(), self._take_waits())
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        for parameter in new:
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+        if last:
+            self._check_reduced()
+        return waits
+
+    def _take_waits(self) -> list[tuple[Any, Any]] | None:
+        """What `Waits.between` says, since the last call."""
         return []
 
-    def check_all_used(self, losses: Losses) -> None:
+    def _roots(self, losses: Losses, factors: Losses, last: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """The arguments of `torch.autograd.backward` for the gradient of sum_k factors[k] * losses[k].
+
+        Raises:
+            TrainingError: see `_zero_roots`.
+        """
+        roots = [losses[head] for head in factors if losses[head].requires_grad]
+        gradients = [factor for head, factor in factors.items() if losses[head].requires_grad]
+        if len(roots) < len(factors):  # a head without units may be a constant
+            constants = [head for head in factors if not losses[head].requires_grad]
+            parameters = self._zero_roots(losses, constants, last)
+            roots += parameters
+            gradients += [torch.zeros_like(parameter) for parameter in parameters]
+        return roots, gradients
+
+    def _zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
+        """Parameters that no loss reaches because the losses of some heads are constants.
+
+        In the last backward pass of a step they need gradients of zeros, because the other ranks wait for them.
+
+        Args:
+            constants: the heads whose losses depend on no parameter.
+
+        Raises:
+            TrainingError: the strategy cannot train with a constant loss.
+        """
+        return [self.trainable[name] for name, unused in self._unused_parameters(losses).items() if unused and last]
+
+    def _check_trainable(self) -> None:
+        """Check that the parameters train for which the exchange of gradients was arranged, and no others.
+
+        Raises:
+            TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
+        """
+        in_pass = self._changed_while_gathered()
+        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass]
+        if not unfrozen and not in_pass and all(p.requires_grad for p in self.trainable.values()):
+            return
+        changed = {
+            "unfrozen": unfrozen,
+            "frozen": [name for name, p in self.trainable.items() if not p.requires_grad or id(p) in in_pass],
+        }
+        shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)
+        raise TrainingError(
+            f"a forward pass has changed which parameters train (requires_grad): {shown}",
+            where=f"step {self.world.heartbeat.step + 1}, Task.loss or the model",
+            remedy="let train.unfreeze say from which step on parameters train, and freeze the others in Task.model; "
+            "to keep gradients from a part of the model for one loss, use detach() or torch.no_grad()",
+        )
+
+    def _changed_while_gathered(self) -> set[int]:
+        """`id` of the parameters whose `requires_grad` was changed on the tensor that stands for them in a pass.
+
+        Where parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
+        """
+        return set()
+
+    def _check_all_used(self, losses: Losses) -> None:
+        """Raise where the losses on some rank do not depend on some trainable parameter. A collective.
+
+        It reads the autograd graph before the backward pass. Once DDP has begun to reduce, ranks that use different
+        parameters pair their collectives wrongly, which gloo does not always notice.
+
+        Raises:
+            TrainingError: on every rank; names the parameters and the remedy.
+        """
         self.check_kept()
         _check_dense(losses, {id(parameter): name for name, parameter in self.model.named_parameters()})
-        has_constants = any(not loss.requires_grad for loss in losses.values())  # see `zero_roots`
+        has_constants = any(not loss.requires_grad for loss in losses.values())  # see `_zero_roots`
         unused = self._unused_parameters(losses)
         unused_on = self.world.all_sum([float(is_unused and not has_constants) for is_unused in unused.values()])
         names = [name for name, ranks in zip(unused, unused_on, strict=True) if ranks]
@@ -85,15 +180,6 @@ class Single:
             when = "" if ranks == self.world.size else f" on {ranks} of {self.world.size} ranks"
             raise unused_error(names, "first step", when)
         self.must_check_used = False
-
-    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
-        if not last:
-            return []
-        parameters = dict(self.model.named_parameters())
-        return [parameters[name] for name, is_unused in self._unused_parameters(losses).items() if is_unused]
-
-    def changed_while_gathered(self) -> set[int]:
-        return set()
 
     def check_kept(self) -> None:
         if names := self._replaced():
@@ -105,8 +191,12 @@ class Single:
                 "tensor from it and use that; torch.nn.utils.parametrize does so at each access",
             )
 
-    def check_reduced(self) -> None:
-        pass
+    def _check_reduced(self) -> None:
+        """After the last backward pass of a step: raise where the strategy still waits for gradients of this rank.
+
+        Raises:
+            TrainingError: this rank did not use some trainable parameters, and other ranks may have. Names them.
+        """
 
     @contextlib.contextmanager
     def inference(self) -> Generator[Forward, None, None]:
@@ -159,7 +249,7 @@ class Single:
             if check is not None:
                 check(losses)
             zeros = {head: torch.zeros_like(loss) for head, loss in losses.items()}
-            torch.autograd.backward(*backward_roots(self, losses, zeros, last=True))
+            torch.autograd.backward(*self._roots(losses, zeros, last=True))
         for parameter in self.forward.parameters():
             parameter.grad = None
 

@@ -128,6 +128,16 @@ class Forward(nn.Module):
         return by_head(losses)
 
 
+@dataclass(frozen=True)
+class Waits:
+    """When a rank waited for other ranks in the forward passes of a step."""
+
+    ended: Any
+    """A mark of the device before gradients are exchanged, see `Device.mark`."""
+    between: list[tuple[Any, Any]] | None
+    """Marks before and after each wait since the step began. None: it waited, and the times are not known."""
+
+
 class Strategy(Protocol):
     """What the rest of the package may ask of a strategy. Nobody else looks at wrappers or at sharded modules.
 
@@ -140,12 +150,11 @@ class Strategy(Protocol):
     """The ranks over which the model is spread."""
     is_sharded: bool
     """Each rank holds only some rows of each parameter. Every forward pass is then a collective, on all ranks alike."""
-    shard_group: Any
-    """The process group whose ranks together hold one copy of each parameter. None: every rank holds a full copy."""
-    must_warm_up: bool
-    """`warm_up` must run before the next step. A change of the trainable parameters sets it again."""
-    must_check_used: bool
-    """`check_all_used` must run in the next step. A change of the trainable parameters sets it again."""
+
+    trainable: dict[str, nn.Parameter]
+    """The parameters, by name, for which the exchange of gradients was arranged."""
+    frozen: dict[str, nn.Parameter]
+    """The other parameters."""
 
     @property
     def forward(self) -> nn.Module:
@@ -183,29 +192,26 @@ class Strategy(Protocol):
         ...
 
     def rewrap(self) -> None:
-        """Arrange the exchange of gradients anew, after other parameters became trainable or a step was given up."""
+        """Arrange the exchange of gradients anew, after other parameters became trainable."""
         ...
 
-    def warm_up(self, batch: Any, precision: Precision, ignored_heads: Sequence[str]) -> None:
-        """Before the first step: run a forward and a backward pass of zeros. Gradients and model stay as they were.
+    def sync_buffers(self) -> None:
+        """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
+
+        Every step of training begins with that. So it changes no result, at whatever step it is also done before
+        evaluating or saving.
+        """
+        ...
+
+    def begin_step(self, batch: Callable[[], Any], precision: Precision, ignored_heads: Sequence[str]) -> Any:
+        """Get ready for the forward passes of a step: buffers are those of rank 0, and what must run once has run.
 
         Args:
-            batch: any batch of this rank.
+            batch: gives a batch of this rank.
             ignored_heads: heads with coefficient 0, whose losses may be constants.
-        """
-        ...
 
-    def try_alone(self, batch: Any, precision: Precision) -> None:
-        """Run a forward and a backward pass of zeros on this rank alone, to find out whether its memory suffices.
-
-        Only for strategies that are not sharded. Gradients and model stay as they were.
-        """
-        ...
-
-    def pass_of_zeros(self, batch: Any, precision: Precision) -> None:
-        """Run a forward and a backward pass of zeros, on all ranks at once if the strategy is sharded.
-
-        Gradients and model stay as they were.
+        Returns:
+            a mark of the device, after which only this rank computes; see `Device.mark`. None on one rank.
         """
         ...
 
@@ -213,40 +219,20 @@ class Strategy(Protocol):
         """Around the passes of one micro-batch. Gradients travel only with the last micro-batch of a step."""
         ...
 
-    def take_waits(self) -> list[tuple[Any, Any]] | None:
-        """Marks of the device before and after each time since the last call for which this rank waited for others in a
-        forward pass; see `Device.mark`. None: it waited, and the times are not known."""
-        ...
-
-    def check_all_used(self, losses: Losses) -> None:
-        """Raise where the losses on some rank do not depend on some trainable parameter. A collective.
-
-        It reads the autograd graph before the backward pass. Once DDP has begun to reduce, ranks that use different
-        parameters pair their collectives wrongly, which gloo does not always notice.
-
-        Raises:
-            TrainingError: on every rank; names the parameters and the remedy.
-        """
-        ...
-
-    def zero_roots(self, losses: Losses, constants: Sequence[str], last: bool) -> list[nn.Parameter]:
-        """Parameters that no loss reaches because the losses of some heads are constants.
-
-        In the last backward pass of a step they need gradients of zeros, because the other ranks wait for them.
+    def backward(self, losses: Losses, factors: Losses, last: bool) -> Waits | None:
+        """Add the gradient of sum_k factors[k] * losses[k] to the parameters. With the last micro-batch of a step, the
+        gradients become the mean over the ranks.
 
         Args:
-            constants: the heads whose losses depend on no parameter.
-            last: whether this is the last micro-batch of the step.
+            losses: by head.
+            factors: by head; heads that are missing here take no part.
+
+        Returns:
+            with the last micro-batch, on several ranks: when this rank waited for others. Otherwise None.
 
         Raises:
-            TrainingError: the strategy cannot train with a constant loss.
-        """
-        ...
-
-    def changed_while_gathered(self) -> set[int]:
-        """`id` of the parameters whose `requires_grad` was changed on the tensor that stands for them in a pass.
-
-        Where parameters are not gathered, a pass uses the parameters themselves, and the set is empty.
+            TrainingError: a parameter has no gradient, is another object than before, or changed whether it trains.
+                Names the parameters.
         """
         ...
 
@@ -260,14 +246,6 @@ class Strategy(Protocol):
         """
         ...
 
-    def check_reduced(self) -> None:
-        """After the last backward pass of a step: raise where the strategy still waits for gradients of this rank.
-
-        Raises:
-            TrainingError: this rank did not use some trainable parameters, and other ranks may have. Names them.
-        """
-        ...
-
     def inference(self) -> contextlib.AbstractContextManager[Forward]:
         """Around passes without gradient. Gives the `Forward`. If it is sharded, all ranks call it equally often.
 
@@ -275,36 +253,6 @@ class Strategy(Protocol):
         in between count, and no memory stays taken.
         """
         ...
-
-    def sync_buffers(self) -> None:
-        """Give every rank the buffers of rank 0 (such as BatchNorm statistics).
-
-        Every step of training begins with that. So it changes no result, at whatever step it is also done before
-        evaluating or saving.
-        """
-        ...
-
-
-def backward_roots(
-    strategy: Strategy, losses: Losses, gradients: Losses, *, last: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The arguments of `torch.autograd.backward` for the gradient of sum_k gradients[k] * losses[k].
-
-    Args:
-        gradients: by head; heads that are missing here take no part.
-        last: whether this is the last micro-batch of the step.
-
-    Raises:
-        TrainingError: see `Strategy.zero_roots`.
-    """
-    tensors = [losses[head] for head in gradients if losses[head].requires_grad]
-    grads = [gradient for head, gradient in gradients.items() if losses[head].requires_grad]
-    if len(tensors) < len(gradients):  # a head without units may be a constant
-        constants = [head for head in gradients if not losses[head].requires_grad]
-        parameters = strategy.zero_roots(losses, constants, last)
-        tensors += parameters
-        grads += [torch.zeros_like(parameter) for parameter in parameters]
-    return tensors, grads
 
 
 def split_output(returned: Any) -> tuple[Any, Any]:

@@ -51,8 +51,6 @@ class EpochLog:
         epoch = state.step // per_epoch
         self.ends_at = min((epoch + 1) * per_epoch, self.stop)
         self.begun_at, self.begun = state.step, time.perf_counter()
-        if epoch in (self.plan.micro_by_epoch or ()):
-            state.guard.reset()  # micro-batches of another size begin here, which may not fit into memory
         if self.lines and self.writers:
             first = epoch * per_epoch
             verb = "begins" if state.step == first else f"goes on after step {state.step}"

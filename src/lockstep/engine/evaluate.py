@@ -17,10 +17,8 @@ from lockstep.data.randomness import seed_forward
 from lockstep.data.tensors import map_tensors, to_cpu
 from lockstep.distributed import strategy
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.sharded_tensor import is_sharded
 from lockstep.distributed.world import World
 from lockstep.engine import metric_sync, task_checks
-from lockstep.engine.out_of_memory import Attempt, free_memory
 from lockstep.engine.worst import WorstSamples
 from lockstep.errors import DataError, TrainingError, UsageError
 
@@ -62,16 +60,11 @@ def evaluate(
     show: Show = _nothing,
     show_samples: Sequence[int] = (),
     worst: WorstSamples | None = None,
-    halves: bool = True,
-    smaller: Callable[[EvaluationPlan], None] = _nothing,
 ) -> dict[str, float]:
     """The loss and the task's metrics over the samples of `plan`. All ranks call it.
 
     The loss is a sum over units, divided by the number of units. The micro-batches are the same for every number of
     ranks. Rank 0 adds their sums in the order of the micro-batches, in float64.
-
-    Where a micro-batch does not fit into the memory of some rank, all ranks begin again with micro-batches of half the
-    size. The results are the same to rounding.
 
     Args:
         forward: a `Forward`, see `Strategy.inference`.
@@ -80,33 +73,17 @@ def evaluate(
         show_samples: indices of the samples whose outputs `show` gets, in this order. Left out are samples that cannot
             be read or have no output, and all samples where the output has no part for each sample.
         worst: collects the samples whose outputs are most wrong. `show` is called after that.
-        halves: whether the ranks begin again where memory does not suffice. Otherwise torch's error is raised.
-        smaller: called on all ranks with the plan with which they begin again.
 
     Returns:
         `loss`, `loss/<head>` where there are several heads, an entry for each metric, `samples` (evaluated) and `bad`
         (unreadable and left out). An empty data set has only `samples` and `bad`. Where `plan` has a limit, there is
         also `of_samples`: the size of the data set.
-
-    Raises:
-        TrainingError: a single sample does not fit into memory.
-        MemoryShortage: on one rank, where the model is sharded: other ranks wait for it in the forward pass.
     """
-    sharded = any(map(is_sharded, forward.parameters()))
-    while True:
-        tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
-        micro_batches = _micro_batches(forward, loader, plan=plan, world=world, tick=tick)
-        if Attempt(world, sharded=sharded, enabled=halves).run(tally.add, micro_batches):
-            results = tally.results(show)
-            return results if plan.limit is None else results | {"of_samples": plan.length}
-        tally.forget()
-        if plan.micro_batch == 1:
-            remedy = "use more ranks with parallel.strategy=fsdp, or precision=bf16"
-            what = "an evaluation of one sample at a time does not fit into memory"
-            raise TrainingError(what, where="evaluation", remedy=remedy)
-        plan = dataclasses.replace(plan, micro_batch=-(-plan.micro_batch // 2))
-        free_memory(world.device)
-        smaller(plan)
+    tally = _Tally(task, forward, world, precision=precision, show_samples=show_samples, worst=worst)
+    for micro_batch in _micro_batches(forward, loader, plan=plan, world=world, tick=tick):
+        tally.add(micro_batch)
+    results = tally.results(show)
+    return results if plan.limit is None else results | {"of_samples": plan.length}
 
 
 class _Tally:
@@ -152,15 +129,6 @@ class _Tally:
                 }
         if self.worst is not None and output is not None:
             self.worst.add(indices, output, micro_batch.batch, split)
-
-    def forget(self) -> None:
-        """Free everything, because the evaluation begins again."""
-        self.sums.clear()
-        self.shown.clear()
-        if self.metrics is not None:
-            self.metrics.reset()
-        if self.worst is not None:
-            self.worst.forget()
 
     def results(self, show: Show) -> dict[str, float]:
         """What `evaluate` returns. Brings the ranks together, and calls `show`. A collective."""

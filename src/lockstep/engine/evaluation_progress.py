@@ -22,10 +22,6 @@ class EvaluationProgress:
     def __init__(self, tell: Callable[[str], None], plan: EvaluationPlan, ranks: int, name: str = "") -> None:
         self.tell, self.ranks, self.name = tell, ranks, name
         self.begun = self.told = time.perf_counter()
-        self.restart(plan)
-
-    def restart(self, plan: EvaluationPlan) -> None:
-        """The evaluation begins, or begins again."""
         self.plan, self.done = plan, 0
 
     def tick(self) -> None:

@@ -19,6 +19,7 @@ from lockstep.data.loader import MicroBatch
 from lockstep.data.randomness import restored_generators
 from lockstep.devices import peaks
 from lockstep.distributed.precision import Precision
+from lockstep.distributed.single import Single
 from lockstep.distributed.strategy import Strategy
 from lockstep.engine import batch_norm
 
@@ -69,8 +70,9 @@ class FlopCount:
                 if self.compiled:
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(operations)
-                run = strategy.pass_of_zeros if strategy.is_sharded else strategy.try_alone
-                run(micro_batch.batch, self.precision)
+                alone = Single(strategy.world)  # gradients of DDP do not travel
+                alone.wrap(strategy.unwrapped, ())
+                alone.pass_of_zeros(micro_batch.batch, self.precision)
         except Exception as error:
             if strategy.is_sharded:  # the other ranks wait for this rank
                 raise

@@ -17,7 +17,6 @@ from lockstep.distributed.strategy import Strategy
 from lockstep.engine.epoch_log import EpochLog
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
-from lockstep.engine.out_of_memory import StepTooLarge
 from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.engine.step import StepResult, TrainState, train_step
 from lockstep.engine.stopping import Stopping
@@ -71,8 +70,6 @@ class Hooks:
     """Whether any rank was asked to stop: the same answer on all ranks."""
     epoch_header: Callable[[int], str] = lambda epoch: ""
     """What the task says where an epoch begins. Called on ranks with writers only."""
-    on_out_of_memory: Callable[[], None] | None = None
-    """Cut the batches from this step on into smaller micro-batches. None: a step that does not fit is an error."""
     probe: ReplicaProbe | None = None
     """Compares the ranks after steps and before saves. None: they are not compared."""
 
@@ -129,14 +126,7 @@ def fit(
         asked = device.mark()
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
-            try:
-                result = train_step(state, micro_batches, plan.samples(state.step), want_norm=due.log or due.save)
-            except StepTooLarge:
-                if hooks.on_out_of_memory is None:
-                    raise
-                hooks.on_out_of_memory()
-                asked = device.mark()
-                continue
+            result = train_step(state, micro_batches, plan.samples(state.step), want_norm=due.log or due.save)
             loop.add(result, micro_batches, waited, due)
             if due.log:
                 log.window_entry()
@@ -231,7 +221,7 @@ class _Loop:
         if state.flops is not None and result.losses:
             state.flops.add(micro_batches)
             if due.log:
-                with self.log.window.excluded(), state.guard.update(state.step, "the count of operations"):
+                with self.log.window.excluded():
                     state.flops.count(micro_batches[0])
 
     def compare_ranks(self, probe: ReplicaProbe, micro_batches: list[MicroBatch]) -> None:

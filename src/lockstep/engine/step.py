@@ -11,31 +11,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-import traceback
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep import devices
 from lockstep.data.loader import MicroBatch, one_ahead
 from lockstep.data.order import derive_seed
 from lockstep.data.randomness import seed_forward
 from lockstep.data.tensors import map_tensors
 from lockstep.distributed.gradients import clip_grads, grad_norm, scale_grads
 from lockstep.distributed.precision import Precision
-from lockstep.distributed.strategy import Losses, Strategy, backward_roots
+from lockstep.distributed.strategy import Losses, Strategy
 from lockstep.distributed.world import World
 from lockstep.engine import batch_norm, heads
 from lockstep.engine.ema import Ema
 from lockstep.engine.flops import FlopCount
-from lockstep.engine.out_of_memory import Guard, StepTooLarge, free_memory
 from lockstep.engine.schedule import Schedule, set_lr
 from lockstep.engine.train_metrics import TrainMetrics
 from lockstep.engine.unfreeze import Unfreezing
-from lockstep.errors import TrainingError, listed
+from lockstep.errors import TrainingError
 
 SAMPLES = ""
 """The key of W where the unit of every head is the sample."""
@@ -50,8 +47,6 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     precision: Precision
     schedule: Schedule
-    guard: Guard
-    """Gives up a step that does not fit into memory."""
     seed: int = 0
     clip_norm: float | None = None
     """Largest norm of the gradient. None: gradients are not clipped."""
@@ -78,12 +73,6 @@ class TrainState:
     """What all ranks know about the losses. None before the first step of this process, and whenever other parameters
     begin to train."""
 
-    def __post_init__(self) -> None:
-        by_name = dict(self.strategy.model.named_parameters())
-        self.trainable = {name: p for name, p in by_name.items() if p.requires_grad}
-        self.frozen = {name: p for name, p in by_name.items() if not p.requires_grad}
-        self.parameters, self.all_train = list(self.trainable.values()), not self.frozen
-
     @property
     def forward(self) -> nn.Module:
         """The module that the step calls."""
@@ -94,64 +83,17 @@ class TrainState:
         """The ranks that train."""
         return self.strategy.world
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that train."""
+        return list(self.strategy.trainable.values())
+
     def unfreeze(self) -> None:
         """Make the parameters trainable that train from this step on."""
         if self.unfreezing is not None and self.step in self.unfreezing.steps:
             self.unfreezing.apply(self.step)
             self.agreed = None
-            self.rewrap()
-
-    def rewrap(self) -> None:
-        """Arrange the exchange of gradients for the parameters that are trainable now."""
-        self.strategy.rewrap()
-        self.guard.reset()
-        self.__post_init__()
-
-    def check_trainable(self) -> None:
-        """Check that the parameters train for which the exchange of gradients was arranged, and no others.
-
-        Raises:
-            TrainingError: code of the task or of the model has frozen or unfrozen parameters; names them.
-        """
-        in_pass = self.strategy.changed_while_gathered()
-        unfrozen = [name for name, p in self.frozen.items() if p.requires_grad or id(p) in in_pass]
-        if not unfrozen and not in_pass and all(p.requires_grad for p in self.parameters):
-            return
-        changed = {
-            "unfrozen": unfrozen,
-            "frozen": [name for name, p in self.trainable.items() if not p.requires_grad or id(p) in in_pass],
-        }
-        shown = "; ".join(f"{word} were {listed(names)}" for word, names in changed.items() if names)
-        raise TrainingError(
-            f"a forward pass has changed which parameters train (requires_grad): {shown}",
-            where=f"step {self.step}, Task.loss or the model",
-            remedy="let train.unfreeze say from which step on parameters train, and freeze the others in Task.model; "
-            "to keep gradients from a part of the model for one loss, use detach() or torch.no_grad()",
-        )
-
-    @contextlib.contextmanager
-    def guarded(self, micro_batches: Sequence[MicroBatch]) -> Generator[None, None, None]:
-        """Around the forward and backward passes of a step. If they do not fit into memory, all ranks undo the step.
-
-        Raises:
-            StepTooLarge: weights, buffers and `step` are as they were.
-        """
-        if self.metrics is not None:
-            self.metrics.note_state()
-        try:
-            with self.guard.step(micro_batches[0], self.step, self.agreed is not None):
-                yield
-        except StepTooLarge as error:
-            traceback.clear_frames(error.__traceback__)  # on a rank whose pass did fit, they hold its activations
-            if self.metrics is not None:
-                self.metrics.undo()
-            self.step -= 1
-            self.optimizer.zero_grad(set_to_none=True)
-            for micro_batch in micro_batches:
-                micro_batch.let_go()
-            free_memory(self.world.device)
-            self.rewrap()  # DDP waits for a backward pass that will not come
-            raise
+            self.strategy.rewrap()
 
 
 @dataclass
@@ -180,7 +122,7 @@ class StepResult:
     """With several ranks: marks of the device before and after what this rank computed before gradients were exchanged;
     see `Device.mark`."""
     waits: list[tuple[Any, Any]] | None = field(default_factory=list)
-    """Marks around the times in between for which it waited for other ranks; see `Strategy.take_waits`."""
+    """Marks around the times in between for which it waited for other ranks; see `strategy.Waits`."""
 
 
 def train_step(
@@ -197,8 +139,6 @@ def train_step(
     Raises:
         TrainingError: the loss and the weight have different heads; in the first step of a process, a parameter has no
             gradient; the loss or the model has frozen or unfrozen parameters.
-        StepTooLarge: see `Guard`; nothing was changed.
-        MemoryShortage: see `Guard`; this process cannot go on.
     """
     strategy, optimizer, scaler = state.strategy, state.optimizer, state.precision.scaler
     state.unfreeze()
@@ -215,34 +155,27 @@ def train_step(
         state.skipped += 1
         return result
 
-    rest = 1.0  # gradients are multiplied by it after the backward passes; see `_factors`
-    with state.guard.update(state.step, "the exchange of buffers") if state.guard.enabled else contextlib.nullcontext():
-        strategy.sync_buffers()
-    if strategy.world.size > 1:
-        strategy.take_waits()  # of an evaluation, or of a step that was given up
-        result.marks.append(devices.of(strategy.world.device).mark())
-    with state.guarded(micro_batches) if state.guard.enabled else contextlib.nullcontext():
-        if strategy.must_warm_up:
-            ignored_heads = [head for head, coefficient in state.coefficients.items() if not coefficient]
-            strategy.warm_up(micro_batches[0].batch, state.precision, ignored_heads)
-        for number, micro_batch in enumerate(one_ahead(micro_batches)):
-            last = number == len(micro_batches) - 1
-            rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
+    ignored = [head for head, coefficient in state.coefficients.items() if not coefficient]
+    began = strategy.begin_step(lambda: micro_batches[0].batch, state.precision, ignored)
+    result.marks += [] if began is None else [began]
+    for number, micro_batch in enumerate(one_ahead(micro_batches)):
+        last = number == len(micro_batches) - 1
+        rest = forward_backward_step(state, micro_batch, result, number=number, last=last)
 
-    with state.guard.update(result.step + 1) if state.guard.enabled else contextlib.nullcontext():
-        if rest != 1.0:
-            scale_grads(state.parameters, rest)
-        scaler.unscale_(optimizer)
-        if want_norm or state.clip_norm is not None:
-            result.grad_norm = grad_norm(state.parameters, strategy.shard_group)
-            if state.clip_norm is not None:
-                clip_grads(state.parameters, state.clip_norm, result.grad_norm)
-        set_lr(optimizer, state.schedule(result.step - state.skipped))
-        result.applied = state.precision.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        state.skipped += not result.applied
-        if state.averages is not None and result.applied:
-            state.averages.update(state.step - state.skipped)
+    parameters = state.parameters
+    if rest != 1.0:
+        scale_grads(parameters, rest)
+    scaler.unscale_(optimizer)
+    if want_norm or state.clip_norm is not None:
+        result.grad_norm = grad_norm(parameters)
+        if state.clip_norm is not None:
+            clip_grads(parameters, state.clip_norm, result.grad_norm)
+    set_lr(optimizer, state.schedule(result.step - state.skipped))
+    result.applied = state.precision.step(optimizer)
+    optimizer.zero_grad(set_to_none=True)
+    state.skipped += not result.applied
+    if state.averages is not None and result.applied:
+        state.averages.update(state.step - state.skipped)
     return result
 
 
@@ -259,38 +192,24 @@ def forward_backward_step(
         the factor by which gradients must be multiplied after the last backward pass; see `_factors`.
     """
     strategy, world = state.strategy, state.strategy.world
+    metrics = None if micro_batch.filler else state.metrics
     seed_forward(derive_seed(state.seed, result.step, world.data_rank, number), world.device)
     without_trace = batch_norm.without_trace(strategy.forward) if micro_batch.filler else contextlib.nullcontext()
     with strategy.gradient_sync(last), without_trace:
-        wants_output = state.metrics is not None and state.metrics.wants_output and not micro_batch.filler
-        strategy.unwrapped.keeps_output = wants_output
+        strategy.unwrapped.keeps_output = metrics is not None and metrics.wants_output
         with state.precision.autocast():
             losses: Losses = strategy.forward(micro_batch.batch)
         output = map_tensors(strategy.unwrapped.take_output(), Tensor.detach)
         losses = {head: value.to(world.device) for head, value in losses.items()}  # a constant may be elsewhere
         factors, rest = _factors(state, losses, result.totals, micro_batch)
-        if last:
-            state.check_trainable()
-        if last and state.guard.is_pending:
-            state.guard.agree()
-        if last and strategy.must_check_used:
-            strategy.check_all_used({head: losses[head] for head in factors})
         scaled = {head: state.precision.scaler.scale(factor) for head, factor in factors.items()}
-        tensors, gradients = backward_roots(strategy, losses, scaled, last=last)
-        # A CUDA graph writes gradients into memory that its next run overwrites, and torch keeps a first one in place.
-        new = [p for p in state.parameters if p.grad is None] if strategy.unwrapped.uses_graphs and not last else []
-        if last and result.marks:
-            result.marks.append(devices.of(world.device).mark())
-            result.waits = strategy.take_waits()
-        if tensors:
-            torch.autograd.backward(tensors, gradients)
-        for parameter in new:
-            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
-        if last:
-            strategy.check_reduced()
+        waits = strategy.backward(losses, scaled, last)
+    if waits is not None:
+        result.marks.append(waits.ended)
+        result.waits = waits.between
     result.losses.append({head: value.detach() for head, value in losses.items()})
-    if state.metrics is not None and output is not None and not micro_batch.filler:
-        state.metrics.add(output, micro_batch.batch)
+    if metrics is not None and output is not None:
+        metrics.add(output, micro_batch.batch)
     return rest
 
 
@@ -343,7 +262,7 @@ def _factors(
     if state.agreed is None:
         heads.check_coefficients(state.coefficients, losses)
         state.agreed = heads.agree_on_losses(
-            losses, with_units=with_units, may_be_frozen=not state.all_train, world=state.world
+            losses, with_units=with_units, may_be_frozen=bool(state.strategy.frozen), world=state.world
         )
     if tuple(losses) != state.agreed.names:
         heads.agree(state.agreed.names, tuple(losses), method="Task.loss", world=state.world)
@@ -358,7 +277,7 @@ def _factors(
     for head, value in losses.items():
         if not value.requires_grad and (not coefficients[head] or head in state.agreed.frozen):
             continue  # this loss is only logged, or none of its parameters is trainable
-        if not value.requires_grad and head in with_units and state.all_train:
+        if not value.requires_grad and head in with_units and not state.strategy.frozen:
             raise TrainingError(
                 f"the loss of head {head!r} depends on no trainable parameter",
                 where="Task.loss",

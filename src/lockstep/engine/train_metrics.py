@@ -9,7 +9,6 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from lockstep import devices
 from lockstep.distributed.world import World
@@ -29,8 +28,8 @@ class TrainMetrics:
     """Feeds the outputs that `Task.loss` returns beside its losses to the metrics of `Task.metrics`.
 
     At an entry of the log, the metrics have seen every sample of the window once, whatever the ranks and micro-batches:
-    fillers are not given to `add`, and `undo` takes back a step that is done again. At the end of an epoch, they have
-    seen every sample since the epoch began in this process.
+    fillers are not given to `add`. At the end of an epoch, they have seen every sample since the epoch began in this
+    process.
 
     An update queues work on the device and does not wait for it, if the metrics do not. States travel to the host and
     to rank 0 at entries only. Metrics that keep every output would grow with the epoch, so they are left out.
@@ -48,7 +47,6 @@ class TrainMetrics:
         self._notes: list[str] = []
         self._window: list[State] | None = None  # what was fed since the last entry, on the CPU, without `live`
         self._epoch: list[State] | None = None  # since the last end of an epoch
-        self._noted: list[dict[str, Any]] = []
 
     @property
     def wants_output(self) -> bool:
@@ -63,22 +61,6 @@ class TrainMetrics:
             self._make()
             if self.live is not None:
                 self._update(self.live, output, batch)
-
-    def note_state(self) -> None:
-        """Note the state before a step, so that `undo` can go back to it."""
-        self._noted = [
-            {name: torch.clone(value) for name, value in part.metric_state.items() if isinstance(value, Tensor)}
-            | {"_update_count": part.update_count}
-            for part in ([] if self.live is None else metric_sync.parts_of(self.live))
-        ]
-
-    def undo(self) -> None:
-        """Go back to the state that was noted last."""
-        if self.live is not None:
-            self.live.reset()  # nothing was noted before the first step
-            for part, state in zip(metric_sync.parts_of(self.live), self._noted, strict=False):
-                for name, value in state.items():
-                    setattr(part, name, value)
 
     def has_news(self, *, epoch: bool = False) -> bool:
         """Whether all ranks must call `results`, because of this rank."""

@@ -80,10 +80,6 @@ class WorstSamples:
         new = [Worst(-order[0], order[1], map_tensors(outputs[place], Tensor.clone)) for order, place in better]
         self.found = sorted([*self.found, *new], key=lambda sample: sample.order)[: self.count]
 
-    def forget(self) -> None:
-        """Forget all samples, because the evaluation begins again."""
-        self.found, self.problem = [], ""
-
     def gather(self, world: World) -> None:
         """Choose the most wrong samples of all ranks. Only their outputs travel to rank 0. All ranks call it."""
         told = world.data_gather((self.problem, [sample.order for sample in self.found]))

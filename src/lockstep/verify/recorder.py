@@ -258,7 +258,7 @@ class TrainingRecorder(Recorder):
             recording.steps_in_eval_mode.append(step)
         if self._reference_optimizer is not None:
             self._reference_optimizer.before_update(step)
-        recording.grad_norms.append((step, float(grad_norm(state.parameters, state.strategy.shard_group))))
+        recording.grad_norms.append((step, float(grad_norm(state.parameters))))
         group = optimizer.param_groups[-1]
         recording.learning_rates.append((self._updates, float(group["lr"]), float(group["base_lr"])))
         self._updates += 1

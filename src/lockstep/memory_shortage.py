@@ -1,0 +1,116 @@
+"""The way out where the memory of a GPU does not suffice: the same for every strategy and every part of a training.
+
+The rank that lacks memory says so, and all ranks end. The run directory keeps half the micro-batch, with the reason,
+and the next start takes it. A launcher starts the ranks again at once, from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep import atomic, devices, run_data, run_folder
+from lockstep.config import RunConfig
+from lockstep.data.order import StepPlan
+from lockstep.distributed.heartbeat import Phase
+from lockstep.distributed.world import World
+from lockstep.errors import MemoryShortage, TrainingError
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """The largest micro-batches that may fit, in samples: as the config asks, or smaller where these did not fit."""
+
+    training: int
+    evaluation: int
+
+
+def fitting(folder: Path, config: RunConfig, world: World) -> Fitting:
+    """The sizes that the config asks for, or smaller sizes that an earlier start noted. All ranks call it."""
+    return world.on_rank0(lambda: _fitting(folder, config, world))
+
+
+@contextlib.contextmanager
+def noted(
+    folder: Path, config: RunConfig, world: World, plan: StepPlan | None = None, *, begins_again: bool = True
+) -> Generator[None, None, None]:
+    """Around a training or an evaluation. Where memory does not suffice, note in `folder` what the next start takes.
+
+    Args:
+        plan: of the training. None: there is only an evaluation.
+        begins_again: whether the launcher may start the ranks again.
+
+    Raises:
+        MemoryShortage: on the rank whose memory did not suffice. Weights may be half updated.
+        TrainingError: a micro-batch of one sample does not fit.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not config.compute.halve_on_oom or not devices.of(world.device).is_shortage(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # they hold activations
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        explained = _explained(reason, folder, config, world, plan)
+        explained.retryable = explained.retryable and begins_again
+        raise explained from None
+
+
+def _explained(reason: str, folder: Path, config: RunConfig, world: World, plan: StepPlan | None) -> TrainingError:
+    """The error about a shortage, after the note of half the size."""
+    if plan is None or world.heartbeat.phase == Phase.EVALUATING:
+        key, what, where = "evaluation", "in an evaluation ", f"rank {world.rank}"
+        size = _fitting(folder, config, world).evaluation
+    else:
+        step = max(0, world.heartbeat.step)  # steps that are done
+        key, what, where = "micro", "", f"step {step + 1}, rank {world.rank}"
+        size = plan.micro_batch_at(step)
+    if size == 1:
+        return TrainingError(
+            f"a micro-batch of one sample does not fit into memory: {reason}",
+            where=where,
+            remedy="use more ranks with parallel.strategy=fsdp, compute.activation_checkpointing=true, "
+            "or precision=bf16",
+        )
+    half = -(-size // 2)
+    note = _key(config, world) | _read(folder, config, world) | {key: half, "why": f"{where}: {reason}"}
+    try:
+        atomic.write_text(folder / run_folder.MICRO_BATCH, json.dumps(note))
+    except OSError as error:
+        return TrainingError(
+            f"out of memory {what}with micro-batches of {size}: {reason}",
+            where=where,
+            remedy=f"set batch.micro={half}; {folder} cannot keep this size ({error.strerror})",
+        )
+    return MemoryShortage(
+        f"out of memory {what}with micro-batches of {size}: {reason}",
+        where=where,
+        remedy=f"the next start takes micro-batches of {half}",
+    )
+
+
+def _fitting(folder: Path, config: RunConfig, world: World) -> Fitting:
+    note, most = _read(folder, config, world), run_data.asked_micro_batches(config, world)
+    asked = Fitting(max(size for _, size in most), run_data.evaluated_at_once(config))
+    return Fitting(
+        min(asked.training, max(1, note.get("micro", asked.training))),
+        min(asked.evaluation, max(1, note.get("evaluation", asked.evaluation))),
+    )
+
+
+def _read(folder: Path, config: RunConfig, world: World) -> dict[str, Any]:
+    """The note for these sizes and this number of ranks. Empty: there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        note = json.loads((folder / run_folder.MICRO_BATCH).read_text(encoding="utf-8"))
+        if isinstance(note, dict) and note | _key(config, world) == note:
+            return note
+    return {}
+
+
+def _key(config: RunConfig, world: World) -> dict[str, Any]:
+    return {"asked": run_data.asked_micro_batches(config, world), "world": world.size}
