@@ -19,7 +19,7 @@ from lockstep.distributed import allocator
 from lockstep.distributed.strategy import Forward
 from lockstep.engine.blocks import compile_modules
 from lockstep.engine.optim import build_optimizer
-from lockstep.errors import UsageError
+from lockstep.errors import MemoryShortage, UsageError
 from tests import own_tasks, runs
 from tests.devices.test_python_device import train
 from tests.ranks import run_on_python_device, run_ranks
@@ -312,15 +312,18 @@ class Greedy(own_tasks.Plain):
 
 
 def run_out_of_memory(device, folder):
-    """Train with a memory that does not suffice once. Returns the steps that were trained."""
+    """Train with a memory that does not suffice once. Returns the steps that were trained, in two starts."""
     device.limit = 10**6
+    changes = {"compute": {"memory_snapshot": True}, "train": {"steps": 3}}
     try:
-        return train_on(folder, Greedy(), compute={"memory_snapshot": True}, train={"steps": 3})["step"]
+        with pytest.raises(MemoryShortage):
+            train_on(folder, Greedy(), **changes)
+        return train_on(folder, Greedy(), **changes)["step"]
     finally:
         device.limit = None
 
 
-def test_a_run_that_runs_out_of_memory_writes_a_snapshot_and_goes_on(tmp_path):
+def test_a_run_that_runs_out_of_memory_writes_a_snapshot_and_goes_on_at_the_next_start(tmp_path):
     assert run_on_python_device(run_out_of_memory, str(tmp_path)) == 3
     assert (tmp_path / "memory" / "rank0.pickle").exists()
 

@@ -255,13 +255,10 @@ def test_ranks_with_unequal_memory(tmp_path):
 
 
 def test_memory_that_did_not_suffice(tmp_path):
-    log = [f"{TIME.format(3)}  out of memory at step 4: micro-batches of 32 instead of 64 from here on"]
-    log += [f"{TIME.format(4)}  out of memory at step 4: micro-batches of 16 instead of 32 from here on"]
-    found = on_gpu(tmp_path, log=log)["out of memory"]
+    (tmp_path / "micro.json").write_text(json.dumps({"asked": [[0, 64]], "world": 1, "micro": 16}))
+    found = on_gpu(tmp_path)["out of memory"]
     assert found.changes == ("batch.micro=16",)
-    assert "2 times: micro-batches went from 64 to 16 samples" in found.finding
-    (tmp_path / "micro.json").write_text(json.dumps({"asked": [[0, 64]], "world": 1, "micro": 8}))
-    assert on_gpu(tmp_path)["out of memory"].changes == ("batch.micro=8",)
+    assert "micro-batches went from 64 to 16 samples" in found.finding
     (tmp_path / "micro.json").write_text("[]")
     assert "out of memory" not in on_gpu(tmp_path)
 

@@ -125,12 +125,11 @@ def _shortage(figures: Figures) -> Iterator[Advice]:
     halved = figures.halved
     if not halved:
         return
-    after, before = halved[-1][0], halved[0][1]
+    after, before = halved
     yield Advice(
         name="out of memory",
-        finding=f"Memory did not suffice {len(halved)} time{'s' * (len(halved) > 1)}: micro-batches went from {before} "
-        f"to {after} samples",
-        source="train.log: " + "; ".join(f"{new} instead of {old}" for new, old in halved[:5]),
+        finding=f"Memory did not suffice: micro-batches went from {before} to {after} samples",
+        source="micro.json",
         changes=(f"batch.micro={after}",),
         gain="a new run on this machine begins with what fits; this run remembers it",
         note="for larger micro-batches: compute.activation_checkpointing=true, precision=bf16, or "

@@ -19,7 +19,6 @@ BACKWARD = 2.0
 """A backward pass computes two products for each product of the forward pass (Kaplan et al. 2020, arXiv:2001.08361,
 section 2.1)."""
 _GLOBAL_BATCH = 32  # of a config that says nothing
-_HALVED = re.compile(r"out of memory at step \d+: micro-batches of (\d+) instead of (\d+)")
 _ASKED_TO_STOP = re.compile(r"stopped by ")
 
 
@@ -85,8 +84,8 @@ class Figures:
         if isinstance(asked, Mapping):
             asked = min((size for size in asked.values() if isinstance(size, int)), default=None)
         asked = asked if isinstance(asked, int) and asked > 0 else self.per_rank
-        halved = self.halved
-        return max(1, min(asked, self.per_rank, *([halved[-1][0]] if halved else [])))
+        fitting = [self.halved[0]] if self.halved else []
+        return max(1, min(asked, self.per_rank, *fitting))
 
     @property
     def accumulation(self) -> int:
@@ -211,18 +210,8 @@ class Figures:
     # ---- events
 
     @property
-    def halved(self) -> list[tuple[int, int]]:
-        """(size after, size before) of each time that memory did not suffice for a micro-batch, in samples."""
-        found = [_HALVED.match(note.text) for note in self.run.log.notes]
-        sizes = [(int(match[1]), int(match[2])) for match in found if match]
-        # A rank that could not go on has noted the size in this file, and the next start took it.
-        remembered = self._remembered_micro_batch
-        if remembered and remembered[0] not in [after for after, _ in sizes]:
-            sizes.append(remembered)
-        return sizes
-
-    @property
-    def _remembered_micro_batch(self) -> tuple[int, int] | None:
+    def halved(self) -> tuple[int, int] | None:
+        """Samples of a micro-batch that were left, and those asked for, where memory did not suffice. Otherwise None."""
         try:
             note = json.loads((self.run.folder / "micro.json").read_text(encoding="utf-8"))
             after, before = int(note["micro"]), max(int(size) for _, size in note["asked"])
