@@ -211,7 +211,7 @@ class Figures:
 
     @property
     def halved(self) -> tuple[int, int] | None:
-        """Samples of a micro-batch that were left, and those asked for, where memory did not suffice. Otherwise None."""
+        """Samples of a micro-batch that fit, and those asked for, where memory did not suffice. Otherwise None."""
         try:
             note = json.loads((self.run.folder / "micro.json").read_text(encoding="utf-8"))
             after, before = int(note["micro"]), max(int(size) for _, size in note["asked"])
