@@ -120,7 +120,9 @@ def test_an_environment_that_names_no_place_is_refused(monkeypatch):
 def test_a_lost_connection_is_not_blamed_on_memory_alone():
     with rank_cases.impatient():
         board = FailureBoard(dist.HashStore(), 0, 2)
-        error = board.explain(RuntimeError("gloo: Connection reset by peer"))
+        error = board.explain(
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection reset by peer")
+        )
         board.close()
     assert "lost the connection to another rank" in error.what
     assert error.remedy.startswith(

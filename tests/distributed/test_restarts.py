@@ -69,7 +69,7 @@ def test_crash_at_one_step_ends_it_the_second_time_and_a_kill_the_fifth(starts):
 
 def test_crash_at_one_step_is_not_the_same_where_the_next_start_does_it_in_another_way(starts):
     count, error = starts([(7, failed(1, retries_differently=True))] * 4 + [(7, failed(1))], 10)
-    assert count == 5
+    assert count == 6
     assert "failed 2 times in a row at step 7" in str(error)
 
 

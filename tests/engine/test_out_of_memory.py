@@ -26,7 +26,7 @@ class TooLarge(Deep):
         self.calls += model.training and torch.is_grad_enabled()
         if len(batch[0]) >= 12 and os.environ["RANK"] == "1" and self.calls > 9:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
-        if len(batch[0]) >= 6 and not model.training and self.calls:
+        if len(batch[0]) >= 12 and not model.training and self.calls:
             raise torch.OutOfMemoryError("CUDA out of memory. (made up)")
         return super().loss(model, batch)
 """
@@ -36,8 +36,9 @@ TRAIN = (
     "task.eval_length=20",
     "batch.global=48",
     "batch.micro=12",
-    "optim.name=SGD",
-    "optim.lr=0.05",
+    "optim.name=AdamW",
+    "optim.lr=0.01",
+    "optim.weight_decay=0.1",
     "train.steps=8",
     "train.eval_every_steps=8",
     "checkpoint.every_steps=2",

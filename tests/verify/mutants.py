@@ -257,15 +257,15 @@ _engine(
 _engine(
     "clipping left out",
     "gradients",
-    (STEP, "clip_grads(state.parameters, state.clip_norm, result.grad_norm)", "pass"),
+    (STEP, "clip_grads(parameters, state.clip_norm, result.grad_norm)", "pass"),
 )
 _engine(
     "clipped by value",
     "gradients",
     (
         STEP,
-        "clip_grads(state.parameters, state.clip_norm, result.grad_norm)",
-        "torch.nn.utils.clip_grad_value_(state.parameters, 0.05)",
+        "clip_grads(parameters, state.clip_norm, result.grad_norm)",
+        "torch.nn.utils.clip_grad_value_(parameters, 0.05)",
     ),
 )
 _engine(
@@ -1267,9 +1267,9 @@ _engine(
     "evaluation",
     (
         "resume:load_trained_weights",
-        "checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages)",
+        "checkpoint_state.restore(tensors, checkpoint.values, model, averages=averages, device=world.device)",
         f"checkpoint_state.restore(((n, t * (1 + 1e-3 * ({WORLD} - 1))) for n, t in tensors), "
-        "checkpoint.values, model, averages=averages)",
+        "checkpoint.values, model, averages=averages, device=world.device)",
     ),
 )
 

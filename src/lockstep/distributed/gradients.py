@@ -10,18 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.distributed.sharded_tensor import is_sharded
-
 
 def grad_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients together: a scalar on the device, equal on all ranks. A collective if sharded."""
     grads = _local_grads(parameters)
     norm = nn.utils.get_total_norm(grads)
-    if not grads or not is_sharded(parameters[0]):
+    mesh: Any = getattr(parameters[0], "device_mesh", None) if grads else None
+    if mesh is None:
         return norm
     square = norm.double().square()
-    sharded: Any = parameters[0]
-    dist.all_reduce(square, group=sharded.device_mesh.get_group("shard"))
+    dist.all_reduce(square, group=mesh.get_group("shard"))
     return square.sqrt().to(norm.dtype)
 
 

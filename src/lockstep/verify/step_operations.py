@@ -135,7 +135,8 @@ class StepOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = args[_REDUCTIONS[name]]
             tensors = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             caller = _caller()
-            own = str(Path(caller.f_code.co_filename).parent) == _DISTRIBUTED
+            is_backward = caller.f_code.co_name == "backward"  # of a strategy: gradients travel there
+            own = str(Path(caller.f_code.co_filename).parent) == _DISTRIBUTED and not is_backward
             if own and _is_of_no_step(caller):
                 return
             reductions = communication.own_reductions if own else communication.reductions
