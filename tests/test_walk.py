@@ -60,7 +60,7 @@ def test_frames_below_the_loop(calls):
     step = calls[names.index("train_step") :]
     assert max(depth for depth, _, _ in step) == 7
     assert next(depth for depth, _, name in calls if name == "train_step") == 1
-    assert max(depth for depth, _, _ in calls) == 14
+    assert max(depth for depth, _, _ in calls) == 13
 
 
 def test_every_sample_is_prepared_and_gradients_are_clipped(calls):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import EvaluationPlan, StepPlan, cut, derive_seed, group, permute
+from lockstep.data.order import EvaluationPlan, StepPlan, cut, derive_seed, derive_seeds, group, permute
 
 FIXED = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 GRID = list(itertools.product(range(1, 41), range(1, 6), range(1, 8)))  # count, world, micro-batch
@@ -698,6 +698,12 @@ def test_one_word_is_hashed_as_splitmix64_does(words, value):
 def test_hashes_never_change(words, value):
     # every seed and order of every recorded run hangs on these
     assert derive_seed(*words) == value
+
+
+def test_hashes_of_many_words_are_those_of_each():
+    words = [0, 1, 2, 1000, 2**31, 2**63]
+    for state in (0, 1, 2**64 - 1, derive_seed(3, 7)):
+        assert derive_seeds(words, state=state) == [derive_seed(word, state=state) for word in words]
 
 
 def test_hashes_of_a_grid_do_not_collide():

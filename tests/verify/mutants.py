@@ -661,9 +661,9 @@ _engine(
     "augmentation seeded per rank",
     "ranks",
     (
-        "data.loader:MicroBatches._read_sample",
-        "derive_seed(index, state=epoch_seed)",
-        f"derive_seed(index, {RANK}, state=epoch_seed)",
+        "data.loader:MicroBatches._read_seeded",
+        "derive_seed(self.seed, epoch)",
+        f"derive_seed(self.seed, epoch, {RANK})",
     ),
 )
 _engine(
@@ -977,9 +977,9 @@ _engine(
     "augmentation seeded by the steps of this process",
     "resume",
     (
-        "data.loader:MicroBatches._read_sample",
-        "derive_seed(index, state=epoch_seed)",
-        "derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count))",
+        "data.loader:MicroBatches._read_seeded",
+        "generator.seed(seed)",
+        "generator.seed(derive_seed(self.seed, self.__dict__.setdefault('count', []).append(0) or len(self.count)))",
     ),
 )
 _engine(
@@ -1160,7 +1160,7 @@ _engine(
 _engine(
     "each sample of odd number read as its neighbour",
     "gradients",
-    ("data.loader:MicroBatches._read_sample", "self.data[index]", "self.data[index // 2 * 2]"),
+    ("data.loader:MicroBatches._read_seeded", "data[index]", "data[index // 2 * 2]"),
 )
 _engine(
     "neighbours where the data set reads many at once",
@@ -1182,15 +1182,15 @@ _engine(
     "every epoch prepared as the first",
     "gradients",
     (
-        "data.loader:MicroBatches._read_sample",
-        "derive_seed(index, state=epoch_seed)",
-        "derive_seed(self.seed, 0, index)",
+        "data.loader:MicroBatches._read_seeded",
+        "derive_seed(self.seed, epoch)",
+        "derive_seed(self.seed, 0)",
     ),
 )
 _engine(
     "training samples prepared as for evaluation",
     "gradients",
-    ("data.loader:MicroBatches._read_sample", "epoch, self.training)", "epoch, False)"),
+    ("data.loader:MicroBatches._read_seeded", "epoch, training)", "epoch, False)"),
 )
 
 # ---- evaluation: another number than one plain loop gives
@@ -1380,9 +1380,9 @@ _engine(
     "samples seeded per process",
     "determinism",
     (
-        "data.loader:MicroBatches._read_sample",
-        "derive_seed(index, state=epoch_seed)",
-        "derive_seed(index, id(self), state=epoch_seed)",
+        "data.loader:MicroBatches._read_seeded",
+        "derive_seed(self.seed, epoch)",
+        "derive_seed(self.seed, epoch, id(self))",
     ),
     base="workers",
 )

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from lockstep.data import worker_deaths
 from lockstep.data.device_copies import Copy, DeviceCopies
 from lockstep.data.executed_files import ExecutedFiles
-from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed
+from lockstep.data.order import MicroBatchPlan, StepPlan, derive_seed, derive_seeds
 from lockstep.data.randomness import SampleSeeding, restored_generators, seed_all
 from lockstep.data.sample_errors import error_of_batch, error_of_sample
 from lockstep.data.tensors import pinned
@@ -183,8 +183,7 @@ class MicroBatches(Dataset[MicroBatch]):
                 samples = list(self.read_many(list(indices)))
                 if len(samples) == len(indices):
                     return samples, indices, _NONE_BAD
-            epoch_seed = derive_seed(self.seed, epoch)
-            return [self._read_sample(index, epoch, epoch_seed) for index in indices], indices, _NONE_BAD
+            return self._read_seeded(indices, epoch), indices, _NONE_BAD
         except Exception:
             return self._read_each(plan)
 
@@ -205,10 +204,15 @@ class MicroBatches(Dataset[MicroBatch]):
                 bad.append((index, f"{error.where}: {error.what}"))  # the remedy would advise to leave the sample out
         return samples, tuple(indices), tuple(bad)
 
-    def _read_sample(self, index: int, epoch: int, epoch_seed: int) -> Any:
-        self.seeding.seed(derive_seed(index, state=epoch_seed))
-        sample = self.data[index]
-        return self.task.prepare(sample, epoch, self.training) if self.prepares else sample
+    def _read_seeded(self, indices: tuple[int, ...], epoch: int) -> list[Any]:
+        """The samples, each under its own seed. This runs for every sample, so it calls little else."""
+        data, prepare, training, samples = self.data, self.task.prepare, self.training, []
+        for index, seed in zip(indices, derive_seeds(indices, state=derive_seed(self.seed, epoch)), strict=True):
+            for generator in self.seeding.drawn:
+                generator.seed(seed)
+            sample = data[index]
+            samples.append(prepare(sample, epoch, training) if self.prepares else sample)
+        return samples
 
     def sample(self, index: int, epoch: int) -> Any:
         """Sample `index` as the task prepares it for `epoch`: the same in every process and after every restart."""

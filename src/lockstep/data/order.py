@@ -41,6 +41,15 @@ def derive_seed(*words: int, state: int = 0) -> int:
     return state
 
 
+def derive_seeds(words: Sequence[int], *, state: int) -> list[int]:
+    """`derive_seed(word, state=state)` for each of `words`, which are not negative."""
+    seeds = np.asarray(words, dtype=np.uint64) + np.uint64((state + 0x9E3779B97F4A7C15) & _MASK)
+    seeds = (seeds ^ (seeds >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    seeds = (seeds ^ (seeds >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashed: list[int] = (seeds ^ (seeds >> np.uint64(31))).tolist()
+    return hashed
+
+
 def _shift(half: npt.NDArray[np.uint64], other: npt.NDArray[np.uint64], key: int, size: int) -> npt.NDArray[np.uint64]:
     """One round of the Feistel network: move `half` within Z_size by a distance that depends on `other` and `key`.
 
