@@ -449,8 +449,8 @@ def test_a_large_picture_in_tiles_gives_each_object_once(tmp_path):
     pixels[90:110, 140:160] = 255  # in several tiles
     Image.fromarray(pixels).save(tmp_path / "large.png")
     task = make_task({"image_size": 128, "tile": 128, "tile_overlap": 0.4, "augment": {"fill": 0}}, root, double=False)
-    task.__dict__["models"] = Finder()
     task.__dict__["about"] = task.about
+    task.__dict__["models"] = Finder()
     sample = task.presenter(task).inputs([str(tmp_path / "large.png")])[0]
     batch = task.collate([task.prepare(sample, 0, False)])
     assert int(batch["views"]) == len(batch["images"]) == 8

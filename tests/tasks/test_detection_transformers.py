@@ -13,7 +13,6 @@ from transformers.loss import loss_d_fine, loss_utils
 from lockstep import LockstepError
 from lockstep.data.order import permute
 from lockstep.tasks.batch_norm import exchange_batch_norm
-from lockstep.tasks.detection.models import Preparation
 from lockstep.tasks.detection.transformers_boxes import inside_of, labels_of, stretch
 from tests import detector_cases, runs
 from tests.detector_cases import CLASSES, SIZE, SIZES, models_of, targets_of
@@ -248,8 +247,8 @@ def test_content_of_the_padding_does_not_matter(architecture):
 def test_exported_folder_gives_the_same_boxes_in_a_pipeline(tmp_path, architecture):
     models, model = made(architecture)
     model = model.float().eval()
-    preparation = Preparation(size=SIZE, mean=[0.4, 0.5, 0.6], std=[0.2, 0.25, 0.3], fill=128, score_threshold=0.3)
-    models.export(model, preparation, tmp_path)
+    about = {"size": SIZE, "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3], "interpolation": "bilinear"}
+    models.export(model, about, tmp_path)
     model.save_pretrained(tmp_path / "weights")
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "model.safetensors")
     width, height = (SIZE, SIZE) if models._family.padding == "stretched" else (SIZE, 48)
@@ -258,7 +257,7 @@ def test_exported_folder_gives_the_same_boxes_in_a_pipeline(tmp_path, architectu
     expected = pipeline(Image.fromarray(pixels), threshold=0.0)
 
     image = torch.zeros(1, 3, SIZE, SIZE)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (preparation.mean, preparation.std))
+    mean, std = (torch.tensor(values)[:, None, None] for values in (about["mean"], about["std"]))
     image[0, :, :height, :width] = (torch.from_numpy(pixels).permute(2, 0, 1) / 255 - mean) / std
     with torch.no_grad():
         outputs = models.forward(model, image, torch.tensor([[height, width]]), None)
@@ -344,7 +343,7 @@ def test_batch_norm_suits_models_of_transformers_if_it_is_not_given():
 def test_model_whose_layers_transformers_does_not_know_is_exported_with_a_warning(tmp_path):
     models, model = made("rt_detr")
     changed = exchange_batch_norm(model, "group")
-    preparation = Preparation(size=SIZE, mean=[0.5] * 3, std=[0.5] * 3, fill=128, score_threshold=0.3)
-    (warning,) = models.export(changed, preparation, tmp_path)
+    about = {"size": SIZE, "mean": [0.5] * 3, "std": [0.5] * 3, "interpolation": "bilinear"}
+    (warning,) = models.export(changed, about, tmp_path)
     assert "transformers cannot load this model" in warning
     assert not (tmp_path / "config.json").exists()  # with it, transformers would make other layers without a word

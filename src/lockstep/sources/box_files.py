@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.decode import image_size
+from lockstep.sources.class_table import listed
 from lockstep.sources.coco_file import Annotations
 from lockstep.sources.image_files import is_picture, left_out_below
 from lockstep.sources.packed_text import PackedText
 
 Array = npt.NDArray[Any]
-_SHOWN = 8
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
 _HEADER = 1 << 18  # bytes of a picture file in which its size is found nearly always
 
@@ -248,11 +248,10 @@ def _numbers(out: _Collected, names: Sequence[str]) -> list[int]:
         if label not in places:
             file = int(np.searchsorted(np.cumsum(out.counts), place, side="right"))
             number = place - sum(out.counts[:file]) + 1
-            listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
             raise DataError(
                 f"class {label!r} is not among the {len(names)} classes",
                 where=f"{out.files[file]}: box {number}",
-                remedy=f"{did_you_mean(label, names)}The classes are: {listed}. Remove the object, or train with it",
+                remedy=f"{did_you_mean(label, names)}The classes are: {listed(names)}. Remove the object, or train with it",
             )
     return [places[label] for label in out.labels]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,23 +11,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
 
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions
-from lockstep.images.decode import decode
 from lockstep.sources.box_checks import OnBadBoxes, check_boxes, check_meaning
 from lockstep.sources.box_files import read_voc, read_yolo, size_of
 from lockstep.sources.box_layouts import Layout, evaluation_part, find_layout
+from lockstep.sources.class_table import listed
 from lockstep.sources.coco_file import Annotations, read_coco
-from lockstep.sources.decoded_images import open_cache
+from lockstep.sources.decoded_images import DecodedPictures
 from lockstep.sources.image_files import PictureFiles, missing_files
 from lockstep.sources.image_records import Split
 
 __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
 
 Array = npt.NDArray[Any]
-_SHOWN = 8
 
 
 class BoxedImage(NamedTuple):
@@ -53,17 +50,15 @@ class BoxedImage(NamedTuple):
     """(height, width) of the original picture in pixels. `pixels` has this size, unless the cache reduces pictures."""
 
 
-class BoxedImages(Dataset[BoxedImage]):
-    """Decoded pictures with boxes. With a cache the samples are the same.
+class BoxedImages(DecodedPictures):
+    """Decoded pictures with boxes: samples are `BoxedImage`.
 
     Args:
         annotations: what is annotated. All sizes of pictures are known.
         pictures: the files.
         classes: the names of the classes, by class number.
         numbers: (classes of the file) the class number of each class of the file, or -1 for classes without number.
-        channels: 1 (grey) or 3 (RGB).
-        cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
-        notes: remarks for people about the way in which the source was read.
+        channels, cache, notes: as for `DecodedPictures`.
     """
 
     def __init__(
@@ -77,7 +72,8 @@ class BoxedImages(Dataset[BoxedImage]):
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.annotations, self.pictures, self.channels = annotations, pictures, channels
+        super().__init__(pictures, channels=channels, cache=cache, notes=(*annotations.notes, *notes))
+        self.annotations = annotations
         self.classes = list(classes)
         """The names of the classes, by number."""
         self.labels: Array = numbers[annotations.labels]
@@ -87,13 +83,12 @@ class BoxedImages(Dataset[BoxedImage]):
         self.category_ids: Array = ids
         """The number of each class in the annotation file: (classes,) int64. -1: the file does not declare the
         class."""
-        self.notes = (*annotations.notes, *notes)
-        """Remarks for people about the way in which the source was read."""
-        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
-        """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
-    def __len__(self) -> int:
-        return len(self.pictures)
+    def decoded(self, index: int) -> npt.NDArray[np.uint8]:
+        pixels, size = super().decoded(index), self.size(index)
+        if pixels.shape[:2] != size:
+            raise _other_size(pixels.shape[:2], size, self.where(index), self.annotations)
+        return pixels
 
     def __getitem__(self, index: int) -> BoxedImage:
         """A sample.
@@ -102,16 +97,7 @@ class BoxedImages(Dataset[BoxedImage]):
             DataError: the file cannot be read, is no whole picture, or has another size than the annotations say. The
                 error names the file.
         """
-        size = self.size(index)
-
-        def read() -> npt.NDArray[np.uint8]:
-            where = self.where(index)
-            pixels = decode(self.pictures.read(index), channels=self.channels, where=where)
-            if pixels.shape[:2] != size:
-                raise _other_size(pixels.shape[:2], size, where, self.annotations)
-            return pixels
-
-        pixels = read() if self.cache is None else self.cache.pixels(index, read)
+        pixels, size = self.pixels(index), self.size(index)
         part = self.annotations.of_image(index)
         return BoxedImage(
             pixels=pixels,
@@ -171,10 +157,6 @@ class BoxedImages(Dataset[BoxedImage]):
             "annotations": [dict(zip(names, row, strict=True)) for row in rows],
             "categories": [{"id": number, "name": name} for number, name in categories],
         }
-
-    def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
-        return self.pictures.where(index)
 
     def digest(self) -> str:
         """Hexadecimal digits that change where a picture or an annotation changes. Pictures count by size and time of
@@ -262,19 +244,15 @@ def _read(layout: Layout, *, key: str, classes: Sequence[str] | None, difficult:
 
 def check_picture_files(pictures: PictureFiles, annotations: Annotations, key: str) -> None:
     """Raise DataError if a picture is not there."""
-    by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for index in range(len(pictures)):
-        folder, name = os.path.split(pictures.path(index))
-        by_folder[folder].append((index, name))
-    missing = [index for folder, files in by_folder.items() for index in missing_files(folder or ".", files)]
+    missing = missing_files([pictures.path(index) for index in range(len(pictures))])
     if missing:
-        path = Path(pictures.path(min(missing)))
+        path = Path(pictures.path(missing[0]))
         there = os.listdir(path.parent) if path.parent.is_dir() else []
         more = f" ({len(missing)} of {len(pictures)} pictures are not there)" if len(missing) > 1 else ""
         hint = did_you_mean(path.name, there) if there else f"there are no files in {path.parent}. "
         raise DataError(
             f"{key}: there is no file {path}{more}",
-            where=f"{annotations.path}: image {annotations.image_ids[min(missing)]}",
+            where=f"{annotations.path}: image {annotations.image_ids[missing[0]]}",
             remedy=f"{hint}Give the folder that the names of the pictures are relative to as task.images",
         )
 
@@ -302,13 +280,12 @@ def _class_numbers(annotations: Annotations, classes: Sequence[str]) -> Array:
     if len(lost):
         first = int(lost[0])
         name = annotations.classes[annotations.labels[first]]
-        listed = ", ".join(classes[:_SHOWN]) + (", ..." if len(classes) > _SHOWN else "")
         more = f" ({len(lost)} annotations have such classes)" if len(lost) > 1 else ""
         raise DataError(
             f"class {name!r} is not among the {len(classes)} classes that are trained{more}",
             where=annotations.where(first),
-            remedy=f"{did_you_mean(name, classes)}The classes are: {listed}. Remove these annotations, or train with "
-            "them",
+            remedy=f"{did_you_mean(name, classes)}The classes are: {listed(classes)}. Remove these annotations, "
+            "or train with them",
         )
     return numbers
 

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from lockstep.errors import DataError
 from lockstep.sources.box_layouts import find_layout
 from lockstep.sources.boxed_images import BoxedImage
 from lockstep.sources.coco_file import read_coco_images
-from lockstep.sources.decoded_images import DecodedImages
+from lockstep.sources.decoded_images import DecodedPictures
 from lockstep.sources.image_files import PictureFiles, missing_files
-from lockstep.sources.image_records import Split, unlabelled_pictures
+from lockstep.sources.image_records import ImageRecords, Split, unlabelled_pictures
 
 _JSON = ".json"
 
@@ -41,28 +40,23 @@ class RunSource:
     """The folder of its pictures. None: a usual place."""
 
 
-class UnlabelledImages(Dataset[BoxedImage]):
+class UnlabelledImages(DecodedPictures):
     """Pictures to predict, as samples without boxes. A sample has an `image_id` only where `numbers` has the picture.
 
     Args:
         numbers: ids and names of pictures.
     """
 
-    def __init__(self, pictures: DecodedImages, numbers: CocoNumbers) -> None:
-        self.pictures, self.numbers = pictures, numbers
-        self.notes = pictures.records.notes
-        """Remarks for people about the way in which the pictures were found."""
-        files = pictures.records.pictures
-        places = [files.name(index) for index in range(len(pictures))]
+    def __init__(self, records: ImageRecords, numbers: CocoNumbers, *, channels: int) -> None:
+        super().__init__(records.pictures, channels=channels, notes=records.notes)
+        files, self.numbers = records.pictures, numbers
+        places = [files.name(index) for index in range(len(files))]
         self._root = ""
         if isinstance(files, PictureFiles) and places:
             self._root = os.path.commonpath([os.path.dirname(os.path.abspath(place)) for place in places])
 
-    def __len__(self) -> int:
-        return len(self.pictures)
-
     def __getitem__(self, index: int) -> BoxedImage:
-        pixels, _, name = self.pictures[index]
+        pixels, name = self.pixels(index), self.pictures.name(index)
         below = os.path.relpath(name, self._root) if self._root else name
         image_id, name = self.numbers.pictures.get(os.path.realpath(name), (None, below))
         return BoxedImage(
@@ -75,10 +69,6 @@ class UnlabelledImages(Dataset[BoxedImage]):
             name=name,
             size=(pixels.shape[0], pixels.shape[1]),
         )
-
-    def where(self, index: int) -> str:
-        """The file of a picture."""
-        return self.pictures.where(index)
 
 
 def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], channels: int) -> UnlabelledImages:
@@ -101,10 +91,10 @@ def coco_inputs(arguments: Sequence[str], *, sources: Sequence[RunSource], chann
         raise DataError(what, where="INPUT", remedy="predict them one after another, into files of their own")
     if not files:
         records = unlabelled_pictures(arguments)
-        return UnlabelledImages(DecodedImages(records, channels=channels), _numbers_of_run(records.pictures, sources))
+        return UnlabelledImages(records, _numbers_of_run(records.pictures, sources), channels=channels)
     paths, numbers = _of_file(Path(files[0]), [None, *(source.images for source in sources)])
     named = [path for argument in arguments for path in (paths if argument == files[0] else [argument])]
-    return UnlabelledImages(DecodedImages(unlabelled_pictures(named), channels=channels), numbers)
+    return UnlabelledImages(unlabelled_pictures(named), numbers, channels=channels)
 
 
 def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], CocoNumbers]:
@@ -117,14 +107,11 @@ def _of_file(file: Path, folders: Sequence[str | None]) -> tuple[list[str], Coco
     places = [find_layout(str(file), key="INPUT", split="eval", images=folder).images for folder in folders]
     folder = next((place for place in places if os.path.isfile(place / found.file_names[0])), places[0])
     paths = [os.path.join(folder, name) for name in found.file_names]
-    by_folder: dict[str, list[tuple[int, str]]] = {}
-    for index, path in enumerate(paths):
-        by_folder.setdefault(os.path.dirname(path), []).append((index, os.path.basename(path)))
-    missing = [index for place, names in by_folder.items() for index in missing_files(place, names)]
+    missing = missing_files(paths)
     if missing:
-        what = f"INPUT: there is no file {paths[min(missing)]} ({len(missing)} of {len(paths)} pictures are not there)"
+        what = f"INPUT: there is no file {paths[missing[0]]} ({len(missing)} of {len(paths)} pictures are not there)"
         remedy = "put the pictures beside the file, as in images/val/, or give their folder instead of the COCO file"
-        raise DataError(what, where=f"{file}: image {found.ids[min(missing)]}", remedy=remedy)
+        raise DataError(what, where=f"{file}: image {found.ids[missing[0]]}", remedy=remedy)
     pairs = zip(found.ids, found.file_names, strict=True)
     by_path = {os.path.realpath(path): pair for path, pair in zip(paths, pairs, strict=True)}
     return paths, CocoNumbers(by_path, found.category_ids)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from importlib import metadata
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from torch.utils.data import Dataset
 from lockstep.data.cache import cache_root
 from lockstep.images.cache import CacheOptions, DecodedCache, folder_name
 from lockstep.images.decode import decode
+from lockstep.sources.image_files import Pictures
 from lockstep.sources.image_records import ImageRecords
 
 _DECODERS = ("pillow", "simplejpeg")
@@ -29,42 +31,55 @@ class DecodedImage(NamedTuple):
     """The name of the picture in its source."""
 
 
-class DecodedImages(Dataset[DecodedImage]):
-    """Decoded pictures with class numbers. With a cache the samples are the same.
+class DecodedPictures(Dataset[Any]):
+    """Decoded pictures, from which data sets make samples with labels, masks or boxes. With a cache the samples are the
+    same.
 
     Args:
-        records: the encoded pictures.
+        pictures: the encoded pictures.
         channels: 1 (grey) or 3 (RGB).
         cache: None: each picture is decoded whenever it is read. Otherwise in the first epoch only.
+        notes: remarks for people about the way in which the source was read.
     """
 
-    def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
-        self.records, self.channels = records, channels
-        self.notes = records.notes
+    def __init__(
+        self, pictures: Pictures, *, channels: int = 3, cache: CacheOptions | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        self.pictures, self.channels = pictures, channels
+        self.notes = tuple(notes)
         """Remarks for people about the way in which the source was read."""
-        self.cache = None if cache is None else open_cache(records, channels=channels, options=cache)
+        self.cache = None if cache is None else open_cache(pictures, channels=channels, options=cache)
         """The cache, whose `summary` is a line for the log. None: there is no cache."""
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.pictures)
 
-    def __getitem__(self, index: int) -> DecodedImage:
-        """A sample.
+    def decoded(self, index: int) -> npt.NDArray[np.uint8]:
+        """The pixels of a picture, from its file: (height, width, channels) uint8, upright.
 
         Raises:
             DataError: the file cannot be read, or is no whole picture. The error names the file.
         """
+        return decode(self.pictures.read(index), channels=self.channels, where=self.where(index))
 
-        def read() -> npt.NDArray[np.uint8]:
-            where = self.records.where(index)
-            return decode(self.records.pictures.read(index), channels=self.channels, where=where)
-
-        pixels = read() if self.cache is None else self.cache.pixels(index, read)
-        return DecodedImage(pixels, int(self.records.labels[index]), self.records.pictures.name(index))
+    def pixels(self, index: int) -> npt.NDArray[np.uint8]:
+        """The same, from the cache if the picture is there."""
+        return self.decoded(index) if self.cache is None else self.cache.pixels(index, lambda: self.decoded(index))
 
     def where(self, index: int) -> str:
         """The place of a picture, for messages."""
-        return self.records.where(index)
+        return self.pictures.where(index)
+
+
+class DecodedImages(DecodedPictures):
+    """Decoded pictures with class numbers: samples are `DecodedImage`."""
+
+    def __init__(self, records: ImageRecords, *, channels: int = 3, cache: CacheOptions | None = None) -> None:
+        super().__init__(records.pictures, channels=channels, cache=cache, notes=records.notes)
+        self.records = records
+
+    def __getitem__(self, index: int) -> DecodedImage:
+        return DecodedImage(self.pixels(index), int(self.records.labels[index]), self.pictures.name(index))
 
 
 class Digested(Protocol):

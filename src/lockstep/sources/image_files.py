@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from lockstep.errors import SKIP, DataError, did_you_mean
 from lockstep.images.decode import reads_heif
+from lockstep.sources.class_table import listed
 from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
 
@@ -131,11 +132,10 @@ def left_out(names: Iterable[str], where: Path) -> tuple[str, ...]:
     if not others:
         return ()
     counts = Counter(os.path.splitext(name)[1].lower() or "without an ending" for name in others)
-    often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:_SHOWN]
-    listed = ", ".join(f"{count:,} {ending}" for ending, count in often)
-    more = ", ..." if len(counts) > _SHOWN else ""
+    often = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    shown = listed([f"{count:,} {ending}" for ending, count in often])
     heif = "; pip install 'torch-lockstep[heic]' reads .heic" if any(kind in counts for kind in HEIF_SUFFIXES) else ""
-    return (f"{len(others):,} files below {where} are no pictures and are left out: {listed}{more}{heif}",)
+    return (f"{len(others):,} files below {where} are no pictures and are left out: {shown}{heif}",)
 
 
 def left_out_below(folders: Iterable[Path], *, labels: Sequence[str] = ()) -> tuple[str, ...]:
@@ -183,11 +183,10 @@ def read_class_folders(
     unknown = [name for name in folders if name not in known]
     if unknown:
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
-        listed = ", ".join(known[:_SHOWN]) + (", ..." if len(known) > _SHOWN else "")
         raise DataError(
             f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}",
             where=str(root / unknown[0]),
-            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed}. Remove this folder, or train with it",
+            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed(known)}. Remove this folder, or train with it",
         )
     names: list[str] = []
     counts: list[int] = []
@@ -247,14 +246,19 @@ def pictures_below(folder: Path, others: list[str] | None = None) -> list[str]:
     return sorted(found)
 
 
-def missing_files(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
-    """The numbers of the files that are not in a folder.
+def missing_files(paths: Sequence[str]) -> list[int]:
+    """The places of the files that are not there, sorted.
 
     A folder of many files is listed once: asking for each takes minutes on a network file system.
-
-    Args:
-        files: (number, name) of each file.
     """
+    by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for place, path in enumerate(paths):
+        folder, name = os.path.split(path)
+        by_folder[folder or "."].append((place, name))
+    return sorted(place for folder, files in by_folder.items() for place in _missing_in(folder, files))
+
+
+def _missing_in(folder: str, files: Sequence[tuple[int, str]]) -> list[int]:
     there: set[str] = set()
     if len(files) > _FEW and os.path.isdir(folder):
         with os.scandir(folder) as entries:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,17 +75,14 @@ def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], 
 
 def _check_paths(values: Sequence[Any], *, root: Path, column: str, place: TablePlaces) -> None:
     """Raise DataError for the first row whose file is not there."""
-    by_folder: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for row, value in enumerate(values):
         if not isinstance(value, str) or not value.strip():
             what = f"no path in column {column!r}: {value!r}"
             raise DataError(what, where=place(row), remedy="fill in the path, or remove the row")
-        folder, name = os.path.split(os.path.join(root, value))
-        by_folder[folder].append((row, name))
-    missing = [row for folder, files in by_folder.items() for row in missing_files(folder, files)]
+    missing = missing_files([os.path.join(root, value) for value in values])
     if not missing:
         return
-    first = min(missing)
+    first = missing[0]
     path = os.path.join(root, values[first])
     folder, name = os.path.split(path)
     hint = did_you_mean(name, os.listdir(folder)) if os.path.isdir(folder) else f"there is no folder {folder}. "

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from lockstep.data.order import permute
 from lockstep.errors import DataError
+from lockstep.sources.class_table import listed
 
 Array = npt.NDArray[Any]
-_SHOWN = 8
 
 
 class Labelled(Protocol):
@@ -155,11 +155,10 @@ def match_labels(samples: Labelled, names: Sequence[str]) -> Array:
         row = int(np.flatnonzero(samples.codes == code if samples.codes.ndim == 1 else samples.codes[:, code])[0])
         more = f", and {len(unknown) - 1} others" if len(unknown) > 1 else ""
         what = f"label {unknown[0]!r} does not occur in the training data{more}"
-        listed = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
         raise DataError(
             what,
             where=samples.where(row),
-            remedy=f"the {len(names)} labels are: {listed}; remove these rows, or train with them",
+            remedy=f"the {len(names)} labels are: {listed(names)}; remove these rows, or train with them",
         )
     if samples.codes.ndim == 1:
         places = np.array([*(names.index(name) if name in names else -1 for name in samples.names), -1], dtype=np.int64)

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset
 
 from lockstep.errors import SKIP, DataError, did_you_mean
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
-from lockstep.images.decode import decode
 from lockstep.sources import coco_masks, mask_files
 from lockstep.sources.box_layouts import find_layout
 from lockstep.sources.boxed_images import check_picture_files
@@ -30,7 +28,7 @@ from lockstep.sources.class_table import (
     usual_color,
 )
 from lockstep.sources.coco_file import Annotations, read_coco
-from lockstep.sources.decoded_images import open_cache
+from lockstep.sources.decoded_images import DecodedPictures, open_cache
 from lockstep.sources.image_files import PictureFiles, Pictures, left_out_below
 from lockstep.sources.image_records import (
     Split,
@@ -81,17 +79,15 @@ class ClassPixels:
     """Masks of the data set."""
 
 
-class MaskedImages(Dataset[MaskedImage]):
-    """Decoded pictures with masks. With a cache the samples are the same.
+class MaskedImages(DecodedPictures):
+    """Decoded pictures with masks: samples are `MaskedImage`.
 
     Args:
         pictures: the encoded pictures.
         masks: a mask for each. None: the pictures have none.
         classes: the names of the classes, by number.
         colors: a colour for each class, to draw it. None: the colours of the first mask's palette, or usual ones.
-        channels: of the pictures: 1 (grey) or 3 (RGB).
-        cache: None: pictures and masks are decoded whenever they are read. Otherwise in the first epoch only.
-        notes: remarks for people about the way in which the source was read.
+        channels, cache, notes: as for `DecodedPictures`. Pictures and masks share the limit of the cache.
     """
 
     def __init__(
@@ -105,34 +101,19 @@ class MaskedImages(Dataset[MaskedImage]):
         cache: CacheOptions | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.pictures, self.masks, self.channels = pictures, masks, channels
-        self.classes = list(classes)
-        """The names of the classes, by number."""
-        self.colors = list(colors)
-        """(red, green, blue) of each class, to draw it."""
-        self.notes = tuple(notes)
-        """Remarks for people about the way in which the source was read."""
+        kept = masks if masks is not None and len(classes) <= _KEPT_CLASSES else None
+        each = (
+            None if cache is None or cache.limit_bytes is None else cache.limit_bytes // (channels + (kept is not None))
+        )
+        own = cache if cache is None or each is None else replace(cache, limit_bytes=each * channels)
+        super().__init__(pictures, channels=channels, cache=own, notes=notes)
+        self.masks, self.classes, self.colors = masks, list(classes), list(colors)
         self.shorter_side = None if cache is None else cache.shorter_side
-        self.cache: DecodedCache | None = None
-        """The cache of pictures, whose `summary` is a line for the log. None: there is no cache."""
         self.mask_cache: DecodedCache | None = None
         """The cache of masks. None: there is no cache, or there are more than 255 classes."""
-        if cache is not None:
-            self._open_caches(cache)
-
-    def _open_caches(self, options: CacheOptions) -> None:
-        kept = self.masks if self.masks is not None and len(self.classes) <= _KEPT_CLASSES else None
-        limit, parts = options.limit_bytes, self.channels + (kept is not None)
-        per_part = None if limit is None else limit // parts
-        own = replace(options, limit_bytes=None if per_part is None else per_part * self.channels)
-        self.cache = open_cache(self.pictures, channels=self.channels, options=own)
-        if kept is not None:
+        if kept is not None and cache is not None:
             reduced_masks = _ReducedMasks(kept, self.shorter_side)  # the cache itself would blend class numbers
-            options = CacheOptions(limit_bytes=per_part, shorter_side=None)
-            self.mask_cache = open_cache(reduced_masks, channels=1, options=options)
-
-    def __len__(self) -> int:
-        return len(self.pictures)
+            self.mask_cache = open_cache(reduced_masks, channels=1, options=CacheOptions(limit_bytes=each))
 
     def __getitem__(self, index: int) -> MaskedImage:
         """A sample.
@@ -141,11 +122,7 @@ class MaskedImages(Dataset[MaskedImage]):
             DataError: a file cannot be read, or is no whole picture; the mask has another size than the picture, or a
                 value that is no class. The error names file and value.
         """
-
-        def read() -> npt.NDArray[np.uint8]:
-            return decode(self.pictures.read(index), channels=self.channels, where=self.pictures.where(index))
-
-        pixels = read() if self.cache is None else self.cache.pixels(index, read)
+        pixels = self.pixels(index)
         name = self.pictures.name(index)
         if self.masks is None:
             return MaskedImage(pixels, None, name)
@@ -167,10 +144,6 @@ class MaskedImages(Dataset[MaskedImage]):
         mask = kept.astype(np.int16)
         mask[kept == _KEPT_IGNORED] = IGNORED
         return mask
-
-    def where(self, index: int) -> str:
-        """The place of a picture, for messages."""
-        return self.pictures.where(index)
 
     def digest(self) -> str:
         """Hexadecimal digits that change where a picture or a mask changes: by size and time of the files, which are

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError, did_you_mean
+from lockstep.sources.class_table import listed
 from lockstep.sources.hub import offline_without_network
 
 PROCESSOR = "preprocessor_config.json"
 OTHER_LAYERS = "config_of_other_layers.json"
 """The config of an exported model that transformers cannot make."""
-_SHOWN = 8
 
 
 def import_transformers(kind: str, extra: str) -> Any:
@@ -253,8 +253,3 @@ def config_for_pipeline(model: Any) -> Any:
 def first_line(error: Exception) -> str:
     """The kind of an error and the first line of its text."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first names, separated by commas."""
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

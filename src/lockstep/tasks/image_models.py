@@ -6,10 +6,10 @@ import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -97,8 +97,15 @@ def _interpolates(forward: Callable[..., Any]) -> bool:
     return "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
-class Models(Protocol):
-    """Makes models of one library by name."""
+@dataclass(frozen=True)
+class Models:
+    """Makes models of one library by name. Without more, a model says no classes, and needs no files.
+
+    Args:
+        options: those of the task, with `model`, `new_head`, `scratch` and `channels`.
+    """
+
+    options: Any
 
     def classes(self, names: Sequence[str]) -> list[str]:
         """The classes in the order of the logits; `names` are those of the data.
@@ -106,11 +113,11 @@ class Models(Protocol):
         Raises:
             UsageError: the pretrained model has another number of classes.
         """
-        ...
+        return list(names)
 
     def pixels(self) -> Pixels:
         """What the model expects of pictures."""
-        ...
+        raise NotImplementedError
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
         """The model, and names of the weights that the pretrained model lacks.
@@ -119,31 +126,28 @@ class Models(Protocol):
             size: height and width in pixels of the largest training pictures.
             trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
         """
-        ...
+        raise NotImplementedError
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         """Write what `make` needs of a pretrained model besides its weights into `folder`."""
-        ...
 
-    def export(self, model: nn.Module, preparation: Any, folder: Path) -> list[str]:
+    def export(self, model: nn.Module, about: Mapping[str, Any], folder: Path) -> list[str]:
         """Write what the library needs to load the weights of `model` into `folder`. Returns warnings.
 
         Args:
-            preparation: how pictures are prepared for the model: the task's own `Preparation`.
+            about: how evaluations prepare pictures: see `ImagePresenter.preparation`.
         """
-        ...
+        return []
 
 
 @dataclass(frozen=True)
-class AutoModels:
-    """The models of one class `AutoModelFor...` of transformers. Of `Models`, tasks add `pixels` and `export`.
+class AutoModels(Models):
+    """The models of one class `AutoModelFor...` of transformers. Of `Models`, tasks add `pixels` and `processor`.
 
     Args:
-        options: those of the task, with `model`, `new_head`, `scratch` and `channels`.
         folder: where an earlier start of the run has kept the model's config. None: there is none.
     """
 
-    options: Any
     folder: Path | None
 
     kind: ClassVar[str]
@@ -152,18 +156,20 @@ class AutoModels:
     """What the models do, for errors."""
     head: ClassVar[str]
     """`For...`, as transformers names classes of models that do it."""
-    known_names: ClassVar[str]
+    known_names: ClassVar[str] = ""
     """The dict of transformers whose keys are the types of models."""
-    own: ClassVar[tuple[str, ...]]
+    own: ClassVar[tuple[str, ...]] = ()
     """The architectures of `task.scratch` that are not of transformers."""
     not_new: ClassVar[frozenset[str]] = frozenset()
     """Types of models that cannot be made without pretrained weights."""
     usual_size: ClassVar[int]
     """Height and width in pixels, where nothing says another size."""
-    unused: ClassVar[tuple[str, ...]]
+    unused: ClassVar[tuple[str, ...]] = ()
     """Parts of the names of parameters that have no part in the logits. Without a gradient, DDP would refuse them."""
+    problem: ClassVar[str | None] = None
+    """`problem_type` of the config, which is for classification."""
 
-    @functools.cached_property
+    @property  # a module in the object could not be sent to loader workers
     def _transformers(self) -> Any:
         return hugging_face.import_transformers(self.kind, "images")
 
@@ -178,27 +184,38 @@ class AutoModels:
             return hugging_face.load(self._transformers.AutoConfig.from_pretrained, "config", source)
         return self._new_config(size)
 
-    def _new_config(self, size: int) -> Any:
+    def architectures(self) -> list[str]:
+        """The model types that a new model may have."""
         # A dict of names: a loop over the mapping of classes would import every architecture.
         known = set(getattr(importlib.import_module("transformers.models.auto.modeling_auto"), self.known_names))
+        return [*self.own, *sorted(known - self.not_new)]
 
-        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-            values = {"image_size": size, "num_channels": self.options.channels}
-            return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
+    def defaults(self, kind: Any, names: Sequence[str], size: int) -> dict[str, Any]:
+        """Values of keys of a new model's config.
 
+        Args:
+            kind: the class of the config.
+            names: its keys.
+            size: height and width in pixels of the largest training pictures.
+        """
+        values = {"image_size": size, "num_channels": self.options.channels}
+        return {key: value for key, value in values.items() if key in names or key in kind.attribute_map}
+
+    def _new_config(self, size: int) -> Any:
         scratch = self.options.scratch
         return hugging_face.new_config(
             scratch.architecture,
-            known=[*self.own, *sorted(known - self.not_new)],
+            known=self.architectures(),
             what=self.what,
             sizes=scratch.sizes,
-            defaults=defaults,
+            defaults=lambda kind, names: self.defaults(kind, names, size),
         )
 
     def _config_of(self, classes: Sequence[str], size: int) -> Any:
         """The config of a model of these classes."""
         config = self.config(size)
         hugging_face.set_labels(config, classes)
+        config.problem_type = self.problem
         return config
 
     def classes(self, names: Sequence[str]) -> list[str]:
@@ -225,3 +242,20 @@ class AutoModels:
 
     def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
         self._config_of(classes, size).save_pretrained(folder)
+
+    def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys of `preprocessor_config.json` that the task adds: the class, and sizes."""
+        raise NotImplementedError
+
+    def export(self, model: nn.Module, about: Mapping[str, Any], folder: Path) -> list[str]:
+        processor = {
+            "do_resize": True,
+            "resample": {"bilinear": 2, "bicubic": 3}[about["interpolation"]],
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": about["mean"],
+            "image_std": about["std"],
+            **self.processor(about),
+        }
+        return hugging_face.save_for_image_pipeline(model, processor, folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,6 @@ from torch import nn
 from lockstep.errors import DataError, UsageError
 from lockstep.images.decode import image_size
 from lockstep.sources.image_records import ImageRecords
-from lockstep.tasks import hugging_face
 from lockstep.tasks.classification.convnet import ConvNet
 from lockstep.tasks.classification.options import AUTO, CONVNET, CONVNET4, RESNET9, TIMM, ClassificationOptions
 from lockstep.tasks.classification.resnet9 import ConvNet4, ResNet9
@@ -32,21 +30,6 @@ _WIDTHS = {
     CONVNET4: (32, 16),
     RESNET9: (16, 16),
 }  # the default, and what a width must be a multiple of
-
-
-class Preparation(NamedTuple):
-    """How pictures are prepared for a trained model."""
-
-    size: int
-    """Height and width in pixels."""
-    resize_to: int | None
-    """Length of the shorter side before the centre is cut out. None: the whole picture is resized."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    interpolation: str
-    """bilinear or bicubic."""
 
 
 def models_for(options: ClassificationOptions, folder: Path | None, *, architecture: str | None = None) -> Models:
@@ -85,14 +68,10 @@ def size_for(side: int) -> int:
 
 
 @dataclass(frozen=True)
-class SmallModels:
+class SmallModels(Models):
     """The small networks of Lockstep: that of the demo, and those of `image_folder`."""
 
-    options: ClassificationOptions
     name: str
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        return list(names)
 
     def pixels(self) -> Pixels:
         return Pixels(_CONVNET_SIZE, None, None)
@@ -114,21 +93,15 @@ class SmallModels:
         smallest = self.options.all_sizes(size)[0]
         return ConvNet(channels, len(classes), smallest, width), []
 
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        pass
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        return []
-
 
 class TransformersModels(AutoModels):
     """Every `AutoModelForImageClassification`."""
 
-    options: ClassificationOptions
     kind = "classification"
     what = "image classification"
     head = "ForImageClassification"
     known_names = "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"
+    problem = "single_label_classification"
     own = (CONVNET, CONVNET4, RESNET9, AUTO)
     not_new = frozenset({"timm_wrapper"})
     usual_size = _SIZE
@@ -139,33 +112,25 @@ class TransformersModels(AutoModels):
         size = said.get("crop_size") or said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
         return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        size = preparation.size
-        whole = {"size": {"height": size, "width": size}, "do_center_crop": False}
-        cut = {"size": {"shortest_edge": preparation.resize_to}, "crop_size": {"height": size, "width": size}}
-        processor = {
+    def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        side, resize = about["size"], about["eval_resize"]
+        square = {"height": side, "width": side}
+        cut = {"size": {"shortest_edge": resize}, "crop_size": square}
+        return {
             "image_processor_type": "BitImageProcessor",  # it resizes, cuts out the centre and normalises, as we do
-            "do_resize": True,
-            "resample": {"bilinear": 2, "bicubic": 3}[preparation.interpolation],
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": preparation.mean,
-            "image_std": preparation.std,
-            "do_convert_rgb": len(preparation.mean) == 3,
-            **(whole if preparation.resize_to is None else cut | {"do_center_crop": True}),
+            "do_convert_rgb": len(about["mean"]) == 3,
+            "do_center_crop": resize is not None,
+            **({"size": square} if resize is None else cut),
         }
-        return hugging_face.save_for_image_pipeline(model, processor, folder)
 
 
 @dataclass(frozen=True)
-class TimmModels:
+class TimmModels(Models):
     """Every model of timm."""
 
-    options: ClassificationOptions
     name: str
 
-    @functools.cached_property
+    @property
     def _timm(self) -> Any:
         try:
             return importlib.import_module("timm")
@@ -175,9 +140,6 @@ class TimmModels:
                 where=f"{TIMM}{self.name}",
                 remedy="pip install 'torch-lockstep[timm]'. timm needs a torchvision that fits the installed torch",
             ) from error
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        return list(names)
 
     def pixels(self) -> Pixels:
         config = self._timm.get_pretrained_cfg(self.name) if self.options.model else None
@@ -218,9 +180,3 @@ class TimmModels:
             remedy = f"give keys that timm's {self.name} takes"
             raise UsageError(str(error), where="task.scratch.sizes", remedy=remedy) from error
         return model
-
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        pass
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        return []

@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from lockstep.errors import DataError, UsageError
 from lockstep.images.augment import eval_picture, train_picture
 from lockstep.images.cache import CacheOptions, reduced
 from lockstep.images.decode import decode
 from lockstep.images.mix import draw_partner, mix
-from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.decoded_images import DecodedImage, DecodedImages
 from lockstep.sources.digits import Digits
 from lockstep.sources.image_records import ImageRecord, evaluation_source, read_image_records
 from lockstep.sources.labels import count_labels
 from lockstep.sources.labels import split as split_labels
-from lockstep.tasks.batch_norm import exchange_batch_norm
-from lockstep.tasks.class_weights import OnDevice, class_weights
 from lockstep.tasks.classification.models import median_side, models_for, size_for
 from lockstep.tasks.classification.options import AUTO, CONVNET4, RESNET9, ClassificationOptions, Decided
 from lockstep.tasks.classification.presenter import ClassificationPresenter
-from lockstep.tasks.image_models import logits_of
-from lockstep.tasks.kept import keep
-from lockstep.tasks.size_check import check_image_sizes
-from lockstep.tasks.task import Metrics, Task
+from lockstep.tasks.image_models import Models
+from lockstep.tasks.image_task import About, ImageTask
+from lockstep.tasks.task import Metrics
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -42,31 +34,20 @@ if TYPE_CHECKING:
 Batch = dict[str, Tensor]
 Sample = ImageRecord | DecodedImage | tuple[Tensor, int]
 
-_KEPT = "classification.json"
 _DIGITS = "digits"
 _DIGITS_SIZE = 8
 
 
 @dataclass(frozen=True)
-class About:
-    """What the task learns from its data and its model, and keeps with the run."""
+class ClassificationAbout(About):
+    """What the task keeps with the run. `counts` are samples."""
 
-    classes: list[str]
-    """Names of the classes, in the order of the logits."""
-    counts: list[int]
-    """Number of training samples of each class."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    size: int
-    """Height and width in pixels that suit the model."""
     side: int | None = None
     """The median of the shorter sides of the training pictures in pixels. None: nothing depends on it."""
 
 
 @final
-class Classification(Task):
+class Classification(ImageTask):
     """Each image has a label. The loss is the cross-entropy, summed over samples.
 
     The metrics are accuracy, top-k accuracy, macro F1 and the confusion matrix. A batch is a dict of `images`: uint8
@@ -80,36 +61,18 @@ class Classification(Task):
         cache: keep decoded pictures on disk, as `data.cache` says.
     """
 
+    options: ClassificationOptions
     presenter = ClassificationPresenter
+    kept = "classification.json"
+    about_type = ClassificationAbout
 
     def __init__(
         self, options: ClassificationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
-        self.options, self.train_source, self.cache = options, train, cache
-        self.eval_source = eval or (None if train == _DIGITS else evaluation_source(train))
-        self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self._trained = False
+        eval = eval or (None if train == _DIGITS else evaluation_source(train))
+        super().__init__(options, train, eval, cache)
 
-    def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the class names, the normalisation and the model's config in `folder`."""
-        self._trained = trained
-
-        def save(staging: Path) -> None:
-            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
-
-        keep(folder, _KEPT, lambda: self.about, save)
-        self.folder = folder
-        for name in ("about", "decided"):
-            self.__dict__.pop(name, None)  # it is read again from the file, so that it is the same on every rank
-
-    @cached_property
-    def about(self) -> About:
-        """The classes, and what the model expects of pictures."""
-        if self.folder is not None:
-            return About(**json.loads((self.folder / _KEPT).read_text()))
+    def learn(self) -> ClassificationAbout:
         records, options = self._records(self.train_source, "train", None), self.options
         if len(records.classes) < 2:
             what = f"there is only the class {records.classes[0]!r}" if records.classes else "there are no classes"
@@ -125,7 +88,7 @@ class Classification(Task):
         side = None
         if by_data or options.asks_the_pictures:
             side = _DIGITS_SIZE if digits else median_side(records)
-        return About(
+        return ClassificationAbout(
             classes=classes,
             counts=[counts.get(name, 0) for name in classes],
             mean=mean,
@@ -138,11 +101,6 @@ class Classification(Task):
     def decided(self) -> Decided:
         """The options that may be `auto`, as they are for the training pictures."""
         return self.options.decided(self.about.side)
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names, in the order of the logits."""
-        return self.about.classes
 
     # ---- data
 
@@ -208,17 +166,11 @@ class Classification(Task):
             return f"no image {of} is held back for evaluation ({keys}): there are too few images, or one of each class"
         return f"{len(held):,} {of} are held back for evaluation ({keys})"
 
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
-
     # ---- the model
 
-    @property
-    def _largest(self) -> int:
-        return self.options.all_sizes(self.about.size)[-1]
+    @cached_property
+    def models(self) -> Models:
+        return models_for(self.options, self.folder, architecture=self.decided.architecture)
 
     def model(self) -> nn.Module:
         options, about = self.options, self.about
@@ -227,12 +179,7 @@ class Classification(Task):
             what = f"pictures are resized to {options.eval_resize} pixels, but {size} are cut out of them"
             remedy = f"set it to {size} or more, or set task.eval_size"
             raise UsageError(what, where="task.eval_resize", remedy=remedy)
-        models = models_for(options, self.folder, architecture=self.decided.architecture)
-        model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
-        model = exchange_batch_norm(model, options.batch_norm)
-        sizes = options.all_sizes(about.size)
-        check_image_sizes(model, sizes, channels=options.channels, forward=logits_of, where="task.image_size")
-        return model
+        return super().model()
 
     # ---- from a picture to a batch
 
@@ -273,12 +220,9 @@ class Classification(Task):
         index = draw_partner(len(data), options.mix_probability)
         if index is None:
             return
-        try:
+        with self.partner(index, "mixing"):
             partner = data[index]
             image, label = self._image(partner, epoch, training=True), self._label(partner)
-        except DataError as error:
-            where = getattr(data, "where", str)(index)
-            raise DataError(f"the partner for mixing: {error.what}", where=where, remedy=error.remedy) from error
         item["images"], item["label_share"] = mix(
             item["images"], image, mixup_alpha=options.mixup_alpha, cutmix_alpha=self.decided.cutmix_alpha
         )
@@ -294,16 +238,6 @@ class Classification(Task):
 
     # ---- from a batch to a loss
 
-    @cached_property
-    def _weights(self) -> OnDevice:
-        """Weights of the classes."""
-        about = self.about
-
-        def count() -> Mapping[str, int]:
-            return dict(zip(about.classes, about.counts, strict=True))
-
-        return OnDevice(class_weights(self.options.class_weights, about.classes, count))
-
     def weight(self, batch: Batch) -> Tensor | None:
         """With class weights, the weights of the samples' labels; a mixed sample has both labels by their shares."""
         weights = self._weights.tensor
@@ -315,14 +249,9 @@ class Classification(Task):
         return (share * weights[batch["labels"]] + (1 - share) * weights[batch["partner_labels"]]).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        logits = self._logits(model, batch)
+        logits = self._logits(model, batch["images"])
         loss = self._loss(logits, batch, smoothing=self.options.label_smoothing if model.training else 0.0)
-        return loss, self._probabilities(logits.detach())
-
-    def _logits(self, model: nn.Module, batch: Batch) -> Tensor:
-        dtype = next(model.parameters()).dtype
-        logits = logits_of(model, normalise(batch["images"], self.about.mean, self.about.std, dtype=dtype))
-        return logits if logits.dtype == torch.float64 else logits.float()
+        return loss, logits.detach().softmax(dim=-1)
 
     def _loss(self, logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
         """The sum of the cross-entropies. A mixed sample has that of its own label and that of its partner's label,
@@ -343,10 +272,7 @@ class Classification(Task):
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         """Probabilities by class: (samples, classes)."""
-        return self._probabilities(self._logits(model, batch))
-
-    def _probabilities(self, logits: Tensor) -> Tensor:
-        return (logits if logits.dtype == torch.float64 else logits.float()).softmax(dim=-1)
+        return self._logits(model, batch["images"]).softmax(dim=-1)
 
     def metrics(self) -> Metrics:
         """`accuracy`, `accuracy_top5` (where there are more classes than that), `macro_f1`, and the matrix

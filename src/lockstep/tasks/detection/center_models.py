@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.tasks.detection.center_detector import CenterDetector, CenterOutput, best_boxes, group_norm
 from lockstep.tasks.detection.center_losses import center_losses
-from lockstep.tasks.detection.models import Detections, Preparation, Targets
-from lockstep.tasks.detection.options import CENTER, DetectionOptions
+from lockstep.tasks.detection.models import DetectionModels, Detections, Targets
+from lockstep.tasks.detection.options import CENTER
 from lockstep.tasks.image_models import Pixels
 
 _SIZE = 320  # pixels, where the config says no size
@@ -22,15 +21,10 @@ _BOX = 5.0  # as in the paper of `center_losses`, section 3.4
 
 
 @dataclass(frozen=True)
-class CenterModels:
+class CenterModels(DetectionModels):
     """Makes `CenterDetector`, and knows its losses and boxes."""
 
-    options: DetectionOptions
-    stretches = False
     suppresses = True
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        return list(names)
 
     def pixels(self) -> Pixels:
         return Pixels(_SIZE, None, None)
@@ -67,9 +61,3 @@ class CenterModels:
 
     def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
         return Detections(*best_boxes(model(images), size=(images.shape[-2], images.shape[-1]), most=most, overlap=1.0))
-
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        pass
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        return []

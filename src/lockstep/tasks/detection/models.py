@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.tasks.detection.options import CENTER, DetectionOptions
-from lockstep.tasks.image_models import Pixels
+from lockstep.tasks.image_models import Models
 
 
 def picture_of_each(counts: Tensor, total: int) -> Tensor:
@@ -94,59 +94,17 @@ class Detections(NamedTuple):
     """int64 (pictures, places): class numbers. -1 in places without a box."""
 
 
-class Preparation(NamedTuple):
-    """How pictures are prepared for a trained model."""
-
-    size: int
-    """Height and width in pixels of the square into which the whole picture is fitted, with padding at the right and
-    at the bottom."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    fill: int
-    """Grey level of the padding."""
-    score_threshold: float
-    """Boxes with a smaller score are not shown."""
-
-
-class DetectionModels(Protocol):
+class DetectionModels(Models):
     """Makes models of one kind, and knows their losses and their boxes."""
 
-    @property
-    def stretches(self) -> bool:
-        """Whether `forward` stretches each picture from its part that is no padding to its whole square."""
-        ...
-
-    @property
-    def suppresses(self) -> bool:
-        """Whether `detections` leaves out boxes that overlap a better box of their class."""
-        ...
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        """The classes in the order of the model's scores; `names` are those of the data.
-
-        Raises:
-            UsageError: the pretrained model has other classes.
-        """
-        ...
-
-    def pixels(self) -> Pixels:
-        """What the model expects of pictures."""
-        ...
-
-    def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
-        """The model, and names of the weights that the pretrained model lacks.
-
-        Args:
-            size: height and width in pixels of the largest pictures.
-            trained: whether a checkpoint provides the weights, so that pretrained weights are not needed.
-        """
-        ...
+    stretches: Any = False
+    """Whether `forward` stretches each picture from its part that is no padding to its whole square."""
+    suppresses: ClassVar[bool] = False
+    """Whether `detections` leaves out boxes that overlap a better box of their class."""
 
     def coefficients(self) -> Mapping[str, float]:
         """The factor of each head's mean in the total loss. Heads that are not named have the factor 1."""
-        ...
+        raise NotImplementedError
 
     def weights(self, targets: Targets) -> dict[str, Tensor]:
         """The units of each head: scalars, from the labels alone.
@@ -154,7 +112,7 @@ class DetectionModels(Protocol):
         The engine divides the sum of each head over the global batch by the sum of its units over the global batch.
         For most heads the unit is the box (`targets.counts.sum()`) or `targets.units()`.
         """
-        ...
+        raise NotImplementedError
 
     def forward(self, model: nn.Module, images: Tensor, shapes: Tensor, targets: Targets | None) -> Any:
         """The outputs of the model, for `losses` and `detections`.
@@ -164,14 +122,14 @@ class DetectionModels(Protocol):
             shapes: int64 (pictures, 2): height and width of the part of each picture that is no padding.
             targets: the true boxes while the model trains, for models that denoise them. Otherwise None.
         """
-        ...
+        raise NotImplementedError
 
     def losses(self, model: nn.Module, outputs: Any, targets: Targets) -> dict[str, Tensor]:
         """The SUM of each head's loss over the units that `weights` counts: scalars with the keys of `weights`.
 
         Every head depends on the outputs, also where a batch has no box: its sum is then zero times an output.
         """
-        ...
+        raise NotImplementedError
 
     def detections(self, model: nn.Module, outputs: Any, *, size: tuple[int, int], most: int) -> Detections:
         """The best boxes of each picture.
@@ -180,7 +138,7 @@ class DetectionModels(Protocol):
             size: height and width in pixels of the prepared pictures.
             most: the greatest number of boxes of a picture.
         """
-        ...
+        raise NotImplementedError
 
     def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
         """The best boxes of each picture, before non-maximum suppression, by operations that torch can trace.
@@ -189,15 +147,7 @@ class DetectionModels(Protocol):
             images: (pictures, channels, size, size), normalised; with `stretches`, without padding.
             shapes: as for `forward`. Boxes are in pixels of this part of the pictures, also with `stretches`.
         """
-        ...
-
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        """Write what `make` needs of a pretrained model besides its weights into `folder`."""
-        ...
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        """Write what the library needs to load the weights of `model` into `folder`. Returns warnings."""
-        ...
+        raise NotImplementedError
 
 
 def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModels:
@@ -212,5 +162,4 @@ def models_for(options: DetectionOptions, folder: Path | None) -> DetectionModel
         return CenterModels(options)
     from lockstep.tasks.detection.transformers_models import TransformersModels
 
-    models: DetectionModels = TransformersModels(options, folder)
-    return models
+    return TransformersModels(options, folder)

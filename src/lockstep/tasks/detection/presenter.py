@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +16,12 @@ from lockstep.sources.boxed_images import BoxedImage
 from lockstep.sources.coco_inputs import CocoNumbers, RunSource, UnlabelledImages, coco_inputs
 from lockstep.tasks.detection import program
 from lockstep.tasks.detection.matching import Matched, match
-from lockstep.tasks.detection.models import Preparation, models_for
-from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.image_presenter import ImagePresenter
 from lockstep.tasks.program import Program
 
 if TYPE_CHECKING:
     from lockstep.tasks.detection.task import Detection
 
-_SHOWN = 8
 _SIDE = 960  # pixels of image, truth and prediction side by side
 _DIGITS, _MORE_DIGITS = 4, 6
 _RECALLS = np.linspace(0, 1, 101)  # pycocotools' `recThrs`
@@ -35,7 +30,7 @@ Array = npt.NDArray[Any]
 Output = Mapping[str, Tensor]
 
 
-class DetectionPresenter(Presenter):
+class DetectionPresenter(ImagePresenter):
     """Shows image, true and found boxes side by side, and the average precision of each class. INPUT arguments are
     pictures, folders of pictures, and a COCO file that names pictures."""
 
@@ -219,46 +214,27 @@ class DetectionPresenter(Presenter):
         title = "precision over recall at IoU 0.50, with the average precision"
         return {"precision_recall": diagrams.panels({"": series}, title=title, x_label="recall", y_label="precision")}
 
-    def class_names(self) -> Sequence[str]:
-        return self.task.classes
+    def of_data(self, name: str, data: Any) -> list[str]:
+        counts, empty = data.class_counts(), int((data.counts == 0).sum())
+        without = f", {empty:,} without a box" if empty else ""
+        lines = [f"{name}: {len(data):,} images, {int(data.counts.sum()):,} boxes{without}"]
+        lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in self.task.classes))
+        if data.cache is not None:
+            lines.append(f"  {data.cache.summary()}")
+        lines += [f"  {line}" for line in doubles.of_boxes(data.annotations)]
+        return lines + [f"  {note}" for note in data.notes]
 
-    def epoch_header(self, epoch: int) -> str:
-        """The size of training pictures in an epoch, counted from 0."""
-        return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
-
-    def log_header(self) -> list[str]:
-        """The data, boxes by class, the sizes of pictures, and the weights that are new."""
-        task = self.task
-        options, about = task.options, task.about
-        lines = _of_data("training", task.train_data(), about.classes)
-        evaluation = task.eval_data()
-        if evaluation is not None:
-            lines += _of_data("evaluation", evaluation, about.classes)
-        lines += doubles.of_pictures(doubles.samples_of(task.train_data()), doubles.samples_of(evaluation))
-        lines += doubles.of_names(about.classes)
-        first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
-        grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
-        numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
-        size = options.size_for_evaluation(about.size)
-        lines.append(f"images: {grows}, evaluation {size} pixels; mean {numbers[0]}, standard deviation {numbers[1]}")
-        if options.tile:
-            lines.append(f"evaluation: pictures larger than {options.tile} pixels are cut into tiles")
-        if task.new_weights:
-            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
-            lines.append(f"not in {options.model}, so new: {shown}")
-        return lines
+    def of_evaluation(self) -> list[str]:
+        tile = self.task.options.tile
+        return [f"evaluation: pictures larger than {tile} pixels are cut into tiles"] if tile else []
 
     def program(self, model: nn.Module) -> Program:
         """Boxes, scores and labels in squares: see `detection.program`."""
         return program.program(self.task, model)
 
-    def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write `detection.json` (classes, and how evaluations prepare pictures), and what `transformers.pipeline`
-        needs if the model is of transformers: its config and the config of an image processor."""
-        task = self.task
-        about, options = task.about, task.options
-        written = asdict(about) | {
-            "size": options.size_for_evaluation(about.size),
+    def preparation(self) -> dict[str, Any]:
+        task, options = self.task, self.task.options
+        return super().preparation() | {
             "tile": options.tile,
             "tile_overlap": options.tile_overlap,
             "nms": options.nms,
@@ -267,19 +243,7 @@ class DetectionPresenter(Presenter):
             "most_boxes": options.most_boxes,
             "score_threshold": options.score_threshold,
             "fill": options.augment.fill,
-            "interpolation": options.augment.interpolation,
-            "channels": options.channels,
-            "batch_norm": options.batch_norm,
         }
-        (folder / "detection.json").write_text(json.dumps(written, indent=1))
-        preparation = Preparation(
-            size=options.size_for_evaluation(about.size),
-            mean=about.mean,
-            std=about.std,
-            fill=options.augment.fill,
-            score_threshold=options.score_threshold,
-        )
-        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,15 +254,3 @@ def _shown(output: Output, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
 
 def _rounded(box: Sequence[float]) -> list[float]:
     return [round(edge, 2) for edge in box]
-
-
-def _of_data(name: str, data: Any, classes: Sequence[str]) -> list[str]:
-    """Lines about the pictures and boxes that were read."""
-    counts, empty = data.class_counts(), int((data.counts == 0).sum())
-    without = f", {empty:,} without a box" if empty else ""
-    lines = [f"{name}: {len(data):,} images, {int(data.counts.sum()):,} boxes{without}"]
-    lines.append("  by class: " + ", ".join(f"{label} {counts[label]:,}" for label in classes))
-    if data.cache is not None:
-        lines.append(f"  {data.cache.summary()}")
-    lines += [f"  {line}" for line in doubles.of_boxes(data.annotations)]
-    return lines + [f"  {note}" for note in getattr(data, "notes", ())]

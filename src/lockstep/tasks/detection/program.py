@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from lockstep.images.normalise import normalise
 from lockstep.tasks.detection.models import Detections
 from lockstep.tasks.program import PICTURES, Program
 
@@ -25,8 +24,7 @@ class _BoxesInSquares(nn.Module):
 
     def forward(self, images: Tensor, shapes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         task = self.task
-        dtype = next(self.model.parameters()).dtype
-        normalised = normalise(images, task.about.mean, task.about.std, dtype=dtype)
+        normalised = task.normalised(self.model, images)
         found: Detections = task.models.candidates(self.model, normalised, shapes, most=task.options.most_boxes)
         return found.boxes, found.scores, found.labels
 

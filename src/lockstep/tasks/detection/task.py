@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from lockstep.errors import DataError
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.mosaic import draw_others, mosaic
-from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, stack_images
 from lockstep.sources.boxed_images import BoxedImage, BoxedImages, evaluation_part, read_boxed_images
 from lockstep.sources.class_table import read_class_table
-from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.detection.models import DetectionModels, Detections, Targets, models_for, picture_of_each
 from lockstep.tasks.detection.options import DetectionOptions
 from lockstep.tasks.detection.overlap import remaining
 from lockstep.tasks.detection.presenter import DetectionPresenter
 from lockstep.tasks.detection.views import View, in_picture, views
-from lockstep.tasks.kept import keep
-from lockstep.tasks.size_check import check_image_sizes
-from lockstep.tasks.task import Metrics, Task
+from lockstep.tasks.image_task import About, ImageTask
+from lockstep.tasks.task import Metrics
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -41,31 +35,20 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 
-_KEPT = "detection.json"
 _NO_ID = -1  # of pictures to predict that no file numbers: nothing looks for it
 _VIEWS = 8  # tiles that a model sees at a time, where a batch has more tiles than that and more than pictures
 
 
 @dataclass(frozen=True)
-class About:
-    """What the task learns from its data and its model, and keeps with the run."""
+class DetectionAbout(About):
+    """What the task keeps with the run. `counts` are boxes."""
 
-    classes: list[str]
-    """Names of the classes, in the order of their numbers."""
     category_ids: list[int]
     """The number of each class in the annotation file of the training data. Files of predictions use these numbers."""
-    counts: list[int]
-    """Number of training boxes of each class."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    size: int
-    """Height and width in pixels that suit the model."""
 
 
 @final
-class Detection(Task):
+class Detection(ImageTask):
     """Each image has any number of boxes with classes. The metrics are COCO's, by pycocotools.
 
     A batch is a dict. A picture has one view, or several if it is cut into tiles for an evaluation:
@@ -93,43 +76,22 @@ class Detection(Task):
     """
 
     presenter = DetectionPresenter
+    kept = "detection.json"
+    about_type = DetectionAbout
 
     def __init__(
         self, options: DetectionOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
-        self.options, self.train_source, self.cache = options, train, cache
-        self.eval_source = eval or evaluation_part(train)
+        super().__init__(options, train, eval or evaluation_part(train), cache)
         self.calls_vary = options.tile is not None
-        self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self._trained = False
 
-    def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the class names, the normalisation and the model's config in `folder`."""
-        self._trained = trained
-
-        def save(staging: Path) -> None:
-            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
-
-        keep(folder, _KEPT, lambda: self.about, save)
-        self.folder = folder
-        for name in ("about", "models"):  # they are read again from the file, so that they are the same on every rank
-            self.__dict__.pop(name, None)
-
-    @cached_property
-    def about(self) -> About:
-        """The classes, and what the model expects of pictures."""
-        if self.folder is not None:
-            return About(**json.loads((self.folder / _KEPT).read_text()))
-        data, options = self._read(self.train_source, "train", None), self.options
-        models = models_for(options, None)
-        classes, pixels = models.classes(data.classes), models.pixels()
+    def learn(self) -> DetectionAbout:
+        data, options = self.read(self.train_source, "train", None), self.options
+        classes, pixels = self.models.classes(data.classes), self.models.pixels()
         number = {name: place for place, name in enumerate(data.classes)}
         counts = data.class_counts()
         mean, std = pixels.mean_and_std(options)
-        return About(
+        return DetectionAbout(
             classes=classes,
             category_ids=[int(data.category_ids[number[name]]) for name in classes],
             counts=[counts[name] for name in classes],
@@ -138,11 +100,6 @@ class Detection(Task):
             size=pixels.size,
         )
 
-    @property
-    def classes(self) -> list[str]:
-        """Class names, in the order of their numbers."""
-        return self.about.classes
-
     @cached_property
     def models(self) -> DetectionModels:
         """What makes the model, and knows its losses and boxes."""
@@ -150,7 +107,7 @@ class Detection(Task):
 
     # ---- data
 
-    def _read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
+    def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> BoxedImages:
         options = self.options
         if classes is None and options.classes is not None:
             classes = read_class_table(options.classes).names
@@ -166,38 +123,11 @@ class Detection(Task):
             cache=self.cache,
         )
 
-    @cached_property
-    def _train(self) -> BoxedImages:
-        return self._read(self.train_source, "train", self.classes)
-
-    @cached_property
-    def _eval(self) -> BoxedImages | None:
-        return None if self.eval_source is None else self._read(self.eval_source, "eval", self.classes)
-
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
-
     # ---- the model
 
-    @property
-    def _largest(self) -> int:
-        return self.options.all_sizes(self.about.size)[-1]
-
-    def model(self) -> nn.Module:
-        options, about = self.options, self.about
-        model, self.new_weights = self.models.make(about.classes, size=self._largest, trained=self._trained)
-        model = exchange_batch_norm(model, options.batch_norm)
-
-        def forward(model: nn.Module, images: Tensor) -> Any:
-            shapes = torch.full((len(images), 2), images.shape[-1], device=images.device)
-            return self.models.forward(model, images, shapes, None)
-
-        sizes = options.all_sizes(about.size)
-        check_image_sizes(model, sizes, channels=options.channels, forward=forward, where="task.image_size")
-        return model
+    def trial(self, model: nn.Module, images: Tensor) -> Any:
+        shapes = torch.full((len(images), 2), images.shape[-1], device=images.device)
+        return self.models.forward(model, images, shapes, None)
 
     @property
     def coefficients(self) -> Mapping[str, float]:  # type: ignore[override]
@@ -248,11 +178,9 @@ class Detection(Task):
 
     def _other(self, index: int) -> BoxedImage:
         """A training sample for a mosaic."""
-        try:
-            return self._train[index]
-        except DataError as error:
-            where = self._train.where(index)
-            raise DataError(f"the partner for a mosaic: {error.what}", where=where, remedy=error.remedy) from error
+        with self.partner(index, "a mosaic"):
+            found: BoxedImage = self._train[index]
+        return found
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
         seen: list[View] = [view for sample in samples for view in sample["views"]]
@@ -310,9 +238,7 @@ class Detection(Task):
         return losses, self._together(found, batch)
 
     def _forward(self, model: nn.Module, images: Tensor, targets: Targets, *, training: bool) -> Any:
-        dtype = next(model.parameters()).dtype
-        normalised = normalise(images, self.about.mean, self.about.std, dtype=dtype)
-        return self.models.forward(model, normalised, targets.shapes, targets if training else None)
+        return self.models.forward(model, self.normalised(model, images), targets.shapes, targets if training else None)
 
     def _parts(self, model: nn.Module, batch: Batch, targets: Targets) -> Iterator[tuple[Any, Targets]]:
         """The outputs of the views of a batch, and their targets; of tiles a few at a time, to save memory."""

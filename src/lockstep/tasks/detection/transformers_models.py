@@ -7,23 +7,19 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError, did_you_mean
-from lockstep.tasks import hugging_face
+from lockstep.errors import UsageError
 from lockstep.tasks.detection import transformers_losses
-from lockstep.tasks.detection.models import Detections, Preparation, Targets
-from lockstep.tasks.detection.options import CENTER, DetectionOptions
+from lockstep.tasks.detection.models import DetectionModels, Detections, Targets
+from lockstep.tasks.detection.options import CENTER
 from lockstep.tasks.detection.transformers_boxes import Outputs, boxes_of, inside_of, labels_of, stretch
 from lockstep.tasks.detection.transformers_losses import Labels, Predictions, SetLosses
-from lockstep.tasks.image_models import Pixels, check_channels, processor_of, side_of
+from lockstep.tasks.image_models import AutoModels, Pixels, processor_of, side_of
 
-_WHAT = "object detection"
-_KIND = "detection"
 _SIZE = 640  # pixels, where nothing says another size
 _TIMM_BACKBONE = "timm_backbone"
 
@@ -57,27 +53,19 @@ _FAMILIES: Mapping[str, _Family] = {
 
 
 @dataclass(frozen=True)
-class TransformersModels:
+class TransformersModels(AutoModels, DetectionModels):
     """The detectors of transformers that `AutoModelForObjectDetection` makes."""
 
-    options: DetectionOptions
-    folder: Path | None
-    suppresses = False
-
-    @functools.cached_property
-    def _transformers(self) -> Any:
-        return hugging_face.import_transformers(_KIND, "images")
+    kind = "detection"
+    what = "object detection"
+    head = "ForObjectDetection"
+    usual_size = _SIZE
 
     @functools.cached_property
     def _loaded(self) -> Any:
         """The config of the model. Who changes it, copies it."""
-        transformers, options = self._transformers, self.options
-        source = self.folder if self.folder and (self.folder / "config.json").is_file() else options.model
-        if source:
-            config = hugging_face.load(transformers.AutoConfig.from_pretrained, "config", source)
-        else:
-            config = self._new_config()
-        key = "task.model" if options.model else "task.scratch.architecture"
+        config = super().config(_SIZE)
+        key = "task.model" if self.options.model else "task.scratch.architecture"
         if config.model_type not in _FAMILIES:
             remedy = f"there are: {', '.join(_FAMILIES)}"
             raise UsageError(f"no losses for a detector of type {config.model_type!r}", where=key, remedy=remedy)
@@ -97,33 +85,19 @@ class TransformersModels:
                 remedy="use a detector with a backbone of transformers; or pip install 'torch-lockstep[timm]'",
             )
 
-    def _new_config(self) -> Any:
-        scratch = self.options.scratch
+    def config(self, size: int) -> Any:
+        return self._loaded.__class__.from_dict(self._loaded.to_dict())
 
-        def defaults(kind: Any, names: Sequence[str]) -> dict[str, Any]:
-            values: dict[str, Any] = {"num_channels": self.options.channels}
-            size = self.options.all_sizes(_SIZE)[-1]
-            values["image_size"] = [size, size]
-            # Without pretrained weights, frozen statistics would never become those of the data.
-            values["freeze_backbone_batch_norms"] = False
-            known = {key: value for key, value in values.items() if key in names}
-            return known | ({} if "backbone_config" not in names else {"use_timm_backbone": False})
+    def architectures(self) -> list[str]:
+        return [CENTER, *_FAMILIES]
 
-        architecture = scratch.architecture
-        known = [CENTER, *_FAMILIES]
-        if architecture not in _FAMILIES:
-            remedy = f"{did_you_mean(architecture, known)}there are: {', '.join(known)}"
-            raise UsageError(
-                f"no {_WHAT} model of type {architecture!r}", where="task.scratch.architecture", remedy=remedy
-            )
-        return hugging_face.new_config(architecture, known=known, what=_WHAT, sizes=scratch.sizes, defaults=defaults)
-
-    def _config(self, classes: Sequence[str]) -> Any:
-        """A config of its own for a model of these classes."""
-        config = self._loaded.__class__.from_dict(self._loaded.to_dict())
-        hugging_face.set_labels(config, classes)
-        config.problem_type = None
-        return config
+    def defaults(self, kind: Any, names: Sequence[str], size: int) -> dict[str, Any]:
+        side = self.options.all_sizes(size)[-1]
+        values: dict[str, Any] = {"num_channels": self.options.channels, "image_size": [side, side]}
+        # Without pretrained weights, frozen statistics would never become those of the data.
+        values["freeze_backbone_batch_norms"] = False
+        known = {key: value for key, value in values.items() if key in names}
+        return known | ({} if "backbone_config" not in names else {"use_timm_backbone": False})
 
     @property
     def _family(self) -> _Family:
@@ -132,12 +106,6 @@ class TransformersModels:
     @functools.cached_property
     def _losses(self) -> SetLosses:
         return self._family.losses(self._loaded)
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        if not self.options.model:
-            return list(names)
-        head, new_head = "ForObjectDetection", self.options.new_head
-        return hugging_face.check_labels(self._loaded, names, head=head, name=self.options.model, new_head=new_head)
 
     def pixels(self) -> Pixels:
         said = processor_of(self.options.model)
@@ -148,15 +116,7 @@ class TransformersModels:
         return Pixels(size, [0.0] * self.options.channels, [1.0] * self.options.channels)
 
     def make(self, classes: Sequence[str], *, size: int, trained: bool) -> tuple[nn.Module, list[str]]:
-        config = self._config(classes)
-        check_channels(config, self.options.channels)
-        model, new = hugging_face.make_model(
-            self._transformers.AutoModelForObjectDetection,
-            config,
-            None if trained else self.options.model,
-            what=_WHAT,
-            new_head=self.options.new_head,
-        )
+        model, new = super().make(classes, size=size, trained=trained)
         _choose_trainable(model, pretrained=bool(self.options.model))
         made: Any = model
         made.loss_function = transformers_losses.keep_predictions
@@ -206,27 +166,17 @@ class TransformersModels:
     def candidates(self, model: nn.Module, images: Tensor, shapes: Tensor, *, most: int) -> Detections:
         return boxes_of(self._outputs(model, images, shapes, None), scores=self._family.scores, most=most)
 
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        self._config(classes).save_pretrained(folder)
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        square = {"height": preparation.size, "width": preparation.size}
-        fitted = {"max_height": preparation.size, "max_width": preparation.size}
+    def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        size = about["size"]
+        square, fitted = {"height": size, "width": size}, {"max_height": size, "max_width": size}
         stretched = self.stretches
-        processor = {
+        return {
             "image_processor_type": self._family.processor,
-            "do_resize": True,
             "resample": 2,  # bilinear
             "size": square if stretched else fitted,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": preparation.mean,
-            "image_std": preparation.std,
             "do_pad": not stretched,
             **({} if stretched else {"pad_size": square}),
         }
-        return hugging_face.save_for_image_pipeline(model, processor, folder)
 
 
 def _choose_trainable(model: Any, *, pretrained: bool) -> None:

@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.tasks import hugging_face
 from lockstep.tasks.image_models import AutoModels, Models, Pixels, processor_of, side_of
 from lockstep.tasks.segmentation.options import UNET, SegmentationOptions
 from lockstep.tasks.segmentation.unet import UNet
 
 _SIZE = 512  # pixels, where nothing says another size
 _UNET_SIZE = 256
-
-
-class Preparation(NamedTuple):
-    """How pictures are prepared for a trained model."""
-
-    size: int | None
-    """Shorter side in pixels, or with `square` both sides. None: the pictures' own size."""
-    square: bool
-    """Whether pictures are resized to squares."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    interpolation: str
-    """bilinear or bicubic."""
 
 
 def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
@@ -48,13 +31,8 @@ def models_for(options: SegmentationOptions, folder: Path | None) -> Models:
 
 
 @dataclass(frozen=True)
-class UNetModels:
+class UNetModels(Models):
     """The small U-Net."""
-
-    options: SegmentationOptions
-
-    def classes(self, names: Sequence[str]) -> list[str]:
-        return list(names)
 
     def pixels(self) -> Pixels:
         return Pixels(_UNET_SIZE, None, None)
@@ -72,17 +50,10 @@ class UNetModels:
                 raise UsageError(f"{value!r} does not suit", where=f"task.scratch.sizes.{key}", remedy=remedy)
         return UNet(self.options.channels, len(classes), **sizes), []
 
-    def save(self, classes: Sequence[str], *, size: int, folder: Path) -> None:
-        pass
-
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        return []
-
 
 class TransformersModels(AutoModels):
     """Every `AutoModelForSemanticSegmentation`."""
 
-    options: SegmentationOptions
     kind = "segmentation"
     what = "semantic segmentation"
     head = "ForSemanticSegmentation"
@@ -99,35 +70,19 @@ class TransformersModels(AutoModels):
             config.use_auxiliary_head = False
         return config
 
-    def _config_of(self, classes: Sequence[str], size: int) -> Any:
-        config = super()._config_of(classes, size)
-        config.problem_type = None  # it is for classification
-        return config
-
     def pixels(self) -> Pixels:
         said = processor_of(self.options.model)
         size = said.get("size") or getattr(self.config(_SIZE), "image_size", None) or _SIZE
         return Pixels(side_of(size, default=_SIZE), said.get("image_mean"), said.get("image_std"))
 
-    def export(self, model: nn.Module, preparation: Preparation, folder: Path) -> list[str]:
-        size = preparation.size
-        sides = {"height": size, "width": size} if preparation.square else {"shortest_edge": size}
-        processor = {
+    def processor(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        size, square = about["size"], about["eval_shape"] == "square"
+        return {
             "image_processor_type": "SegformerImageProcessor",  # it takes any size, and enlarges logits as we do
             "do_resize": size is not None,
-            "resample": {"bilinear": 2, "bicubic": 3}[preparation.interpolation],
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
             "do_reduce_labels": False,
-            "image_mean": preparation.mean,
-            "image_std": preparation.std,
-            "do_convert_rgb": len(preparation.mean) == 3,
-            **({} if size is None else {"size": sides}),
+            "do_convert_rgb": len(about["mean"]) == 3,
+            **(
+                {} if size is None else {"size": {"height": size, "width": size} if square else {"shortest_edge": size}}
+            ),
         }
-        return hugging_face.save_for_image_pipeline(model, processor, folder)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The number format of the first parameter."""
-    return next(model.parameters()).dtype

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,18 +14,16 @@ from torch.utils.data import Dataset
 
 from lockstep.images.mask import encode_mask
 from lockstep.observe import drawing
-from lockstep.sources import doubles
+from lockstep.sources.doubles import Samples
 from lockstep.sources.masked_images import masked_inputs
-from lockstep.tasks.presenter import Presenter
+from lockstep.tasks.image_presenter import ImagePresenter
 from lockstep.tasks.program import Program, program_of_images
 from lockstep.tasks.segmentation.losses import IGNORED
-from lockstep.tasks.segmentation.models import Preparation, models_for
 from lockstep.tasks.segmentation.windows import Window, Windows
 
 if TYPE_CHECKING:
     from lockstep.tasks.segmentation.task import Segmentation
 
-_SHOWN = 8
 _SIDE = 720  # pixels of image, truth and prediction side by side
 _ALPHA = 0.55
 _LEGEND = 240  # pixels: the least width of a legend below an overlay
@@ -39,12 +34,13 @@ _WIDER = 32  # pixels: the example of an export is no square
 Array = npt.NDArray[Any]
 
 
-class SegmentationPresenter(Presenter):
+class SegmentationPresenter(ImagePresenter):
     """Shows image, truth and prediction side by side, and the IoU of each class. INPUT arguments are pictures and
     folders of pictures."""
 
     task: Segmentation
     picture_side = _SIDE
+    square_evaluations = False
 
     def inputs(self, arguments: Sequence[str]) -> Dataset[Any]:
         """The pictures that the arguments name: files, folders, patterns and shards."""
@@ -137,9 +133,6 @@ class SegmentationPresenter(Presenter):
 
     # ---- an evaluation and a run
 
-    def class_names(self) -> Sequence[str]:
-        return self.task.classes
-
     def report(self, values: Mapping[str, Any], samples: Sequence[tuple[Any, Any]]) -> str:
         """IoU, and shares of true and predicted pixels of each class."""
         if "confusion" not in values:
@@ -148,35 +141,23 @@ class SegmentationPresenter(Presenter):
 
         return by_class(values, self.task.classes)
 
-    def epoch_header(self, epoch: int) -> str:
-        """The size of training pictures in an epoch, counted from 0."""
-        return f"image size {self.task.options.size_at(epoch, self.task.about.size)}"
+    def of_data(self, name: str, data: Any) -> list[str]:
+        pictures = data.pictures if isinstance(data, Windows) else data
+        windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
+        lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in pictures.notes)]
+        return lines if pictures.cache is None else [*lines, f"  {pictures.cache.summary()}"]
 
-    def log_header(self) -> list[str]:
-        """The data, the sizes of pictures, how evaluations see them, and the weights that are new."""
-        task = self.task
-        options, about = task.options, task.about
-        lines = _of_data("training", task.train_data())
-        evaluation = task.eval_data()
-        if evaluation is not None:
-            lines += _of_data("evaluation", evaluation)
-        whole = evaluation.pictures if isinstance(evaluation, Windows) else evaluation
-        lines += doubles.of_pictures(doubles.samples_of(task.train_data()), doubles.samples_of(whole))
-        lines.append(f"classes: {', '.join(about.classes)}")
-        lines += doubles.of_names(about.classes)
+    def samples(self, data: Any) -> Samples | None:
+        return super().samples(data.pictures if isinstance(data, Windows) else data)
+
+    def of_classes(self) -> list[str]:
+        about = self.task.about
+        lines = [f"classes: {', '.join(about.classes)}", *super().of_classes()]
         if about.unseen:
             lines.append(f"  no training mask has these classes of the evaluation masks: {', '.join(about.unseen)}")
-        first, last = options.size_at(0, about.size), options.size_at(10**9, about.size)
-        grows = f"{first}" if first == last else f"{first} in the first epoch, {last} in the last"
-        numbers = [", ".join(f"{value:.4g}" for value in part) for part in (about.mean, about.std)]
-        lines.append(f"images: {grows} pixels; mean {numbers[0]}, standard deviation {numbers[1]}")
-        lines.append(f"evaluation: {self._evaluation()}; counted at the original resolution")
-        if task.new_weights:
-            shown = ", ".join(task.new_weights[:_SHOWN]) + (", ..." if len(task.new_weights) > _SHOWN else "")
-            lines.append(f"not in {options.model}, so new: {shown}")
         return lines
 
-    def _evaluation(self) -> str:
+    def of_evaluation(self) -> list[str]:
         options = self.task.options
         if options.eval_window:
             way = f"windows of {options.eval_window} pixels that overlap by {options.eval_overlap:.0%} or more"
@@ -186,7 +167,8 @@ class SegmentationPresenter(Presenter):
             way = f"shorter side {options.eval_size} pixels"
         else:
             way = "pictures at their own size"
-        return f"{way}, with the mirror image" if options.flip_at_evaluation else way
+        mirrored = ", with the mirror image" if options.flip_at_evaluation else ""
+        return [f"evaluation: {way}{mirrored}; counted at the original resolution"]
 
     def program(self, model: nn.Module) -> Program:
         """Logits (pictures, classes, h, w) of prepared `images`, uint8 (pictures, channels, height, width)."""
@@ -200,32 +182,14 @@ class SegmentationPresenter(Presenter):
         width = size if square else size + _WIDER
         return program_of_images(task.logits_of_equal, model, (options.channels, size, width), varies=not square)
 
-    def export(self, model: nn.Module, folder: Path) -> list[str]:
-        """Write `segmentation.json` (classes, colours, ids in mask files, and how evaluations prepare pictures), and
-        what `transformers.pipeline` needs if the model is of transformers: its config and the config of an image
-        processor."""
-        task = self.task
-        about, options = task.about, task.options
-        square = options.eval_shape == "square"
-        size = options.size_for_evaluation(about.size) if square else options.eval_size
-        written = asdict(about) | {
-            "size": size,
+    def preparation(self) -> dict[str, Any]:
+        options = self.task.options
+        return super().preparation() | {
+            **({} if options.eval_shape == "square" else {"size": options.eval_size}),
             "eval_shape": options.eval_shape,
             "eval_window": options.eval_window,
             "eval_overlap": options.eval_overlap,
-            "interpolation": options.augment.interpolation,
-            "channels": options.channels,
-            "batch_norm": options.batch_norm,
         }
-        (folder / "segmentation.json").write_text(json.dumps(written, indent=1))
-        preparation = Preparation(
-            size=size,
-            square=square,
-            mean=about.mean,
-            std=about.std,
-            interpolation=options.augment.interpolation,
-        )
-        return models_for(options, task.folder).export(model, preparation, folder)
 
 
 def _part(sample: Any) -> tuple[Array, Any]:
@@ -235,12 +199,3 @@ def _part(sample: Any) -> tuple[Array, Any]:
     (top, left, _, _), (core_top, core_left, height, width) = sample.tile
     inside = (slice(core_top - top, core_top - top + height), slice(core_left - left, core_left - left + width))
     return sample.pixels[inside], None if sample.mask is None else sample.mask[inside]
-
-
-def _of_data(name: str, data: Any) -> list[str]:
-    """Lines about the pictures that were read."""
-    pictures = data.pictures if isinstance(data, Windows) else data
-    windows = f" in {len(data):,} windows" if isinstance(data, Windows) else ""
-    lines = [f"{name}: {len(pictures):,} pictures{windows}", *(f"  {note}" for note in getattr(pictures, "notes", ()))]
-    cache = getattr(pictures, "cache", None)
-    return lines if cache is None else [*lines, f"  {cache.summary()}"]

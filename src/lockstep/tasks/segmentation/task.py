@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import Dataset
 
 from lockstep.errors import DataError
 from lockstep.images import geometry
 from lockstep.images.augment import train_picture
 from lockstep.images.cache import CacheOptions
 from lockstep.images.mask import MaskKind
-from lockstep.images.normalise import normalise
 from lockstep.images.picture import Picture, contiguous, stack_images
 from lockstep.sources.mask_files import size_of
 from lockstep.sources.mask_layouts import evaluation_source_with_masks
@@ -29,22 +25,18 @@ from lockstep.sources.masked_images import (
     MOST_CHECKED,
     ClassPixels,
     MaskedImage,
-    MaskedImages,
     read_masked_images,
     unseen_classes,
 )
-from lockstep.tasks.batch_norm import exchange_batch_norm
-from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.image_models import logits_of
-from lockstep.tasks.kept import keep
+from lockstep.tasks.image_models import Models
+from lockstep.tasks.image_task import About, ImageTask
 from lockstep.tasks.segmentation import losses
 from lockstep.tasks.segmentation.losses import IGNORED
-from lockstep.tasks.segmentation.models import dtype_of, models_for
+from lockstep.tasks.segmentation.models import models_for
 from lockstep.tasks.segmentation.options import SegmentationOptions
 from lockstep.tasks.segmentation.presenter import SegmentationPresenter
 from lockstep.tasks.segmentation.windows import Tile, Window, Windows, tiles
-from lockstep.tasks.size_check import check_image_sizes
-from lockstep.tasks.task import Metrics, Task
+from lockstep.tasks.task import Metrics
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -52,27 +44,15 @@ if TYPE_CHECKING:
 Batch = dict[str, Any]
 Size = tuple[int, int]
 
-_KEPT = "segmentation.json"
-
 
 @dataclass(frozen=True)
-class About:
-    """What the task learns from its data and its model, and keeps with the run."""
+class SegmentationAbout(About):
+    """What the task keeps with the run. `counts` are pixels of masks that were counted: see `MaskedImages.check`."""
 
-    classes: list[str]
-    """Names of the classes, in the order of the logits."""
     colors: list[list[int]]
     """Red, green and blue of each class, 0 to 255, for pictures."""
-    counts: list[int]
-    """Number of training pixels of each class, in the masks that were counted: see `MaskedImages.check`."""
     masks: int
     """Training masks that were counted."""
-    mean: list[float]
-    """Mean of each channel, from 0 to 1."""
-    std: list[float]
-    """Standard deviation of each channel, from 0 to 1."""
-    size: int
-    """Height and width in pixels of training pictures that suit the model."""
     unseen: list[str] = field(default_factory=list)
     """Classes that occur in evaluation masks, and in no training mask. A model cannot learn them."""
     mask_kind: MaskKind = "palette"
@@ -83,7 +63,7 @@ class About:
 
 
 @final
-class Segmentation(Task):
+class Segmentation(ImageTask):
     """Each pixel has a class, or is ignored. Losses are sums over valid pixels, or over pictures; see `losses`.
 
     A training batch is a dict of `images`: uint8 (pictures, channels, size, size), and `masks`: int16 (pictures, size,
@@ -101,31 +81,19 @@ class Segmentation(Task):
     """
 
     presenter = SegmentationPresenter
+    kept = "segmentation.json"
+    about_type = SegmentationAbout
 
     def __init__(
         self, options: SegmentationOptions, train: str, eval: str | None = None, cache: CacheOptions | None = None
     ) -> None:
-        self.options, self.train_source, self.cache = options, train, cache
-        self.eval_source = eval or evaluation_source_with_masks(train)
+        super().__init__(options, train, eval or evaluation_source_with_masks(train), cache)
         self.calls_vary = options.eval_shape == "keep"
         names = list(options.losses)
         self.coefficients = {"loss" if len(names) == 1 else name: options.losses[name] for name in names}
-        self.folder: Path | None = None
-        """The folder that is kept with the run. None without a run."""
-        self.new_weights: list[str] = []
-        """Names of the weights that the pretrained model lacks. Known after `model`."""
-        self._trained = False
 
-    def setup(self, folder: Path, trained: bool) -> None:
-        """Keep the classes, the normalisation and the model's config in `folder`."""
-        self._trained = trained
-
-        def save(staging: Path) -> None:
-            models_for(self.options, None).save(self.about.classes, size=self._largest, folder=staging)
-
-        keep(folder, _KEPT, lambda: replace(self.about, unseen=self._check_evaluation()), save)
-        self.folder = folder
-        self.__dict__.pop("about", None)  # it is read again from the file, so that it is the same on every rank
+    def to_keep(self) -> Any:
+        return replace(self.about, unseen=self._check_evaluation())
 
     def _check_evaluation(self) -> list[str]:
         """Look for faults in the evaluation data before the first step.
@@ -140,24 +108,19 @@ class Segmentation(Task):
         training = ClassPixels(about.counts, ignored=0, masks=about.masks, of_masks=len(self._train))
         return unseen_classes(training, found, about.classes)
 
-    @cached_property
-    def about(self) -> About:
-        """The classes, and what the model expects of pictures."""
-        if self.folder is not None:
-            return About(**json.loads((self.folder / _KEPT).read_text()))
-        data, options = self._read(self.train_source, "train", None), self.options
+    def learn(self) -> SegmentationAbout:
+        data, options = self.read(self.train_source, "train", None), self.options
         names = list(data.classes)
         if len(names) < 2:
             remedy = "give two classes or more; the background is a class too"
             raise DataError(f"there is only the class {names[0]!r}", where=self.train_source, remedy=remedy)
         counted = data.check(len(data) if isinstance(options.class_weights, str) else MOST_CHECKED)
-        models = models_for(options, None)
-        classes, pixels = models.classes(names), models.pixels()
+        classes, pixels = self.models.classes(names), self.models.pixels()
         places = [names.index(name) if name in names else number for number, name in enumerate(classes)]
         mean, std = pixels.mean_and_std(options)
         assert data.masks is not None
         form = data.masks.form()
-        return About(
+        return SegmentationAbout(
             classes=classes,
             mask_kind=form.kind,
             ids=_ids(classes, form.ids),
@@ -169,22 +132,17 @@ class Segmentation(Task):
             size=pixels.size,
         )
 
-    @property
-    def classes(self) -> list[str]:
-        """Class names, in the order of the logits."""
-        return self.about.classes
-
     # ---- data
 
-    def _read(self, source: str, split: Literal["train", "eval"], names: list[str] | None) -> MaskedImages:
+    def read(self, source: str, split: Literal["train", "eval"], classes: list[str] | None) -> Any:
         options = self.options
-        return read_masked_images(
+        data = read_masked_images(
             source,
             key=f"data.{split}",
             split=split,
             classes=options.classes,
             ignore=options.ignore,
-            names=names,
+            names=classes,
             channels=options.channels,
             images=options.images if split == "train" else options.eval_images or options.images,
             image=options.columns.image,
@@ -193,40 +151,14 @@ class Segmentation(Task):
             cache=self.cache,
         )
 
-    @cached_property
-    def _train(self) -> MaskedImages:
-        return self._read(self.train_source, "train", self.classes)
-
-    @cached_property
-    def _eval(self) -> MaskedImages | Windows | None:
-        if self.eval_source is None:
-            return None
-        data, options = self._read(self.eval_source, "eval", self.classes), self.options
-        if options.eval_window is None:
+        if split == "train" or options.eval_window is None:
             return data
         sizes = [size_of(data.pictures, index) for index in range(len(data))]
         return Windows(data, sizes, side=options.eval_window, overlap=options.eval_overlap)
 
-    def train_data(self) -> Dataset[Any]:
-        return self._train
-
-    def eval_data(self) -> Dataset[Any] | None:
-        return self._eval
-
-    # ---- the model
-
-    @property
-    def _largest(self) -> int:
-        return self.options.all_sizes(self.about.size)[-1]
-
-    def model(self) -> nn.Module:
-        options, about = self.options, self.about
-        models = models_for(options, self.folder)
-        model, self.new_weights = models.make(about.classes, size=self._largest, trained=self._trained)
-        model = exchange_batch_norm(model, options.batch_norm)
-        sizes = options.all_sizes(about.size)
-        check_image_sizes(model, sizes, channels=options.channels, forward=logits_of, where="task.image_size")
-        return model
+    @cached_property
+    def models(self) -> Models:
+        return models_for(self.options, self.folder)
 
     # ---- from a picture to a batch
 
@@ -288,20 +220,6 @@ class Segmentation(Task):
 
     # ---- from a batch to a loss
 
-    @cached_property
-    def _weights(self) -> OnDevice:
-        """Weights of the classes."""
-        about, wanted = self.about, self.options.class_weights
-
-        def count() -> Mapping[str, int]:
-            return dict(zip(about.classes, about.counts, strict=True))
-
-        if wanted == "balanced_sqrt":
-            balanced = class_weights("balanced", about.classes, count)
-            assert balanced is not None
-            return OnDevice(balanced.sqrt())
-        return OnDevice(class_weights(wanted, about.classes, count))
-
     def weight(self, batch: Batch) -> Tensor | dict[str, Tensor]:
         """Valid pixels, with class weights their weights; for `dice` and `lovasz` pictures with valid pixels."""
         masks = batch["masks"]
@@ -348,10 +266,6 @@ class Segmentation(Task):
             else:
                 found[name] = losses.dice(logits, masks) if name == "dice" else losses.lovasz(logits, masks)
         return found
-
-    def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
-        logits = logits_of(model, normalise(images, self.about.mean, self.about.std, dtype=dtype_of(model)))
-        return logits if logits.dtype == torch.float64 else logits.float()
 
     # ---- outputs
 
