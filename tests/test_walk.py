@@ -41,7 +41,7 @@ TASK = {
     "tasks/classification/convnet.py",
     "tasks/classification/task.py",
     "tasks/counting.py",
-    "tasks/image_models.py",
+    "tasks/image_task.py",
     "tasks/image_options.py",
 }
 

@@ -16,7 +16,7 @@ from lockstep.engine.batch_norm import without_unsupported
 from lockstep.tasks.batch_norm import batch_norm_names, exchange_batch_norm
 from lockstep.tasks.classification.models import TransformersModels, models_for
 from lockstep.tasks.classification.options import ClassificationOptions
-from lockstep.tasks.image_models import logits_of
+from lockstep.tasks.image_task import logits_of
 from lockstep.tasks.size_check import check_image_sizes
 from tests import runs
 from tests.image_cases import RESNET, make_task, picture_folder

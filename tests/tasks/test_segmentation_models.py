@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep import LockstepError, Trainer
-from lockstep.tasks.image_models import logits_of
+from lockstep.tasks.image_task import logits_of
 from lockstep.tasks.segmentation.unet import UNet
 from tests import runs
 from tests.mask_cases import CLASSES, make_task, shapes_folder

@@ -72,43 +72,29 @@ def train_picture(
 
 
 def eval_picture(
-    picture: Picture, size: int | Size, *, resize: int | None, interpolation: Interpolation = "bilinear"
+    picture: Picture, size: int, *, resize: int | None, interpolation: Interpolation = "bilinear"
 ) -> Picture:
     """An evaluation picture: resized, and its centre cut out.
 
     Args:
-        size: side, or (height, width), of the result in pixels.
-        resize: length of the picture's shorter side before the cut, usually 8/7 of `size`. If `size` is no square, the
-            picture is resized so that it just covers a rectangle of the shape of `size` with this shorter side. None:
-            the whole picture is resized to `size`, whatever its shape.
+        size: side of the result in pixels.
+        resize: length of the picture's shorter side before the cut, usually 8/7 of `size`, at least `size`. None: the
+            whole picture is resized to `size`, whatever its shape.
 
     Raises:
-        UsageError: `resize` is smaller than the shorter side of `size`.
+        UsageError: `resize` is smaller than `size`.
     """
-    height, width = (size, size) if isinstance(size, int) else size
     if resize is None:
-        return contiguous(geometry.resize(picture, (height, width), interpolation=interpolation))
-    whole = covering_size(picture.size, (height, width), resize)
+        return contiguous(geometry.resize(picture, (size, size), interpolation=interpolation))
+    if resize < size:
+        what = f"pictures are resized to {resize} pixels, but {size} are cut out of them"
+        raise UsageError(what, remedy=f"resize to {size} or more")
+    # The longer side is rounded down, as in torchvision's `Resize`.
+    (height, width), shorter = picture.size, min(picture.size)
+    whole = max(int(resize * height / shorter), size), max(int(resize * width / shorter), size)
     # Halves are rounded down, as in the image processors of transformers, which exported models use.
-    top, left = (whole[0] - height) // 2, (whole[1] - width) // 2
-    return contiguous(geometry.resize_crop(picture, whole, (top, left, height, width), interpolation=interpolation))
-
-
-def covering_size(picture: Size, size: Size, resize: int) -> Size:
-    """The size to which `eval_picture` resizes a picture before it cuts out the centre.
-
-    The side that decides gets the exact length. The other is rounded down, as in torchvision's `Resize`.
-    """
-    shorter = min(size)
-    if resize < shorter:
-        raise UsageError(
-            f"pictures are resized to {resize} pixels, but {shorter} are cut out of them",
-            remedy=f"resize to {shorter} or more",
-        )
-    height, width = (side * resize / shorter for side in size)
-    if width * picture[0] <= height * picture[1]:  # the height decides, the width is more than is needed
-        return round(height), max(int(height * picture[1] / picture[0]), size[1])
-    return max(int(width * picture[0] / picture[1]), size[0]), round(width)
+    top, left = (whole[0] - size) // 2, (whole[1] - size) // 2
+    return contiguous(geometry.resize_crop(picture, whole, (top, left, size, size), interpolation=interpolation))
 
 
 def _crop(picture: Picture, size: Size, options: AugmentOptions, mask_fill: int, *, fit: Size) -> Picture:

@@ -18,15 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError, did_you_mean
-from lockstep.images.decode import image_size
 from lockstep.sources.class_table import listed
 from lockstep.sources.coco_file import Annotations
-from lockstep.sources.image_files import is_picture, left_out_below
+from lockstep.sources.image_files import is_picture, left_out_below, size_of_file
 from lockstep.sources.packed_text import PackedText
 
 Array = npt.NDArray[Any]
 _NOT_LABELS = ("classes.txt", "README.txt", "README.roboflow.txt", "README.dataset.txt")
-_HEADER = 1 << 18  # bytes of a picture file in which its size is found nearly always
 
 
 @dataclass
@@ -133,7 +131,7 @@ def read_yolo(images: Sequence[Path], names: Sequence[str] | None, *, whole_fold
     without = 0
     for path in images:
         file = label_file(path)
-        size = size_of(path)
+        size = size_of_file(str(path))
         before = len(out.labels)
         try:
             lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -170,26 +168,6 @@ def label_file(picture: Path) -> Path:
             parts[place] = "labels"
             break
     return Path(*parts).with_suffix(".txt")
-
-
-def size_of(path: Path) -> tuple[int, int]:
-    """(height, width) in pixels of the upright picture in a file, of which only the beginning is read if possible.
-
-    Raises:
-        DataError: the file cannot be read, or is no picture.
-    """
-    try:
-        with open(path, "rb") as file:
-            header = file.read(_HEADER)
-            try:
-                return image_size(header, where=str(path))
-            except DataError:
-                if len(header) < _HEADER:
-                    raise
-                return image_size(header + file.read(), where=str(path))
-    except OSError as error:
-        what = f"cannot be read: {error.strerror}"
-        raise DataError(what, where=str(path), remedy="check the path and its permissions") from error
 
 
 # ---- VOC
@@ -251,7 +229,8 @@ def _numbers(out: _Collected, names: Sequence[str]) -> list[int]:
             raise DataError(
                 f"class {label!r} is not among the {len(names)} classes",
                 where=f"{out.files[file]}: box {number}",
-                remedy=f"{did_you_mean(label, names)}The classes are: {listed(names)}. Remove the object, or train with it",
+                remedy=f"{did_you_mean(label, names)}The classes are: {listed(names)}. Remove the object, "
+                "or train with it",
             )
     return [places[label] for label in out.labels]
 

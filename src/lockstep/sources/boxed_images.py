@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,12 @@ import numpy.typing as npt
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.cache import CacheOptions
 from lockstep.sources.box_checks import OnBadBoxes, check_boxes, check_meaning
-from lockstep.sources.box_files import read_voc, read_yolo, size_of
+from lockstep.sources.box_files import read_voc, read_yolo
 from lockstep.sources.box_layouts import Layout, evaluation_part, find_layout
 from lockstep.sources.class_table import listed
 from lockstep.sources.coco_file import Annotations, read_coco
 from lockstep.sources.decoded_images import DecodedPictures
-from lockstep.sources.image_files import PictureFiles, missing_files
+from lockstep.sources.image_files import PictureFiles, missing_files, size_of_file
 from lockstep.sources.image_records import Split
 
 __all__ = ["BoxedImage", "BoxedImages", "evaluation_part", "read_boxed_images"]
@@ -158,17 +157,6 @@ class BoxedImages(DecodedPictures):
             "categories": [{"id": number, "name": name} for number, name in categories],
         }
 
-    def digest(self) -> str:
-        """Hexadecimal digits that change where a picture or an annotation changes. Pictures count by size and time of
-        their files."""
-        digest = hashlib.sha256(self.pictures.digest().encode())
-        digest.update(repr((self.classes, self.annotations.classes)).encode())
-        for field in fields(self.annotations):
-            value = getattr(self.annotations, field.name)
-            if isinstance(value, np.ndarray):
-                digest.update(f"{field.name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).data)
-        return digest.hexdigest()
-
 
 def read_boxed_images(
     source: str,
@@ -264,7 +252,7 @@ def _with_sizes(annotations: Annotations, pictures: PictureFiles) -> Annotations
         return annotations
     sizes = annotations.sizes.copy()
     for index in unknown.tolist():
-        sizes[index] = size_of(Path(pictures.path(index)))
+        sizes[index] = size_of_file(pictures.path(index))
     return replace(annotations, sizes=sizes)
 
 

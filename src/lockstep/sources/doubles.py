@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Subset
 
 from lockstep.errors import DataError
 from lockstep.sources.coco_file import Annotations
 from lockstep.sources.image_files import PictureFiles, Pictures
-from lockstep.sources.image_records import ImageRecords
+from lockstep.sources.image_records import ImageRecords, Part
 from lockstep.sources.image_shards import ShardPictures
 
 MOST_PICTURES = 20_000
@@ -39,8 +38,8 @@ class Samples(NamedTuple):
 
     pictures: Pictures
     labels: Array | None = None
-    """(pictures,): the label of each. None: labels are not compared."""
-    rows: Sequence[int] | None = None
+    """The label of each picture of the part. None: labels are not compared."""
+    rows: Array | None = None
     """The pictures that belong to the part. None: all."""
 
 
@@ -90,17 +89,13 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def samples_of(data: Any) -> Samples | None:
-    """The pictures of a data set of pictures, or of a part of it (`torch.utils.data.Subset`). None: it has none."""
-    rows = None
-    if isinstance(data, Subset):
-        data, rows = data.dataset, list(data.indices)
+    """The pictures of a data set of pictures. None: it has none."""
     records = getattr(data, "records", data)
     pictures = getattr(records, "pictures", None)
-    return (
-        None
-        if pictures is None
-        else Samples(pictures, records.labels if isinstance(records, ImageRecords) else None, rows)
-    )
+    labels = records.labels if isinstance(records, ImageRecords) else None
+    if isinstance(pictures, Part):
+        return Samples(pictures.pictures, labels, pictures.rows)
+    return None if pictures is None else Samples(pictures, labels)
 
 
 def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[str]:
@@ -127,7 +122,7 @@ def of_pictures(training: Samples | None, evaluation: Samples | None) -> list[st
             seen += 1
             size, file = found
             name = part.pictures.name(index)
-            label = None if part.labels is None else np.asarray(part.labels[index]).tobytes()
+            label = None if part.labels is None else np.asarray(part.labels[place]).tobytes()
             if number == 0 and file in known:
                 twice.append((name, known[file]))
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter, defaultdict
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import SKIP, DataError, did_you_mean
-from lockstep.images.decode import reads_heif
+from lockstep.images.decode import image_size, reads_heif
 from lockstep.sources.class_table import listed
 from lockstep.sources.input_files import special_files
 from lockstep.sources.packed_text import PackedText
@@ -24,6 +25,9 @@ HEIF_SUFFIXES = (".heic", ".heif")
 """Suffixes of files that are pictures where `pillow-heif` is installed."""
 _OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files that file managers leave in folders
 _SHOWN = 8
+_HEAD = 65536  # bytes of a file in which its size is found
+_PNG_HEAD = 4096  # the same, of a PNG file
+_PNG = b"\x89PNG\r\n\x1a\n"
 _FEW = 32  # files of a folder that are looked for one by one
 
 Array = npt.NDArray[Any]
@@ -110,6 +114,32 @@ def add_file(digest: Any, path: str | Path, *, name: str) -> None:
         digest.update(f"{name!a}|".encode())
 
 
+def size_of_file(path: str, *, where: str | None = None) -> tuple[int, int]:
+    """(height, width) in pixels of the upright picture in a file, of which only the beginning is read if possible.
+
+    A PNG file may have its orientation behind the pixels.
+
+    Args:
+        where: the place of the picture, for messages. None: its path.
+
+    Raises:
+        DataError: the file cannot be read, or is no picture.
+    """
+    where = path if where is None else where
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_PNG_HEAD)
+            if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
+                return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
+            with contextlib.suppress(DataError):
+                head += file.read(_HEAD)
+                return image_size(head, where=where)
+            return image_size(head + file.read(), where=where)
+    except OSError as error:
+        what = f"cannot be read: {error.strerror}"
+        raise DataError(what, where=where, remedy="check the path and its permissions") from error
+
+
 def picture_suffixes() -> tuple[str, ...]:
     """Suffixes of picture files that can be read here, in lower case."""
     return SUFFIXES + HEIF_SUFFIXES if reads_heif() else SUFFIXES
@@ -160,8 +190,8 @@ def class_folders(root: Path) -> list[str]:
 
 def read_class_folders(
     root: Path, classes: Sequence[str] | None
-) -> tuple[PictureFiles, list[str], Array, tuple[str, ...]]:
-    """The pictures in `root/CLASS/`, at any depth: pictures, class names, the class number of each picture, notes.
+) -> tuple[PictureFiles, Array, list[str], tuple[str, ...]]:
+    """The pictures in `root/CLASS/`, at any depth: pictures, the class number of each, class names, notes.
 
     Args:
         classes: the classes of the training data. None: the folders are the classes.
@@ -186,7 +216,8 @@ def read_class_folders(
         raise DataError(
             f"class {unknown[0]!r} is not among the {len(known)} classes of the training data{more}",
             where=str(root / unknown[0]),
-            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed(known)}. Remove this folder, or train with it",
+            remedy=f"{did_you_mean(unknown[0], known)}The classes are: {listed(known)}. Remove this folder, "
+            "or train with it",
         )
     names: list[str] = []
     counts: list[int] = []
@@ -201,7 +232,7 @@ def read_class_folders(
     with os.scandir(root) as entries:
         beside = sum(is_picture(entry.name) for entry in entries)
     notes = (f"{beside} pictures in {root} are in no class folder and are left out",) if beside else ()
-    return PictureFiles(root, names), known, codes, (*notes, *left_out(others, root))
+    return PictureFiles(root, names), codes, known, (*notes, *left_out(others, root))
 
 
 def _other_recipe(folders: Sequence[str]) -> str | None:

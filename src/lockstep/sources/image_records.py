@@ -63,6 +63,7 @@ class ImageRecords(Dataset[ImageRecord]):
         """The class number of each picture, or -1: (pictures,) int64."""
         self.classes = list(classes)
         """The names of the classes, by number."""
+        self.names, self.codes = self.classes, self.labels  # as `match_labels` calls them
         self.notes = tuple(notes)
         """Remarks for people about the way in which the source was read."""
 
@@ -88,10 +89,10 @@ class ImageRecords(Dataset[ImageRecord]):
 
     def part(self, rows: Array) -> ImageRecords:
         """The pictures at `rows`, (pictures of the part,) int64, in this order."""
-        return ImageRecords(_Part(self.pictures, rows), self.labels[rows], self.classes, self.notes)
+        return ImageRecords(Part(self.pictures, rows), self.labels[rows], self.classes, self.notes)
 
 
-class _Part:
+class Part:
     """Some pictures of a source."""
 
     def __init__(self, pictures: Pictures, rows: Array) -> None:
@@ -155,17 +156,7 @@ def read_image_records(
         raise DataError(f"{key} holds no picture", where=source, remedy="give a source with pictures")
     if classes is None or records.classes == list(classes):
         return records
-    return ImageRecords(records.pictures, match_labels(_Labelled(records), classes), classes, records.notes)
-
-
-class _Labelled:
-    """Records as `match_labels` takes them."""
-
-    def __init__(self, records: ImageRecords) -> None:
-        self.names, self.codes, self.where = records.classes, records.labels, records.where
-
-    def __len__(self) -> int:
-        return len(self.codes)
+    return ImageRecords(records.pictures, match_labels(records, classes), classes, records.notes)
 
 
 def _read(
@@ -186,36 +177,41 @@ def _read(
     if source.lower().endswith(_TABLES) and not path.is_dir():
         if path.is_file() and path.suffix.lower() == ".parquet" and image_table.holds_pictures(path):
             return _data_set(_from_parquet(source), source, image=image, label=label)
-        files, names, codes = image_table.read_paths(Source(source, **csv), image=image, label=label)
-        return ImageRecords(files, codes, names)
+        return ImageRecords(*image_table.read_paths(Source(source, **csv), image=image, label=label))
     if path.is_dir() and not is_saved_data_set(path):
         folder = part_of_folder(path, split) or path
         if image_shards.has_shards(folder):
             return _shards(str(folder), label)
-        return ImageRecords(*_arranged(image_files.read_class_folders(folder, classes)))
-    found = Source.parse(source, split="", subset=subset)
-    is_path = (
-        path.is_absolute() or source.startswith(".") or source.count("/") > 1
-    )  # names on the hub are not like that
-    if path.is_file() or (is_path and not Path(found.name).is_dir()):
-        neighbours = os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else []
-        what = f"{key} is no source of pictures" if path.exists() else "no such file or folder"
-        hint = did_you_mean(path.name, neighbours)
-        hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
-        remedy = f"{hint}Give a folder with a folder for each class, a table ({', '.join(_TABLES)}), or .tar shards"
-        raise DataError(what, where=source, remedy=remedy)
+        return ImageRecords(*image_files.read_class_folders(folder, classes))
+    remedy = f"Give a folder with a folder for each class, a table ({', '.join(_TABLES)}), or .tar shards"
+    found = named_data_set(source, subset, key=key, what="pictures", remedy=remedy)
     return _from_data_set(found, split, image=image, label=label)
 
 
-def _arranged(
-    read: tuple[Pictures, list[str], Array, tuple[str, ...]],
-) -> tuple[Pictures, Array, list[str], tuple[str, ...]]:
-    pictures, names, codes, notes = read
-    return pictures, codes, names, notes
+def named_data_set(source: str, subset: str | None, *, key: str, what: str, remedy: str) -> Source:
+    """The data set that a source names: on the hub, or in a folder that `datasets` saved.
+
+    Args:
+        what: is read, for errors.
+
+    Raises:
+        DataError: the source is a path, where there is no such folder. The error ends with `remedy`.
+    """
+    found = Source.parse(source, split="", subset=subset)
+    path = Path(found.name)
+    is_path = (
+        path.is_absolute() or source.startswith(".") or source.count("/") > 1
+    )  # names on the hub are not like that
+    if path.is_file() or (is_path and not path.is_dir()):
+        hint = did_you_mean(path.name, os.listdir(path.parent) if path.parent.is_dir() and not path.exists() else [])
+        hint = "Unpack it first. " if path.is_file() and path.suffix.lower() in _ARCHIVES else hint
+        fault = f"{key} is no source of {what}" if path.exists() else "no such file or folder"
+        raise DataError(fault, where=source, remedy=f"{hint}{remedy}")
+    return found
 
 
 def _shards(source: str, label: str | int | None) -> ImageRecords:
-    return ImageRecords(*_arranged(image_shards.read_shards(source, label="label" if label is None else str(label))))
+    return ImageRecords(*image_shards.read_shards(source, label="label" if label is None else str(label)))
 
 
 def is_saved_data_set(folder: Path) -> bool:
@@ -261,8 +257,7 @@ def open_data_set(source: Source, split: Split) -> tuple[Any, str]:
 
 
 def _data_set(data: Any, name: str, *, image: str | int | None, label: str | int | None) -> ImageRecords:
-    pictures, names, codes = image_table.read_data_set(data, image=image, label=label, name=name)
-    return ImageRecords(pictures, codes, names)
+    return ImageRecords(*image_table.read_data_set(data, image=image, label=label, name=name))
 
 
 def saved_splits(folder: Path) -> list[str]:
@@ -329,7 +324,7 @@ def unlabelled_pictures(arguments: Sequence[str]) -> ImageRecords:
         if len(arguments) > 1:
             remedy = "give one .tar or one pattern of them, or picture files and folders"
             raise DataError("shards are not read together with other arguments", where=shards[0], remedy=remedy)
-        pictures, _, codes, notes = image_shards.read_shards(shards[0], label="label", labelled=False)
+        pictures, codes, _, notes = image_shards.read_shards(shards[0], label="label", labelled=False)
         return ImageRecords(pictures, np.full(len(codes), -1), [], notes)
     paths = [str(path) for path in find_files(arguments, image_files.picture_suffixes())]
     notes = image_files.left_out_below(path for path in map(Path, arguments) if path.is_dir())

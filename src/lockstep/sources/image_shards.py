@@ -171,8 +171,8 @@ class ShardPictures:
 
 def read_shards(
     source: str, *, label: str, labelled: bool = True
-) -> tuple[ShardPictures, list[str], Array, tuple[str, ...]]:
-    """The pictures of shards: pictures, class names (sorted; numbers by value), the class number of each, and notes.
+) -> tuple[ShardPictures, Array, list[str], tuple[str, ...]]:
+    """The pictures of shards: pictures, the class number of each, class names (sorted; numbers by value), notes.
 
     Args:
         source: see `find_shards`.
@@ -200,7 +200,7 @@ def read_shards(
     codes = [np.array([*(place[name] for name in index.labels), -1], dtype=np.int64)[index.codes] for index in indices]
     others = sum(index.others for index in indices)
     notes = (f"{others} members of {len(shards)} shards belong to no picture and are left out",) if others else ()
-    return ShardPictures(shards, indices), names, np.concatenate(codes), notes
+    return ShardPictures(shards, indices), np.concatenate(codes), names, notes
 
 
 def _indices(shards: Sequence[Path], label: str) -> list[ShardIndex]:

@@ -36,8 +36,8 @@ class TablePlaces:
         return f"{self.name}:{self.lines[row]}" if self.by_line else f"{self.name}, row {self.lines[row]}"
 
 
-def read_paths(source: Source, *, image: Column, label: Column) -> tuple[PictureFiles, list[str], Array]:
-    """The pictures that a table names by path, the names of its classes, and the class number of each picture.
+def read_paths(source: Source, *, image: Column, label: Column) -> tuple[PictureFiles, Array, list[str]]:
+    """The pictures that a table names by path, the class number of each picture, and the names of the classes.
 
     Args:
         source: a table file. Paths in it are relative to its folder.
@@ -62,7 +62,7 @@ def read_paths(source: Source, *, image: Column, label: Column) -> tuple[Picture
     values = table.columns[path]
     root = Path(source.name).parent
     _check_paths(values, root=root, column=path, place=TablePlaces(table))
-    return PictureFiles(root, values, TablePlaces(table)), names, codes
+    return PictureFiles(root, values, TablePlaces(table)), codes, names
 
 
 def _column(given: Column, names: Sequence[str], *, usual_names: Sequence[str], role: str, where: str) -> str:
@@ -142,8 +142,8 @@ class DataSetPictures:
                 yield from paths.filter(held.is_null()).drop_null().to_pylist()
 
 
-def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tuple[DataSetPictures, list[str], Array]:
-    """The pictures of a `datasets.Dataset`, the names of its classes, and the class number of each picture.
+def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tuple[DataSetPictures, Array, list[str]]:
+    """The pictures of a `datasets.Dataset`, the class number of each picture, and the names of the classes.
 
     Args:
         image: a column of type Image, by name or place. None: the only one, or the one with a usual name.
@@ -164,7 +164,7 @@ def read_data_set(data: Any, *, image: Column, label: Column, name: str) -> tupl
     names, codes = single_labels(
         values, classes, column=target, where=lambda row: f"{name}, row {row}", for_lists=_FOR_LISTS
     )
-    return data_set_pictures(data, column, name=name), names, codes
+    return data_set_pictures(data, column, name=name), codes, names
 
 
 def picture_column(

@@ -14,14 +14,11 @@ import numpy.typing as npt
 from lockstep.errors import DataError, did_you_mean
 from lockstep.images.decode import image_size
 from lockstep.images.mask import MaskKind, decode_mask
-from lockstep.sources.image_files import PictureFiles, Pictures, pictures_below
+from lockstep.sources.image_files import PictureFiles, Pictures, pictures_below, size_of_file
 from lockstep.sources.mask_lookup import MaskLookup
 
 IMAGES, MASKS = "images", "masks"
 """Names of the folders with pictures, and with their masks."""
-_HEAD = 65536  # bytes of a file in which its size is found
-_PNG_HEAD = 4096  # the same, of a PNG file
-_PNG = b"\x89PNG\r\n\x1a\n"
 
 Array = npt.NDArray[Any]
 Size = tuple[int, int]
@@ -140,26 +137,14 @@ def size_of(pictures: Pictures, index: int, *, whole: bool = False) -> Size:
     """(height, width) in pixels of an encoded picture, upright.
 
     Args:
-        whole: read the whole file. Otherwise its beginning, where almost every file has its size. A PNG file may have
-            its orientation behind the pixels.
+        whole: read the whole file. Otherwise its beginning, where almost every file has its size.
 
     Raises:
         DataError: the file cannot be read, or is no picture.
     """
     if whole or not isinstance(pictures, PictureFiles):
         return image_size(pictures.read(index), where=pictures.where(index))
-    try:
-        with open(pictures.path(index), "rb") as file:
-            head = file.read(_PNG_HEAD)
-            head += b"" if head.startswith(_PNG) else file.read(_HEAD)
-    except OSError:
-        return size_of(pictures, index, whole=True)  # the error says more
-    if head.startswith(_PNG) and len(head) >= 24 and b"eXIf" not in head:
-        return int.from_bytes(head[20:24], "big"), int.from_bytes(head[16:20], "big")
-    try:
-        return image_size(head, where=pictures.where(index))
-    except DataError:
-        return size_of(pictures, index, whole=True)
+    return size_of_file(pictures.path(index), where=pictures.where(index))
 
 
 def read_mask_folder(folder: Path, part: str = "") -> tuple[PictureFiles, PictureFiles]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import SKIP, DataError, did_you_mean
+from lockstep.errors import SKIP, DataError
 from lockstep.images.cache import CacheOptions, DecodedCache, reduced_size
 from lockstep.sources import coco_masks, mask_files
 from lockstep.sources.box_layouts import find_layout
@@ -33,6 +32,7 @@ from lockstep.sources.image_files import PictureFiles, Pictures, left_out_below
 from lockstep.sources.image_records import (
     Split,
     is_saved_data_set,
+    named_data_set,
     open_data_set,
     part_of_folder,
     unlabelled_pictures,
@@ -41,7 +41,6 @@ from lockstep.sources.image_table import IMAGE, data_set_pictures, picture_colum
 from lockstep.sources.mask_files import EncodedMasks, Masks
 from lockstep.sources.mask_layouts import class_file, inner_part, is_coco
 from lockstep.sources.mask_lookup import IGNORED, MaskLookup
-from lockstep.sources.table import Source
 
 MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "label", "labels", "segmentation", "segmentation_mask")
 """Usual names of columns that hold masks."""
@@ -144,12 +143,6 @@ class MaskedImages(DecodedPictures):
         mask = kept.astype(np.int16)
         mask[kept == _KEPT_IGNORED] = IGNORED
         return mask
-
-    def digest(self) -> str:
-        """Hexadecimal digits that change where a picture or a mask changes: by size and time of the files, which are
-        not read; and where the meaning of the masks' values changes."""
-        masks = "" if self.masks is None else self.masks.digest()
-        return hashlib.sha256(f"{self.pictures.digest()}|{masks}|{self.classes}".encode()).hexdigest()
 
     def check(self, most: int = MOST_CHECKED) -> ClassPixels:
         """Look for faults before training, and count the pixels of each class.
@@ -380,14 +373,8 @@ def _columns(
     source: str, split: Split, *, key: str, columns: tuple[str | int | None, str | int | None], subset: str | None
 ) -> tuple[Pictures, Pictures]:
     """The columns of pictures and of masks of a data set of `datasets`."""
-    found = Source.parse(source, split="", subset=subset)
-    path = Path(found.name)
-    is_path = path.is_absolute() or source.startswith(".") or source.count("/") > 1  # no names on the hub
-    if path.is_file() or (is_path and not path.is_dir()):
-        near = [name.name for name in path.parent.iterdir()] if path.parent.is_dir() and not path.exists() else []
-        what = f"{key} is no source of pictures with masks" if path.exists() else "no such file or folder"
-        remedy = f"{did_you_mean(path.name, near)}Give a folder with images/ and masks/, or a COCO file (.json)"
-        raise DataError(what, where=source, remedy=remedy)
+    remedy = "Give a folder with images/ and masks/, or a COCO file (.json)"
+    found = named_data_set(source, subset, key=key, what="pictures with masks", remedy=remedy)
     data, name = open_data_set(found, split)
     mask = picture_column(data, columns[1], role="mask", usual_names=MASK_COLUMNS, name=name)
     image = picture_column(data, columns[0], role="image", usual_names=IMAGE, name=name, other=mask)

@@ -8,6 +8,8 @@ import json
 import os
 import platform
 import tarfile
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +96,7 @@ def _read(place: Path, key: dict[str, Any]) -> ShardIndex | None:
             if about["key"] != key:
                 return None
             arrays = [kept[name] for name in ("offsets", "sizes", "codes")]
-    except Exception:  # whatever is wrong with it, it can be made again
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zlib.error, zipfile.BadZipFile):  # it can be made again
         return None
     return ShardIndex(
         size=key["size"],

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.images.normalise import IMAGENET_MEAN, IMAGENET_STD
@@ -78,23 +76,6 @@ def check_channels(config: Any, channels: int) -> None:
     if wanted != channels:
         what = f"the model takes pictures of {wanted} channels, and task.channels is {channels}"
         raise UsageError(what, where="task.channels", remedy=f"set task.channels={wanted}")
-
-
-def logits_of(model: nn.Module, images: Tensor) -> Tensor:
-    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
-    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
-
-    Position embeddings of transformers' models are interpolated to the size of the images.
-    """
-    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
-    output = model(images, **options)
-    logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    return logits
-
-
-@functools.cache
-def _interpolates(forward: Callable[..., Any]) -> bool:
-    return "interpolate_pos_encoding" in inspect.signature(forward).parameters
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,7 +20,7 @@ from lockstep.images.cache import CacheOptions
 from lockstep.images.normalise import normalise
 from lockstep.tasks.batch_norm import exchange_batch_norm
 from lockstep.tasks.class_weights import OnDevice, class_weights
-from lockstep.tasks.image_models import Models, logits_of
+from lockstep.tasks.image_models import Models
 from lockstep.tasks.kept import keep
 from lockstep.tasks.size_check import check_image_sizes
 from lockstep.tasks.task import Task
@@ -166,7 +167,8 @@ class ImageTask(Task):
 
     def _logits(self, model: nn.Module, images: Tensor) -> Tensor:
         """The class scores of images, uint8 (batch, channels, height, width), in float32 or float64."""
-        logits = logits_of(model, self.normalised(model, images))
+        about, dtype = self.about, next(model.parameters()).dtype
+        logits = logits_of(model, normalise(images, about.mean, about.std, dtype=dtype))
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @cached_property
@@ -177,3 +179,20 @@ class ImageTask(Task):
         counts = dict(zip(about.classes, about.counts, strict=True))
         found = class_weights("balanced" if root else wanted, about.classes, lambda: counts)
         return OnDevice(found.sqrt() if root and found is not None else found)
+
+
+def logits_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The class scores of normalised images (batch, channels, height, width): (batch, classes), or for a segmentation
+    (batch, classes, h, w), of which many models give fewer rows and columns than the images have.
+
+    Position embeddings of transformers' models are interpolated to the size of the images.
+    """
+    options = {"interpolate_pos_encoding": True} if _interpolates(type(model).forward) else {}
+    output = model(images, **options)
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+@cache
+def _interpolates(forward: Callable[..., Any]) -> bool:
+    return "interpolate_pos_encoding" in inspect.signature(forward).parameters

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,33 +15,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lockstep.errors import DataError, UsageError
+from lockstep.sources.boxed_images import BoxedImages
 
 MOST = 100
 """pycocotools uses at most this many boxes of each picture and class (the last of its `maxDets`)."""
 
 Array = npt.NDArray[Any]
-
-
-class CocoTruth(NamedTuple):
-    """The true boxes of a data set, as its annotation file has them."""
-
-    image_ids: Array
-    """int64 (pictures): the ids of the pictures."""
-    category_ids: Array
-    """int64 (classes): the id of each class in the file, by class number. -1 for classes that the file lacks."""
-    ids: Array
-    """int64 (boxes): the ids of the annotations."""
-    pictures: Array
-    """int64 (boxes): the place of the picture of each box in `image_ids`, sorted. Boxes of a picture are in the
-    order of the file."""
-    labels: Array
-    """int64 (boxes): class numbers."""
-    boxes: Array
-    """float64 (boxes, 4): left, top, width and height in pixels of the original picture."""
-    area: Array
-    """float64 (boxes): areas of the objects in square pixels."""
-    crowd: Array
-    """bool (boxes): whether a box stands for a group of objects."""
 
 
 class CocoMap(Metric):
@@ -51,7 +30,7 @@ class CocoMap(Metric):
     gets those of all ranks, and calls pycocotools class by class, so that the objects of one class exist at a time.
 
     Args:
-        truth: returns the true boxes. It is called when the metric is computed.
+        truth: returns the pictures with their true boxes. It is called when the metric is computed.
         classes: names of the classes.
     """
 
@@ -61,7 +40,7 @@ class CocoMap(Metric):
     counts: list[Tensor]
     ids: list[Tensor]
 
-    def __init__(self, truth: Callable[[], CocoTruth], classes: Sequence[str]) -> None:
+    def __init__(self, truth: Callable[[], BoxedImages], classes: Sequence[str]) -> None:
         super().__init__()
         cocoeval()  # an error before the training, where pycocotools is missing
         self.truth, self.classes = truth, list(classes)
@@ -134,7 +113,7 @@ def among_best(scores: Tensor, labels: Tensor, most: int = MOST) -> Tensor:
 
 
 def evaluate_classes(
-    truth: CocoTruth, *, seen: Array, boxes: Array, scores: Array, labels: Array, pictures: Array
+    truth: BoxedImages, *, seen: Array, boxes: Array, scores: Array, labels: Array, pictures: Array
 ) -> tuple[Array, Array]:
     """The arrays `precision` and `recall` of pycocotools' `COCOeval.accumulate` over all classes.
 
@@ -150,11 +129,12 @@ def evaluate_classes(
     Raises:
         DataError: a picture is not in the data, or occurs twice.
     """
-    known, twice = np.isin(seen, truth.image_ids), len(np.unique(seen)) != len(seen)
+    all_ = truth.annotations
+    known, twice = np.isin(seen, all_.image_ids), len(np.unique(seen)) != len(seen)
     if not known.all() or twice:
         what = "a picture was evaluated twice" if twice else f"there is no picture with the id {seen[~known][0]}"
         raise DataError(what, where="the evaluation data", remedy="give each picture an id of its own")
-    box_images = truth.image_ids[truth.pictures]
+    box_images = all_.image_ids[all_.images]
     counted = np.isin(box_images, seen)
     arrays = {}
     xywh = width_and_height(boxes)
@@ -166,12 +146,12 @@ def evaluate_classes(
             int(truth.category_ids[label]),
             [
                 {
-                    "id": int(truth.ids[place]),
+                    "id": int(all_.ids[place]),
                     "image_id": int(box_images[place]),
                     "category_id": int(truth.category_ids[label]),
-                    "bbox": truth.boxes[place].tolist(),
-                    "area": float(truth.area[place]),
-                    "iscrowd": int(truth.crowd[place]),
+                    "bbox": all_.boxes[place].tolist(),
+                    "area": float(all_.area[place]),
+                    "iscrowd": int(all_.crowd[place]),
                 }
                 for place in true.tolist()
             ],

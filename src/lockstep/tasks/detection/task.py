@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
@@ -30,8 +29,6 @@ from lockstep.tasks.task import Metrics
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
-
-    from lockstep.tasks.detection.coco_map import CocoTruth
 
 Batch = dict[str, Tensor]
 
@@ -303,39 +300,27 @@ class Detection(ImageTask):
 
         return Metrics({"boxes": CocoMap(self._truth, self.classes)}, self._update)
 
-    def _truth(self) -> CocoTruth:
+    def _truth(self) -> BoxedImages:
         if self._eval is None:
             raise DataError("there are no true boxes", where="data.eval", remedy="give evaluation data with boxes")
-        from lockstep.tasks.detection.coco_map import CocoTruth
-
-        data, annotations = self._eval, self._eval.annotations
-        return CocoTruth(
-            image_ids=annotations.image_ids,
-            category_ids=data.category_ids,
-            ids=annotations.ids,
-            pictures=annotations.images,
-            labels=data.labels,
-            boxes=annotations.boxes,
-            area=annotations.area,
-            crowd=annotations.crowd,
-        )
+        found: BoxedImages = self._eval
+        return found
 
     @cached_property
-    def _boxes_of_pictures(self) -> dict[int, tuple[int, int]]:
-        """By the id of an evaluation picture: where its true boxes begin and end."""
-        truth = self._truth()
-        starts = np.searchsorted(truth.pictures, np.arange(len(truth.image_ids) + 1)).tolist()
-        return dict(zip(truth.image_ids.tolist(), pairwise(starts), strict=True))
+    def _places(self) -> dict[int, int]:
+        """The place of each evaluation picture by its id."""
+        return {image_id: place for place, image_id in enumerate(self._truth().annotations.image_ids.tolist())}
 
     def true_boxes(self, image_id: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """The true boxes of an evaluation picture: boxes (n, 4) of left, top, right and bottom in pixels, class numbers
         (n), and whether each is a crowd (n). None if there is no such picture."""
-        if self._eval is None or image_id not in self._boxes_of_pictures:
+        if self._eval is None or image_id not in self._places:
             return None
-        truth, part = self._truth(), slice(*self._boxes_of_pictures[image_id])
-        boxes = torch.from_numpy(truth.boxes[part].astype(np.float32))
+        found = self._truth().annotations
+        part = found.of_image(self._places[image_id])
+        boxes = torch.from_numpy(found.boxes[part].astype(np.float32))
         boxes[:, 2:] += boxes[:, :2]
-        return boxes, torch.from_numpy(truth.labels[part]), torch.from_numpy(truth.crowd[part])
+        return boxes, torch.from_numpy(self._truth().labels[part]), torch.from_numpy(found.crowd[part])
 
     @staticmethod
     def _update(metrics: MetricCollection, output: dict[str, Tensor], batch: Batch) -> None:
