@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.config import RunConfig
-from lockstep.plan.model_facts import Affine, ModelFacts, Moment, OptimizerFacts, ParameterFacts, PassFacts, Segment
+from lockstep.plan.model_facts import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment
 from lockstep.plan.setting import World
 
 
@@ -20,10 +20,8 @@ def adam_parameter(name, shape, block=None, **other):
 
 
 def segment(phase, block, before, activations, gradients=0.0):
-    def moment(grads):
-        return Moment(activations=Affine(0.0, activations), gradients=Affine(grads))
-
-    return Segment(phase, block, before, alone=moment(gradients), beside=moment(0.0), of_block=moment(gradients / 2))
+    bytes_of = {"gradients": Affine(gradients), "gradients_of_block": Affine(gradients / 2)}
+    return Segment(phase, block, before, activations=Affine(0.0, activations), **bytes_of)
 
 
 def written_facts(parameters=None, *, blocks=2, activations=1e6, global_batch=64, **other):
@@ -36,7 +34,7 @@ def written_facts(parameters=None, *, blocks=2, activations=1e6, global_batch=64
         for recompute in (False, True):
             size = activations * factor * (0.25 if recompute else 1.0)
             segments = (segment("forward", blocks - 1, blocks - 2, size), segment("backward", 0, 1, size / 2, 400.0))
-            passes[precision, recompute] = PassFacts(segments, batch=Affine(0.0, 10.0), kept=Affine(0.0, size))
+            passes[precision, recompute, None] = PassFacts(segments, batch=Affine(0.0, 10.0), kept=Affine(0.0, size))
     values = {
         "name": "written",
         "parameters": tuple(parameters),

@@ -78,7 +78,7 @@ def test_gathered_in_bf16_parameters_take_half():
 
 def test_activations_of_gathered_parameters_are_those_of_their_own_trace():
     facts = written_facts()
-    halved = replace(facts, gathered_passes={("bf16", False, "bf16"): facts.passes["bf16", True]})
+    halved = replace(facts, passes={**facts.passes, ("bf16", False, "bf16"): facts.passes["bf16", True, None]})
     known = {
         name: memory(name, facts=halved, precision="bf16", param_dtype="bf16").activations_bytes
         for name in ("ddp", "fsdp")

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lockstep import Task
 from lockstep.errors import UsageError
-from lockstep.plan import facts, update
+from lockstep.plan import facts
 from lockstep.plan.facts import facts_of
 from tests.plan.cases import Blocks, Layer, Mlp, Reads, config
 from tests.selection import mainly
@@ -24,15 +24,14 @@ def plain(task, **options):
 
 def test_the_bytes_of_a_network_by_hand():
     facts = plain(Mlp(), device="cpu")
-    passes = facts.passes["fp32", False]
+    passes = facts.passes["fp32", False, None]
     assert passes.batch.at(5) == 5 * (8 + 1) * 4
     # Two results of tanh, and the output of the network for the loss; the loss itself is one number.
     assert passes.kept.at(5) == 5 * (16 + 16 + 1) * 4 + 4
     assert facts.elements == 8 * 16 + 16 + 16 * 16 + 16 + 16 + 1
     assert facts.samples == 40
     backward = [segment for segment in passes.segments if segment.phase == "backward"]
-    assert max(segment.alone.gradients.at(5) for segment in backward) <= facts.elements * 4
-    assert {segment.beside.gradients.at(5) for segment in passes.segments} == {0}
+    assert max(segment.gradients.at(5) for segment in backward) <= facts.elements * 4
 
 
 @pytest.mark.parametrize("samples", [16, 512])
@@ -42,10 +41,9 @@ def test_the_peak_of_a_large_micro_batch_is_that_of_its_own_trace(samples, monke
             return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 
     def peaks():
-        segments = plain(Wide(), device="cpu").passes["fp32", False].segments
-        kinds = ("alone", "beside", "of_block")
-        moments = [[getattr(segment, kind) for segment in segments] for kind in kinds]
-        return [max(m.activations.at(samples) + m.gradients.at(samples) for m in kind) for kind in moments]
+        segments = plain(Wide(), device="cpu").passes["fp32", False, None].segments
+        kinds = [("activations",), ("activations", "gradients"), ("activations", "gradients_of_block")]
+        return [max(sum(getattr(s, part).at(samples) for part in kind) for s in segments) for kind in kinds]
 
     told = peaks()
     monkeypatch.setattr(facts, "_SIZES", (samples, samples + 8))
@@ -74,11 +72,11 @@ def test_states_of_optimizers():
 
 def test_temporary_tensors_of_updates():
     small = [nn.Parameter(torch.zeros(3, 3))]
-    assert update.temporaries_of(torch.optim.SGD(small, lr=1e-3), torch.float32) == (0.0, 0.0)
-    assert update.temporaries_of(torch.optim.AdamW(small, lr=1e-3, fused=True), torch.float32) == (0.0, 0.0)
-    of_all, _ = update.temporaries_of(torch.optim.AdamW(small, lr=1e-3, foreach=True), torch.float32)
+    assert facts.temporaries_of(torch.optim.SGD(small, lr=1e-3), torch.float32) == (0.0, 0.0)
+    assert facts.temporaries_of(torch.optim.AdamW(small, lr=1e-3, fused=True), torch.float32) == (0.0, 0.0)
+    of_all, _ = facts.temporaries_of(torch.optim.AdamW(small, lr=1e-3, foreach=True), torch.float32)
     assert of_all >= 4.0  # the roots of all second moments at once
-    of_all, of_largest = update.temporaries_of(torch.optim.AdamW(small, lr=1e-3, foreach=False), torch.float32)
+    of_all, of_largest = facts.temporaries_of(torch.optim.AdamW(small, lr=1e-3, foreach=False), torch.float32)
     assert (of_all, of_largest) == (0.0, 8.0)
 
 
@@ -86,12 +84,12 @@ def test_blocks_precision_and_recomputation():
     facts = facts_of(Blocks(), config())
     assert facts.blocks == ("layers.0", "layers.1", "layers.2")
     kept = {key: passes.kept.at(4) for key, passes in facts.passes.items()}
-    assert kept["fp32", True] < 0.5 * kept["fp32", False]
-    assert kept["bf16", False] < kept["fp32", False]
+    assert kept["fp32", True, None] < 0.5 * kept["fp32", False, None]
+    assert kept["bf16", False, None] < kept["fp32", False, None]
     assert {p.block for p in facts.parameters} == {None, 0, 1, 2}
     of_blocks = 3 * 2 * 2 * 4 * 32 * 32 * Blocks.length  # two products of 32 x 128 for each token
     assert facts.block_flops_per_sample == of_blocks
-    casts = max(segment.alone.casts.at(4) for segment in facts.passes["bf16", False].segments)
+    casts = max(segment.casts.at(4) for segment in facts.passes["bf16", False, None].segments)
     matrices = [p for p in facts.parameters if p.name != "embed.weight" and "norm" not in p.name]
     assert casts == sum(p.elements * 2 for p in matrices)  # autocast keeps a copy of each weight and bias
 
@@ -117,7 +115,7 @@ def test_blocks_that_return_dataclasses_have_backward_passes_of_their_own():
                 x = layer(x)
             return cross_entropy(model["head"](x.hidden).flatten(0, 1), batch[0].flatten(), reduction="sum")
 
-    segments = plain(InDataclasses()).passes["fp32", False].segments
+    segments = plain(InDataclasses()).passes["fp32", False, None].segments
     assert [s.block for s in segments if s.phase == "backward" and s.block is not None] == [2, 1, 0]
 
 
@@ -131,9 +129,8 @@ def test_parameters_that_are_gathered_in_16_bits_make_what_follows_narrow():
     facts = facts_of(task, config(parallel=narrow), precisions=("bf16", "fp16"), recompute=(False,), device="cpu")
     results = 4 * Blocks.length * Blocks.width  # of tanh, whose backward pass needs them
     total = 4  # the loss
-    assert facts.passes["bf16", False].kept.at(4) == results * 4 + total
-    assert facts.gathered_passes["bf16", False, "bf16"].kept.at(4) == results * 2 + total
-    assert facts.gathered_passes["fp16", False, "bf16"] == facts.gathered_passes["bf16", False, "bf16"]
+    assert facts.passes["bf16", False, None].kept.at(4) == results * 4 + total
+    assert facts.passes["bf16", False, "bf16"].kept.at(4) == results * 2 + total
     assert {p.element_bytes for p in facts.parameters} == {4}  # as they are stored
 
 
@@ -150,8 +147,8 @@ def test_a_module_that_cannot_run_with_gathered_parameters_is_named():
 
     narrow = {"strategy": "fsdp", "param_dtype": "bf16"}
     facts = facts_of(Mixed(), config(parallel=narrow), precisions=("bf16",), recompute=(False,), device="cpu")
-    assert facts.is_traced
-    assert not facts.gathered_passes
+    assert facts.passes
+    assert set(facts.passes) == {("bf16", False, None)}
     assert "parallel.param_dtype=bf16 in bf16 cannot be traced: module 1: TypeError: this kernel" in facts.notes[-1]
 
 
@@ -164,7 +161,7 @@ def test_fp16_has_no_fused_update():
 
 
 def test_dropout_keeps_a_byte_on_a_gpu_and_a_float_on_a_cpu():
-    kept = {device: plain(Blocks(), device=device).passes["fp32", False].kept.at(4) for device in ("cpu", "cuda")}
+    kept = {device: plain(Blocks(), device=device).passes["fp32", False, None].kept.at(4) for device in ("cpu", "cuda")}
     assert kept["cpu"] - kept["cuda"] == 3 * 4 * Blocks.length * Blocks.width * (4 - 1)
 
 
@@ -193,7 +190,7 @@ def test_frozen_parameters_and_phases_of_unfreezing():
 
 def test_a_model_that_reads_values_is_named_and_computed_in_small():
     facts = plain(Reads())
-    assert facts.is_traced
+    assert facts.passes
     assert any("module 1" in note for note in facts.notes)
     assert "computed on this machine" in facts.notes[-1]
 
@@ -204,7 +201,7 @@ def test_a_model_that_cannot_run_has_exact_states_and_unknown_activations():
             raise RuntimeError("the camera is off")
 
     facts = plain(Broken())
-    assert not facts.is_traced
+    assert not facts.passes
     assert facts.elements == 433
     assert "Activations are not known" in facts.notes[-1]
 
@@ -235,7 +232,7 @@ def test_what_can_be_computed_in_one_precision_is_known_there():
             return nn.Sequential(nn.Linear(8, 16), ByNumpy(), nn.Linear(16, 1))
 
     facts = facts_of(Mixed(), config(), recompute=(False,))
-    assert set(facts.passes) == {("fp32", False)}
+    assert set(facts.passes) == {("fp32", False, None)}
     assert facts.flops_per_sample
     assert "computed on this machine" in facts.notes[-2]
     assert "cannot be computed here in bf16" in facts.notes[-1]
@@ -266,7 +263,7 @@ def test_small_data_sets_are_repeated():
         def train_data(self):
             return TensorDataset(torch.randn(3, 8), torch.randn(3, 1))
 
-    assert plain(Few()).passes["fp32", False].batch.at(1) == 36
+    assert plain(Few()).passes["fp32", False, None].batch.at(1) == 36
 
 
 def test_the_longest_samples_are_traced():
@@ -290,7 +287,7 @@ def test_the_longest_samples_are_traced():
             return model(batch[..., None]).square().sum()
 
     facts = plain(Padded())
-    assert facts.passes["fp32", False].batch.at(1) == 40 * 4
+    assert facts.passes["fp32", False, None].batch.at(1) == 40 * 4
     assert facts.data == "samples of the training data, the longest"
 
 
@@ -375,5 +372,5 @@ def test_torchs_own_transformer_layer_is_traced_as_on_a_gpu():
             return model(batch[0].unsqueeze(1)).square().sum()
 
     facts = facts_of(Attention(), config(), precisions=("fp32",), recompute=(False,))
-    assert facts.is_traced
+    assert facts.passes
     assert not facts.notes

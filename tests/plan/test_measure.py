@@ -14,9 +14,7 @@ from lockstep import Task, config_file
 from lockstep.cli import app
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import train_step
-from lockstep.plan import calibrate, measured
-from lockstep.plan.measure import measure
-from lockstep.plan.measured import Measured
+from lockstep.plan.measure import Difference, Measured, _kept, compare, measure, setting_of, text
 from lockstep.plan.model_facts import Affine
 from lockstep.plan.setting import Setting
 from tests.plan.cases import world, written_facts
@@ -147,7 +145,7 @@ def test_two_ranks(strategy, share):
 def test_the_estimate_is_that_of_the_setting_that_was_measured():
     settings = config(batch={"global": 32, "micro": 16})
     found = measure(settings)
-    rows = {row.part: row for row in calibrate.calibrate(settings, found, 0.4)}
+    rows = {row.part: row for row in compare(settings, found, 0.4)[1]}
     for part in ("parameters", "gradients", "optimizer", "all states", "operations of a sample"):
         assert rows[part].off == pytest.approx(0, abs=0.01), part
     assert rows["kept by a forward pass"].off == pytest.approx(0, abs=0.1)
@@ -158,7 +156,7 @@ def test_the_estimate_is_that_of_the_setting_that_was_measured():
 def test_weights_that_autocast_frees_after_the_forward_pass_are_not_kept():
     compute, parallel = {"activation_checkpointing": True}, {"shard_modules": ["0"]}
     settings = config(precision="bf16", compute=compute, parallel=parallel)
-    rows = {row.part: row for row in calibrate.calibrate(settings, measure(settings), 0.4)}
+    rows = {row.part: row for row in compare(settings, measure(settings), 0.4)[1]}
     kept = rows["kept by a forward pass"]
     random_state = 5056  # of the CPU's generator, which a block keeps to compute again
     assert kept.measured == pytest.approx(kept.estimated + random_state, abs=100)
@@ -166,14 +164,14 @@ def test_weights_that_autocast_frees_after_the_forward_pass_are_not_kept():
 
 def test_parameters_that_stay_gathered_are_kept_and_gathered_bf16_needs_no_copies():
     facts = written_facts(blocks=2, activations=1000)
-    bf16 = dataclasses.replace(facts.passes["bf16", False], kept_casts=Affine(300.0))
-    facts = dataclasses.replace(facts, passes={**facts.passes, ("bf16", False): bf16})
+    bf16 = dataclasses.replace(facts.passes["bf16", False, None], kept_casts=Affine(300.0))
+    facts = dataclasses.replace(facts, passes={**facts.passes, ("bf16", False, None): bf16})
     block, root = 4 * 800, 4 * 80
     setting = Setting(world(4), "fsdp", "fp32", 1)
-    assert calibrate._kept(facts, setting) == 1000 + root
-    assert calibrate._kept(facts, dataclasses.replace(setting, reshard_after_forward=False)) == 1000 + root + 2 * block
+    assert _kept(facts, setting) == 1000 + root
+    assert _kept(facts, dataclasses.replace(setting, reshard_after_forward=False)) == 1000 + root + 2 * block
     narrow = dataclasses.replace(setting, precision="bf16", param_dtype="bf16")
-    assert calibrate._kept(facts, narrow) == 500 - 300 + root / 2
+    assert _kept(facts, narrow) == 500 - 300 + root / 2
 
 
 @pytest.mark.exhaustive
@@ -207,22 +205,22 @@ FOUND = Measured(
 
 def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     settings = config(2, precision="bf16")
-    setting = calibrate.setting_of(settings, FOUND, 0.4)
+    setting = setting_of(settings, FOUND, 0.4)
     assert setting.world.peak_flops == {"bf16": 989.4e12}
     assert (setting.micro_batch, setting.accumulate, setting.effective_batch) == (8, 2, 32)
-    rows = [measured.Difference("peak", 5.4e9, 6e9, "bytes"), measured.Difference("activations", None, 1e9, "bytes")]
-    said = measured.text(rows, FOUND, calibrate.peak_flops(settings, FOUND))
+    rows = [Difference("peak", 5.4e9, 6e9, "bytes"), Difference("activations", None, 1e9, "bytes")]
+    said = text(rows, FOUND, setting.world.peak_flops)
     assert "-10.0%" in said
     assert "buffers inside of operators" in said
-    near = [dataclasses.replace(rows[0], estimated=5.9e9), measured.Difference("operations of a sample", 2, 1, "flops")]
-    assert "buffers inside" not in measured.text(near, FOUND)
-    assert "the measured samples were shorter" in measured.text(near, FOUND)
+    near = [rows[0]._replace(estimated=5.9e9), Difference("operations of a sample", 2, 1, "flops")]
+    assert "buffers inside" not in text(near, FOUND)
+    assert "the measured samples were shorter" in text(near, FOUND)
     assert "not known" in said
     assert "memory by max_memory_allocated" in said
     # 16 samples of 10^12 operations in 0.05 s
     assert "320 x 10^12 operations in a second, 32% of its peak: --utilisation 0.32" in said
     part_of_a_gpu = dataclasses.replace(FOUND, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    assert calibrate.peak_flops(settings, part_of_a_gpu) is None
+    assert setting_of(settings, part_of_a_gpu, 0.4).world.peak_flops is None
 
 
 def test_command(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lockstep import cli, config_file
-from lockstep.plan import command, show, stand_in
+from lockstep.plan import command, show
 from lockstep.plan.setting import World
 from tests.selection import mainly
 
@@ -76,13 +76,13 @@ def test_a_users_task_as_json(tmp_path):
 def test_recipes_without_data_are_planned_with_made_up_samples(recipe):
     config = config_file.load(recipe, ["task.image_size=112"] if recipe == "ct_small" else [])
     facts = command.facts_with_or_without_data(config, precisions=("fp32",), recompute=(False,))
-    assert facts.is_traced, facts.notes
+    assert facts.passes, facts.notes
     assert facts.samples is None
-    assert facts.notes[0] == stand_in.assumption(config.task)
+    assert facts.notes[0] == command.assumption(config.task)
 
 
 def test_what_is_known_of_data_that_are_not_here_can_be_said():
-    known = stand_in.MadeUp(classes=30, samples=1000)
+    known = command.MadeUp(classes=30, samples=1000)
     of_ten, of_thirty = (
         command.facts_with_or_without_data(
             config_file.load("image_folder", []), precisions=("fp32",), recompute=(False,), made_up=made_up
@@ -126,7 +126,7 @@ def test_pictures_have_their_largest_size():
         )
         for overrides in (["task.image_size=32"], sizes)
     )
-    bytes_of = [facts.passes["fp32", False].batch.sample_bytes for facts in (small, large)]
+    bytes_of = [facts.passes["fp32", False, None].batch.sample_bytes for facts in (small, large)]
     assert bytes_of[1] == pytest.approx(4 * bytes_of[0], rel=0.01)
 
 

@@ -16,9 +16,9 @@ from lockstep.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
-    from lockstep.plan.money import Rates
+    from lockstep.plan.command import MadeUp
     from lockstep.plan.search import Plan
-    from lockstep.plan.stand_in import MadeUp
+    from lockstep.plan.show import Rates
 
 
 def plan(
@@ -139,7 +139,7 @@ def plan(
         for path in (chart, _json_path(json_file)):
             _check_folder(path)
         from lockstep import config_file
-        from lockstep.plan import money, world_options
+        from lockstep.plan import setting, show
 
         config = config_file.load(target, overrides or [])
         if measure:
@@ -147,8 +147,9 @@ def plan(
             arguments = ["plan", target, *(overrides or []), *as_arguments(options)]
             _measure(config, nproc or "1", arguments, utilisation=utilisation, json_file=json_file)
             return
-        rates = money.Rates(watts, price)
-        world = world_options.world(
+        rates = show.Rates(watts, price)
+        rates.check()
+        world = setting.world(
             gpus,
             gpus_per_node=gpus_per_node,
             gpu_memory=gpu_memory,
@@ -208,7 +209,7 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
     Raises:
         UsageError: the command line names the data, and also says what is known without them.
     """
-    from lockstep.plan.stand_in import MadeUp
+    from lockstep.plan.command import MadeUp
 
     if not any(each.startswith("data.train=") for each in overrides):
         return MadeUp(classes, samples)
@@ -257,30 +258,26 @@ def _measure(config: RunConfig, nproc: str, arguments: list[str], *, utilisation
     if ranks.is_launcher(nproc):
         ranks.launch(arguments, nproc, config)
         return
-    from lockstep.plan import calibrate, measure, measured
+    from lockstep.plan import measure
 
     found = measure.measure(config)
     if found is None:  # another rank than 0
         return
-    rows = calibrate.calibrate(config, found, utilisation)
-    text = measured.text(rows, found, calibrate.peak_flops(config, found))
-    _show(text, measured.as_json(rows, found), json_file)
+    setting, rows = measure.compare(config, found, utilisation)
+    _show(measure.text(rows, found, setting.world.peak_flops), measure.as_json(rows, found), json_file)
 
 
 def _show_plan(found: Plan, rates: Rates, chart: Path | None, json_file: str | None) -> None:
     """Show a plan, with what it costs where that is asked for. Draw its chart, if there is a place for it."""
-    from lockstep.plan import money, show
+    from lockstep.plan import show
 
-    text, values = show.text(found).removesuffix("\n"), show.as_json(found)
-    if rates.given:
-        text += f"\n{money.text(found, rates)}"
-        money.add_to_json(values, found, rates)
+    text = show.text(found, rates).removesuffix("\n")
     if chart is not None:
         from lockstep.plan import chart as charts
 
         _write(chart, charts.of_plan(found))
         text += f"\nwritten: {chart}"
-    _show(text, values, json_file)
+    _show(text, show.as_json(found, rates), json_file)
 
 
 def _show(text: str, values: Any, json_file: str | None) -> None:

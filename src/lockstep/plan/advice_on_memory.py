@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lockstep.plan.advice import Advice
-from lockstep.plan.run_figures import MIB, Figures
+from lockstep.plan.run_figures import MIB, Advice, Figures
 
 _UNEVEN = 1.2  # the largest peak of a rank, relative to the smallest
 _UNEVEN_MIB = 64

@@ -12,8 +12,7 @@ from typing import Any
 
 from lockstep.observe.ending import duration
 from lockstep.plan import advice_on_memory
-from lockstep.plan.advice import Advice
-from lockstep.plan.run_figures import Figures
+from lockstep.plan.run_figures import Advice, Figures
 from lockstep.report import run as runs
 
 _WAIT, _SAVING, _EVALUATING, _REST = 0.05, 0.03, 0.2, 0.35  # shares of the time from which there is advice

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.engine.schedule import scaled_lr
 from lockstep.errors import UsageError
-from lockstep.plan.model_facts import ModelFacts, Moment, ParameterFacts, PassFacts, Segment
+from lockstep.plan.model_facts import ModelFacts, ParameterFacts, PassFacts, Segment
 from lockstep.plan.setting import PrecisionName, Setting
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -224,38 +224,29 @@ def memory_of(facts: ModelFacts, setting: Setting) -> Memory:
     )
 
 
-_UNKNOWN = Segment("backward", None, None, Moment(), Moment(), Moment())
+_UNKNOWN = Segment("backward")
 
 
 def pass_of(facts: ModelFacts, setting: Setting) -> PassFacts | None:
     """The traced passes of a setting. None: they are not known."""
-    same: tuple[PrecisionName, ...] = (
-        (setting.precision, "bf16") if setting.precision == "fp16" else (setting.precision,)
-    )
-    for name in same:
-        if setting.is_sharded and setting.param_dtype:
-            found = facts.gathered_passes.get((name, setting.recompute, setting.param_dtype))
-            if found is not None:
-                return found
-    return next((found for name in same if (found := facts.passes.get((name, setting.recompute)))), None)
+    precision: PrecisionName = "bf16" if setting.precision == "fp16" else setting.precision
+    found = None
+    if setting.is_sharded and setting.param_dtype:
+        found = facts.passes.get((precision, setting.recompute, setting.param_dtype))
+    return found or facts.passes.get((precision, setting.recompute, None))
 
 
 def _whole_moment(setting: Setting, segment: Segment, gradients: int) -> dict[str, int]:
     """single, ddp: each rank has all parameters."""
     samples, is_ddp = setting.micro_batch, setting.strategy == "ddp" and setting.world.gpus > 1
-    kept, buckets = 0, 0
-    moment = segment.alone
-    if segment is _UNKNOWN:
-        kept = gradients
-    elif setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view):
-        moment, kept = segment.beside, gradients  # buckets are the gradients, and exist all the time
-    # Passes without reduction add up gradients in tensors of their own, which the last pass copies into the buckets.
-    if is_ddp and (setting.accumulate > 1 or not setting.gradient_as_bucket_view):
-        buckets = gradients
+    # Buckets are the gradients, and exist all the time. Passes without reduction add up gradients in tensors of their
+    # own, which the last pass copies into the buckets.
+    is_beside = setting.accumulate > 1 or (is_ddp and setting.gradient_as_bucket_view)
+    has_copies = is_ddp and (setting.accumulate > 1 or not setting.gradient_as_bucket_view)
     return {
-        "gradients": kept + moment.gradients.at(samples),
-        "activations": moment.activations.at(samples) + moment.casts.at(samples),
-        "communication": buckets,
+        "gradients": gradients if is_beside or segment is _UNKNOWN else segment.gradients.at(samples),
+        "activations": segment.activations.at(samples) + segment.casts.at(samples),
+        "communication": gradients if has_copies else 0,
     }
 
 
@@ -297,7 +288,6 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
     """
     samples, gathered, block = setting.micro_batch, sizes.gathered, segment.block
     root = gathered.get(None, 0)
-    moment = segment.of_block
     unsharded, given, waiting = 0, 0, 0
     if segment is _UNKNOWN:
         around = gathered.get(last, 0) * 2
@@ -318,16 +308,15 @@ def _sharded_moment(setting: Setting, segment: Segment, gradients: int, *, sizes
         done = last + 1 if current is None else current if block is None else current + 1
         waiting = sizes.reduced.get(done, 0)
         given = sum(sizes.sharded.get(other, 0) for other in range(done, last + 1))
-    gradient_bytes = moment.gradients.at(samples)
+    gradient_bytes = segment.gradients_of_block.at(samples)
     if setting.accumulate > 1:  # without reduction, gradients stay whole until the last micro-batch
-        moment = segment.beside
         gradient_bytes, given = 0, 0
         unsharded = sum(sizes.reduced.values())
-    casts = 0 if setting.param_dtype == setting.precision else moment.casts.at(samples)
+    casts = 0 if setting.param_dtype == setting.precision else segment.casts.at(samples)
     kept = 0 if setting.offload else (gradients if segment is _UNKNOWN else given)
     return {
         "gradients": kept + unsharded,
-        "activations": moment.activations.at(samples) + casts,
+        "activations": segment.activations.at(samples) + casts,
         "communication": root + around + waiting + gradient_bytes,
     }
 

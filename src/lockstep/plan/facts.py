@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -21,20 +22,20 @@ from lockstep.distributed.precision import Precision
 from lockstep.engine import task_checks
 from lockstep.engine.blocks import recompute_activations
 from lockstep.errors import UsageError
-from lockstep.plan import model, update
+from lockstep.plan import model
 from lockstep.plan.model import Built
 from lockstep.plan.model_facts import (
     Affine,
     ModelFacts,
-    Moment,
     OptimizerFacts,
     ParameterFacts,
+    Passes,
     PassFacts,
     Segment,
 )
 from lockstep.plan.search import LARGEST
 from lockstep.plan.setting import PrecisionName
-from lockstep.plan.trace import TracedPass, TracedSegment, Untraceable, trace_pass
+from lockstep.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
@@ -45,7 +46,7 @@ _REAL_SIZES = (2, 4)  # the same, where tensors need values
 _REAL_ELEMENTS = 150e6  # largest model, in parameters, whose passes are computed where they cannot be traced otherwise
 _CPU = torch.device("cpu")
 _DTYPES: dict[PrecisionName, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_Pair = tuple[TracedPass, TracedPass]
+_SIDES = (2, 3, 5, 7, 11)  # of small tensors: different, so that a state's dimensions can be told apart
 
 
 def facts_of(
@@ -78,23 +79,20 @@ def facts_of(
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         built, notes = model.without_values(task, config, fake, gpu=device == "cuda")
         notes += built.notes
-        wanted = [(p, r) for r in sorted(recompute) for p in precisions if built.blocks or not r]
-        trace = partial(_trace_all, wanted=wanted, gathered_in=config.parallel.param_dtype, gpu=device == "cuda")
-        traced, sizes = _Traced(), _SIZES
+        trace = partial(_trace_all, config, precisions=precisions, recompute=recompute, gpu=device == "cuda")
+        passes, plain, failed = Passes(), None, list[str]()
         try:
-            traced = trace(built, batches=_fakes(batches, fake, _SIZES), inside=fake)
+            with_fakes = {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in _SIZES}
+            passes, plain = trace(built, with_fakes, inside=fake, notes=failed)
         except Untraceable as error:
+            failed = []
             notes.append(f"the passes cannot be traced without values: {error.where}: {error}")
-            elements = sum(parameter.numel() for parameter in built.model.parameters())
-            if elements <= _REAL_ELEMENTS:
-                sizes = _REAL_SIZES
-                real = model.with_values(task, config, gpu=device == "cuda")
-                traced = trace(real, batches={n: batches[n] for n in sizes}, inside=None)
-                if traced.passes:
-                    notes.append("they were computed on this machine instead, in small")
-            else:
+            if sum(parameter.numel() for parameter in built.model.parameters()) > _REAL_ELEMENTS:
                 notes.append("activations are not known")
-    plain = next((pair[1] for pair in traced.passes.values()), None)
+            else:
+                real = model.with_values(task, config, gpu=device == "cuda")
+                passes, plain = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None, notes=failed)
+                notes += ["they were computed on this machine instead, in small"] if passes else []
     dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
     of_block = {id(p): i for i, block in enumerate(built.blocks.values()) for p in block.parameters()}
     return ModelFacts(
@@ -104,11 +102,10 @@ def facts_of(
         buffers_bytes=sum(buffer.nbytes for buffer in built.model.buffers()),
         optimizer=_optimizer_facts(built.optimizer, dtype),
         optimizer_of_fp16=_optimizer_facts(built.optimizer_of_fp16, dtype),
-        passes={key: _pass_facts(*pair, sizes) for key, pair in traced.passes.items()},
-        gathered_passes={key: _pass_facts(*pair, sizes) for key, pair in traced.gathered.items()},
-        flops_per_sample=plain.flops / sizes[1] if plain else None,
-        forward_flops_per_sample=plain.forward_flops / sizes[1] if plain else None,
-        block_flops_per_sample=plain.block_flops / sizes[1] if plain else None,
+        passes=passes,
+        flops_per_sample=plain.flops / plain.samples if plain else None,
+        forward_flops_per_sample=plain.forward_flops / plain.samples if plain else None,
+        block_flops_per_sample=plain.block_flops / plain.samples if plain else None,
         samples=length if has_data else None,
         global_batch=config.batch.global_ or 32,
         epochs=None if config.train.steps else config.train.epochs or 1,
@@ -119,8 +116,9 @@ def facts_of(
         lr_scaling=config.optim.lr_scaling,
         reference_batch=config.optim.reference_batch,
         averages=config.train.ema_decay is not None,
-        data=("samples of the training data" if has_data else "made-up samples") + _kind_of_samples(data),
-        notes=[*notes, *dict.fromkeys(traced.notes)],
+        data=("samples of the training data" if has_data else "made-up samples")
+        + (", the longest" if getattr(data, "lengths", None) is not None else ""),
+        notes=notes + failed,
     )
 
 
@@ -133,10 +131,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _kind_of_samples(data: Any) -> str:
-    return ", the longest" if getattr(data, "lengths", None) is not None else ""
 
 
 def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
@@ -155,88 +149,74 @@ def _batch(config: RunConfig, task: Task, data: Any, samples: int) -> Any:
         return next(micro_batches).collated
 
 
-def _fakes(batches: dict[int, Any], fake: FakeTensorMode, sizes: Sequence[int]) -> dict[int, Any]:
-    return {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in sizes}
-
-
-@dataclass
-class _Traced:
-    """Passes of micro-batches of two sizes, by precision and by whether activations are recomputed."""
-
-    passes: dict[tuple[PrecisionName, bool], _Pair] = field(default_factory=dict)
-    gathered: dict[tuple[PrecisionName, bool, PrecisionName], _Pair] = field(default_factory=dict)
-    """The same with parameters that FSDP gathers in another number format, which is the last part of the key."""
-    notes: list[str] = field(default_factory=list)
-
-
 def _trace_all(
+    config: RunConfig,
     built: Built,
-    *,
-    wanted: Sequence[tuple[PrecisionName, bool]],
-    gathered_in: PrecisionName | None,
     batches: dict[int, Any],
+    *,
+    precisions: Sequence[PrecisionName],
+    recompute: Sequence[bool],
     inside: FakeTensorMode | None,
+    notes: list[str],
     gpu: bool,
-) -> _Traced:
-    """Trace the passes that are `wanted`.
+) -> tuple[Passes, TracedPass | None]:
+    """Trace the passes in these precisions, with and without recomputation.
 
     Args:
-        gathered_in: `parallel.param_dtype`.
-        batches: by their number of samples.
+        batches: two of them, by their number of samples.
         inside: the mode of the tensors. None: they have values.
+        notes: gets a note for each pass that is left out.
+
+    Returns:
+        the passes, and the first of them as it was traced with more samples.
 
     Raises:
         Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
     """
-    found, blocks = _Traced(), list(built.blocks.values())
-    recomputes = False
-    for precision, again in wanted:
-        same: tuple[PrecisionName, bool] = ("bf16", again)
-        if precision == "fp16" and same in found.passes:
-            found.passes[precision, again] = found.passes[same]
-            if gathered_in and (*same, gathered_in) in found.gathered:
-                found.gathered[precision, again, gathered_in] = found.gathered[*same, gathered_in]
-            continue
-        if again and not recomputes:
+    found, plain, blocks = Passes(), None, list(built.blocks.values())
+    gathered_in = config.parallel.param_dtype
+    traced: dict[PrecisionName, PrecisionName] = {"bf16" if p == "fp16" else p: p for p in reversed(precisions)}
+
+    def trace(precision: PrecisionName) -> tuple[PassFacts, TracedPass]:
+        with inside or contextlib.nullcontext():
+            autocast: Callable[[], Any] = Precision(precision, _CPU).autocast
+            first, second = (
+                trace_pass(built.forward, batch, n, blocks=blocks, autocast=autocast, as_on_gpu=gpu)
+                for n, batch in batches.items()
+            )
+        return _pass_facts(first, second), second
+
+    for again in sorted(recompute):
+        if again and blocks:
             recompute_activations(blocks, _CPU)
-            recomputes = True
-        autocast: Callable[[], Any] = Precision("bf16" if precision == "fp16" else precision, _CPU).autocast
-
-        def both(autocast: Callable[[], Any] = autocast) -> _Pair:
-            with inside or contextlib.nullcontext():
-                first, second = (
-                    trace_pass(built.forward, batch, blocks=blocks, autocast=autocast, as_on_gpu=gpu)
-                    for batch in batches.values()
-                )
-            return first, second
-
-        try:
-            found.passes[precision, again] = both()
-        except Untraceable as error:
-            if inside is not None:
-                raise
-            found.notes.append(f"they cannot be computed here in {precision}: {error}. Activations are not known")
-            continue
-        if gathered_in is None:
-            continue
-        try:
-            with model.gathered_in(built.model, _DTYPES[gathered_in]):
-                found.gathered[precision, again, gathered_in] = both()
-        except Untraceable as error:
-            what = f"parallel.param_dtype={gathered_in} in {precision} cannot be traced: {error.where}: {error}"
-            found.notes.append(f"{what}; activations are told as without it")
-    return found
+        for precision in reversed(traced) if blocks or not again else ():
+            try:
+                found[precision, again, None], second = trace(precision)
+                plain = plain or second
+            except Untraceable as error:
+                if inside is not None:
+                    raise
+                note = f"they cannot be computed here in {traced[precision]}: {error}. Activations are not known"
+                notes += [note] if note not in notes else []
+                continue
+            if gathered_in is None:
+                continue
+            try:
+                with model.gathered_in(built.model, _DTYPES[gathered_in]):
+                    found[precision, again, gathered_in], _ = trace(precision)
+            except Untraceable as error:
+                note = f"parallel.param_dtype={gathered_in} in {traced[precision]} cannot be traced: {error.where}: "
+                note += f"{error}; activations are told as without it"
+                notes += [note] if note not in notes else []
+    return found, plain
 
 
-def _pass_facts(first: TracedPass, second: TracedPass, sizes: tuple[int, int]) -> PassFacts:
-    pairs = _pairs(first.segments, second.segments)
-    segments = [segment for a, b in pairs for segment in _segments(a, b, sizes)]
-    return PassFacts(
-        tuple(segments),
-        batch=_affine(first.batch_bytes, second.batch_bytes, sizes),
-        kept=_affine(first.kept_bytes, second.kept_bytes, sizes),
-        kept_casts=_affine(first.kept_casts_bytes, second.kept_casts_bytes, sizes),
-    )
+def _pass_facts(first: TracedPass, second: TracedPass) -> PassFacts:
+    sizes = first.samples, second.samples
+    segments = [segment for a, b in _pairs(first.segments, second.segments) for segment in _segments(a, b, sizes)]
+    names = {"batch": "batch_bytes", "kept": "kept_bytes", "kept_casts": "kept_casts_bytes"}
+    parts = {name: _affine(getattr(first, of), getattr(second, of), sizes) for name, of in names.items()}
+    return PassFacts(tuple(segments), **parts)
 
 
 def _pairs(
@@ -268,15 +248,8 @@ def _segments(a: TracedSegment, b: TracedSegment, sizes: tuple[int, int]) -> Ite
     constants = first - slopes * sizes[0]
     bytes_at = (constants @ _TOGETHER.T)[..., None] + (slopes @ _TOGETHER.T)[..., None] * _MICRO_BATCHES
     for moment in np.unique(bytes_at.argmax(axis=0)):
-        activations, casts, gradients, of_block = map(Affine, constants[moment].tolist(), slopes[moment].tolist())
-        yield Segment(
-            a.phase,
-            a.block,
-            a.before,
-            alone=Moment(activations, casts, gradients),
-            beside=Moment(activations, casts),
-            of_block=Moment(activations, casts, of_block),
-        )
+        parts = map(Affine, constants[moment].tolist(), slopes[moment].tolist())
+        yield Segment(a.phase, a.block, a.before, *parts)
 
 
 def _snapshots(a: TracedSegment, b: TracedSegment) -> tuple[np.ndarray, np.ndarray]:
@@ -301,7 +274,7 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
         if parameter.requires_grad:
             key = (group_of[id(parameter)], parameter.dtype, tuple(parameter.shape))
             if key not in known:
-                known[key] = update.states_of(built.optimizer, parameter)
+                known[key] = states_of(built.optimizer, parameter)
             states = known[key]
         yield ParameterFacts(
             name=name,
@@ -316,10 +289,67 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
 
 def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> OptimizerFacts:
     name = type(optimizer).__name__
-    of_all, of_largest = update.temporaries_of(optimizer, dtype)
+    of_all, of_largest = temporaries_of(optimizer, dtype)
     try:
         run_model.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
         whole = False
     except UsageError:
         whole = True
     return OptimizerFacts(name, of_all, of_largest, needs_whole_matrices=whole)
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, int]:
+    """The bytes of state that `optimizer` keeps for `parameter`, as found on a small tensor of its own.
+
+    Returns:
+        bytes for each element, of tensors that have the shape of the parameter; and bytes of other tensors.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    sides = _SIDES[: parameter.ndim] + (2,) * max(0, parameter.ndim - len(_SIDES))
+    small = nn.Parameter(torch.ones(sides, dtype=parameter.dtype))
+    trial = _trial(optimizer, [small], group)
+    per_element, other = 0.0, 0
+    for value in trial.state[small].values():
+        if not isinstance(value, Tensor):
+            continue
+        if value.shape == small.shape and small.ndim:
+            per_element += value.element_size()
+        elif value.ndim == small.ndim:  # a factor, such as Adafactor's sums over rows
+            shape = [
+                real if side == kept else kept
+                for real, side, kept in zip(parameter.shape, sides, value.shape, strict=True)
+            ]
+            other += math.prod(shape) * value.element_size()
+        else:
+            other += value.nbytes
+    return per_element, other
+
+
+def temporaries_of(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> tuple[float, float]:
+    """Temporary bytes of an update: for each element of all parameters, and of the largest parameter."""
+    side = 64
+    peaks = {}
+    for count in (1, 2, 6):
+        small = [nn.Parameter(torch.ones(side, side, dtype=dtype)) for _ in range(count)]
+        trial = _trial(optimizer, small, optimizer.param_groups[0])
+        fixed = [*small, *(p.grad for p in small if p.grad is not None)]
+        fixed += [v for state in trial.state.values() for v in state.values() if isinstance(v, Tensor)]
+        with LiveBytes(fixed) as live:
+            trial.step()
+        peaks[count] = max(segment.most for segment in live.segments) / side**2
+    of_all = (peaks[6] - peaks[2]) / 4  # with two, a loop over parameters still holds a tensor of the one before
+    of_all = max(0.0, round(of_all, 2))  # counters of a few bytes
+    return of_all, max(0.0, round(peaks[1] - of_all, 2))
+
+
+def _trial(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], group: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """An optimizer like `optimizer` over `parameters`, after its first update."""
+    options = {key: value for key, value in group.items() if key not in ("params", "name", "base_lr", "initial_lr")}
+    make: Any = type(optimizer)
+    trial: torch.optim.Optimizer = make([{"params": parameters, **options}], lr=optimizer.defaults["lr"])
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    trial.step()
+    return trial

@@ -1,4 +1,4 @@
-"""Real steps of a training on this machine, and how far an estimate is from them. The steps are the engine's own.
+"""Real steps of a training on this machine, beside the estimate of the same setting. The steps are the engine's own.
 
 Memory is measured in the second step: the first makes the optimizer's state, and what strategies make when they begin.
 torch's profiler tells each allocation and release of its allocators, on the CPU as on a GPU. States are the bytes of
@@ -12,35 +12,71 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from lockstep import build, devices, shortages
 from lockstep.data.loader import MicroBatch
+from lockstep.devices import peaks
 from lockstep.distributed.sharded_tensor import local
-from lockstep.distributed.world import World
+from lockstep.distributed.world import World as Ranks
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import TrainState, train_step
-from lockstep.plan.measured import Measured
+from lockstep.errors import TrainingError
+from lockstep.plan.chart import gb
+from lockstep.plan.command import facts_with_or_without_data
+from lockstep.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
+from lockstep.plan.model_facts import ModelFacts
+from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
 from lockstep.plan.trace import tensors_of
 from lockstep.trainer import Trainer
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
 
-_STEPS = 2
-"""Steps whose memory is measured."""
-_MORE = 6
-"""Steps after them at most, where torch's profiler missed that memory was freed."""
-_MISSED = 0.01  # of the peak: bytes that it may miss
-_TIMED = 3
-"""Steps after them whose time is measured: a profiler slows steps down."""
+_MEASURED = 7
+"""Steps whose memory is measured at most: the first without loss, or that with the least loss. The profiler misses
+memory that a thread of the ranks' communication frees, as it does where it is the last to hold the input of a
+collective."""
+_MISSED = 0.01  # of the peak: bytes that the profiler may miss
+_TIMED = 3  # steps after them, because a profiler slows steps down
 _SETTLED_S = 0.05
+_EXPLAINED = 0.05  # differences from this share on are explained
 _BEGIN, _FORWARD, _UPDATE, _END = (f"lockstep: {name}" for name in ("begin", "forward", "update", "end"))
+_STATES = ("parameters", "gradients", "optimizer", "averages")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of the rank with the largest peak."""
+
+    world: int
+    device: str
+    on_gpu: bool
+    """The device has memory of its own."""
+    strategy: str
+    precision: str
+    micro_batch: int
+    accumulate: int
+    recompute: bool
+    parameters_bytes: int
+    """Parameters and buffers."""
+    gradients_bytes: int
+    optimizer_bytes: int
+    averages_bytes: int
+    activations_bytes: int
+    """Bytes at the end of a forward pass that were not there before: what the backward pass needs. With shards, also
+    the gathered parameters outside of the blocks."""
+    batch_bytes: int
+    peak_bytes: int
+    flops_per_sample: float | None
+    """Forward and backward pass. None: they could not be counted."""
+    step_seconds: float
+    """Median of a few steps."""
 
 
 def measure(config: RunConfig) -> Measured | None:
@@ -54,47 +90,38 @@ def measure(config: RunConfig) -> Measured | None:
     """
     with shortages.temporary_folder("lockstep-measure-") as folder:
         trainer = Trainer(_short(config), run_dir=folder / "run", quiet=True)
-        with trainer._join() as world:
-            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(world.size)})
-            task = trainer.task()
-            prepared = trainer._prepare(task, world)
-            here = _measure(trainer.config, prepared, world)
-            everywhere = world.gather(here)
-            if everywhere is None:
-                return None
-            highest: Measured = max(everywhere, key=lambda measured: measured.peak_bytes)
-            return highest
+        with trainer._join() as ranks:
+            trainer.config = trainer.config.model_copy(update={"batch": trainer.config.batch.resolve(ranks.size)})
+            prepared = trainer._prepare(trainer.task(), ranks)
+            everywhere = ranks.gather(_measure(trainer.config, prepared, ranks))
+            return None if everywhere is None else max(everywhere, key=lambda measured: measured.peak_bytes)
 
 
 def _short(config: RunConfig) -> RunConfig:
     """The config without evaluations, and with few steps. The schedule of the learning rate does not matter here."""
-    train = config.train.model_copy(
-        update={
-            "steps": _STEPS + _MORE + _TIMED,
-            "epochs": None,
-            "min_steps": None,
-            "eval_every_epochs": None,
-            "eval_every_steps": 0,
-            "stop_when": None,
-            "max_time": None,
-        }
-    )
+    never = ("epochs", "min_steps", "eval_every_epochs", "stop_when", "max_time")
+    steps = {"steps": 1 + _MEASURED + _TIMED, "eval_every_steps": 0}
+    train = config.train.model_copy(update=dict.fromkeys(never) | steps)
     log = config.log.model_copy(update={"flops": False, "pictures": 0, "writers": [], "model_summary": False})
     device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured as its stand-in
     return config.model_copy(update={"train": train, "log": log, "device": device})
 
 
-def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Measured:
-    state, device = prepared.state, devices.of(world.device)
-    prepared.state.forward.train()
-    memory = _StepMemory(state)
-    batches = iter(prepared.batches)
-    for _ in range(_STEPS):
-        memory.run(next(batches), prepared.plan.samples(state.step))
-    for _ in range(_MORE):
-        if world.all_max(int(memory.has_missed)) == 0:
+def _measure(config: RunConfig, prepared: build.PreparedRun, ranks: Ranks) -> Measured:
+    state, device, batches = prepared.state, devices.of(ranks.device), iter(prepared.batches)
+    state.forward.train()
+    train_step(state, next(batches), prepared.plan.samples(state.step))
+    best: _StepMemory | None = None
+    for _ in range(_MEASURED):
+        found = _memory_of_step(state, next(batches), prepared.plan.samples(state.step))
+        if found and (best is None or found.missed <= best.missed):
+            best = found
+        lost = best is None or best.missed > _MISSED * best.figures["peak_bytes"]
+        if ranks.all_max(int(lost)) == 0:
             break
-        memory.run(next(batches), prepared.plan.samples(state.step))
+    if best is None:
+        what, remedy = f"gradients of {_MEASURED} steps overflowed, so no update was measured", "use bf16 or fp32"
+        raise TrainingError(what, where=f"--measure with precision={config.precision}", remedy=remedy)
     seconds = []
     for _ in range(_TIMED):
         micro_batches = next(batches)
@@ -103,125 +130,99 @@ def _measure(config: RunConfig, prepared: build.PreparedRun, world: World) -> Me
         train_step(state, micro_batches, prepared.plan.samples(state.step))
         device.synchronize()
         seconds.append(time.perf_counter() - begun)
-    first = memory.micro_batches  # whose samples may be shorter than others
+    first = best.micro_batches[0]  # whose samples may be shorter than others
     flops = FlopCount(state.strategy, state.precision, compiled=config.compute.compile is not None)
-    flops.add(first[:1])
-    flops.count(first[0])
+    flops.add([first])
+    flops.count(first)
     counted = flops.take()
     return Measured(
-        world=world.size,
+        world=ranks.size,
         device=device.name(),
         on_gpu=device.has_own_memory,
-        strategy=config.parallel.strategy if world.size > 1 else "single",
+        strategy=config.parallel.strategy if ranks.size > 1 else "single",
         precision=config.precision,
-        micro_batch=max(len(each.indices) for each in first),
-        accumulate=len(first),
+        micro_batch=max(len(each.indices) for each in best.micro_batches),
+        accumulate=len(best.micro_batches),
         recompute=config.compute.activation_checkpointing,
-        **memory.found,
-        flops_per_sample=None if counted is None else counted / max(1, len(first[0].indices)),
+        **best.figures,
+        flops_per_sample=None if counted is None else counted / max(1, len(first.indices)),
         step_seconds=statistics.median(seconds),
     )
 
 
-class _StepMemory:
-    """Measures the memory of steps, and keeps in `found` the figures of the last step of which the profiler missed
-    least.
+# ---- the memory of a step
 
-    The profiler misses memory that a thread of the ranks' communication frees, as it does where it is the last to hold
-    the input of a collective. Such a step ends with more bytes than it began with.
-    """
 
-    def __init__(self, state: TrainState) -> None:
-        self.state, self.device = state, devices.of(state.world.device)
-        self.found: dict[str, int] = {}
-        self.missed = 0
-        """Bytes whose release the profiler missed in the step whose figures are in `found`."""
-        self.micro_batches: list[MicroBatch] = []
-        """Those of the step whose figures are in `found`."""
-        self.held: dict[str, int] = {}
-        """Bytes of the states by name, counted in an update. Empty: there was no update."""
+class _StepMemory(NamedTuple):
+    figures: dict[str, int]
+    """The bytes in `Measured`, by their name."""
+    missed: int
+    """Bytes whose release the profiler missed: the step ended with more than it began with."""
+    micro_batches: list[MicroBatch]
 
-    @property
-    def has_missed(self) -> bool:
-        """Whether another step may be measured better."""
-        return bool(self.found) and self.missed > _MISSED * self.found["peak_bytes"]
 
-    def run(self, micro_batches: list[MicroBatch], samples: int) -> None:
-        """Run a step, and measure it."""
-        state, own = self.state, self.device.has_own_memory
-        hooks = [
-            # In front of the hooks of FSDP, which gather parameters for the backward pass.
-            state.forward.register_forward_hook(lambda *args: _mark_backward(args[-1]), prepend=True),
-            state.optimizer.register_step_post_hook(lambda *_: self._count()),
-        ]
-        self.held = {}
-        self.device.reset_peak()
-        self._settle()
-        with _profiled() as profile:
-            _mark(_BEGIN)
-            train_step(state, micro_batches, samples)
-            self._settle()
-            _mark(_END)
-        peak = self.device.peak()
-        for hook in hooks:
-            hook.remove()
-        if not self.held:
-            self.micro_batches = self.micro_batches or micro_batches
-            return  # the update was skipped
-        batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
-        live = _levels(_events(profile.kineto_results.events(), "CUDA" if own else "CPU"))
-        # The allocator's level is known where the states were counted, so it is known everywhere.
-        missed = 0 if own else abs(live.at[_END] - live.at[_BEGIN])
-        if self.has_missed and missed > self.missed:
-            return
-        self.missed, self.micro_batches = missed, micro_batches
-        at_update = sum(self.held.values()) + batch + self._buckets()
-        self.found = self.held | {
-            "batch_bytes": batch,
-            "activations_bytes": live.at[_FORWARD] - live.at[_BEGIN],
-            "peak_bytes": peak if own else at_update + live.highest - live.at[_UPDATE],
-        }
+def _memory_of_step(state: TrainState, micro_batches: list[MicroBatch], samples: int) -> _StepMemory | None:
+    """Run a step, and measure it. None: its update was skipped."""
+    device, held = devices.of(state.world.device), dict[str, int]()
+    own = device.has_own_memory
 
-    def _settle(self) -> None:
-        """Wait until no thread of the ranks' communication frees memory: a profiler that began or ended meanwhile has
-        crashed a rank once."""
-        if self.state.world.size > 1:
-            self.state.world.all_sum([0.0])
-            time.sleep(_SETTLED_S)
-
-    def _buckets(self) -> int:
-        """Bytes of DDP's buckets, where they are not the gradients themselves."""
-        is_view = getattr(self.state.forward, "gradient_as_bucket_view", True)  # only DDP's wrapper has it
-        return 0 if is_view else self.held["gradients_bytes"]
-
-    def _count(self) -> None:
-        """Count the states, after the update and before the gradients are freed."""
+    def count_states(*_: object) -> None:
+        """After the update and before the gradients are freed."""
         _mark(_UPDATE)
-        state, seen = self.state, set[int]()
-        parameters = list(state.forward.parameters())
+        seen, parameters = set[int](), list(state.forward.parameters())
         averages = list(state.averages.tensors.values()) if state.averages else []
-        self.held["parameters_bytes"] = self._bytes([*parameters, *state.forward.buffers()], seen)
-        self.held["gradients_bytes"] = self._bytes([parameter.grad for parameter in parameters], seen)
-        self.held["optimizer_bytes"] = self._bytes(list(state.optimizer.state.values()), seen)
-        self.held["averages_bytes"] = self._bytes(averages, seen)
+        gradients, optimizer = [parameter.grad for parameter in parameters], list(state.optimizer.state.values())
+        tensors = ([*parameters, *state.forward.buffers()], gradients, optimizer, averages)
+        for name, value in zip(_STATES, tensors, strict=True):
+            here = (tensor for tensor in _tensors(value) if tensor.device.type == device.device.type)
+            held[f"{name}_bytes"] = _bytes(here, seen)
 
-    def _bytes(self, value: Any, seen: set[int]) -> int:
-        here = self.device.device.type
-        return _bytes((tensor for tensor in _tensors(value) if tensor.device.type == here), seen)
+    hooks = [
+        # In front of the hooks of FSDP, which gather parameters for the backward pass.
+        state.forward.register_forward_hook(lambda *args: _mark_backward(args[-1]), prepend=True),
+        state.optimizer.register_step_post_hook(count_states),
+    ]
+    device.reset_peak()
+    _settle(state.world)
+    with _profiled() as profile:
+        _mark(_BEGIN)
+        train_step(state, micro_batches, samples)
+        _settle(state.world)
+        _mark(_END)
+    peak = device.peak()
+    for hook in hooks:
+        hook.remove()
+    if not held:
+        return None
+    level, highest = _levels(profile.kineto_results.events(), "CUDA" if own else "CPU")
+    batch = _bytes(_tensors([each.collated for each in micro_batches[:2]]))
+    if not own:  # the allocator's level is known where the states were counted, so it is known everywhere
+        is_view = getattr(state.forward, "gradient_as_bucket_view", True)  # only DDP's wrapper has it
+        buckets = 0 if is_view else held["gradients_bytes"]
+        peak = sum(held.values()) + batch + buckets + highest - level[_UPDATE]
+    figures = {"batch_bytes": batch, "activations_bytes": level[_FORWARD] - level[_BEGIN], "peak_bytes": peak}
+    return _StepMemory(held | figures, 0 if own else abs(level[_END] - level[_BEGIN]), micro_batches)
 
 
-@dataclass(frozen=True)
-class _Levels:
-    """Allocated bytes during a step, less those at its beginning."""
+def _settle(ranks: Ranks) -> None:
+    """Wait until no thread of the ranks' communication frees memory: a profiler that began or ended meanwhile has
+    crashed a rank once."""
+    if ranks.size > 1:
+        ranks.all_sum([0.0])
+        time.sleep(_SETTLED_S)
 
-    at: dict[str, int]
-    """At the first of each mark."""
-    highest: int
 
-
-def _levels(events: Iterable[tuple[str, int]]) -> _Levels:
+def _levels(events: Iterable[Any], kind: str) -> tuple[dict[str, int], int]:
+    """The allocated bytes of a kind of device at the first of each mark, and the most between begin and end."""
+    found = []
+    for event in events:
+        name = event.name()
+        if name == "[memory]" and str(event.device_type()).endswith(kind):
+            found.append((event.start_ns(), "", event.nbytes()))
+        elif name.startswith("lockstep: "):
+            found.append((event.start_ns(), name, 0))
     now, highest, at = 0, 0, dict[str, int]()
-    for name, size in events:
+    for _, name, size in sorted(found, key=lambda event: event[0]):
         now += size
         if name:
             at.setdefault(name, now)
@@ -229,7 +230,7 @@ def _levels(events: Iterable[tuple[str, int]]) -> _Levels:
             break
         if _BEGIN in at:
             highest = max(highest, now)
-    return _Levels(at, highest)
+    return at, highest
 
 
 @contextlib.contextmanager
@@ -271,17 +272,9 @@ def _mark_backward(losses: Any) -> None:
             loss.register_hook(lambda _: _mark(_FORWARD))  # type: ignore[no-untyped-call]
 
 
-def _events(events: Iterable[Any], kind: str) -> Iterator[tuple[str, int]]:
-    """Marks (name, 0) and changes of the allocated bytes ("", bytes) of a kind of device, in the order of time."""
-    found = []
-    for event in events:
-        name = event.name()
-        if name == "[memory]" and str(event.device_type()).endswith(kind):
-            found.append((event.start_ns(), "", event.nbytes()))
-        elif name.startswith("lockstep: "):
-            found.append((event.start_ns(), name, 0))
-    for _, name, size in sorted(found, key=lambda one: one[0]):
-        yield name, size
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The plain tensors on this rank in `value`, which may be nested."""
+    return (local(tensor.detach()) for tensor in tensors_of(value))
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
@@ -291,14 +284,150 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int] | None = None) -> int:
         seen: addresses of storages that count no more.
     """
     seen, total = set() if seen is None else seen, 0
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
+    for storage in (tensor.untyped_storage() for tensor in tensors):
         if storage.data_ptr() not in seen:
             total += storage.nbytes()
             seen.add(storage.data_ptr())
     return total
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The plain tensors on this rank in `value`, which may be nested."""
-    return (local(tensor.detach()) for tensor in tensors_of(value))
+# ---- beside the estimate
+
+
+class Difference(NamedTuple):
+    """A part of an estimate beside its measurement."""
+
+    part: str
+    estimated: float | None
+    """None: the estimate does not know it."""
+    measured: float | None
+    unit: str
+    """`bytes`, `flops` or `seconds`."""
+
+    @property
+    def off(self) -> float | None:
+        """(estimated - measured) / measured. None: one of them is not known, or nothing was measured."""
+        if self.estimated is None or not self.measured:
+            return None
+        return self.estimated / self.measured - 1
+
+
+def compare(config: RunConfig, measured: Measured, utilisation: float) -> tuple[Setting, list[Difference]]:
+    """The setting that was measured, and its estimate beside the measurement."""
+    config = config.model_copy(update={"batch": config.batch.resolve(measured.world)})
+    setting = setting_of(config, measured, utilisation)
+    facts = facts_with_or_without_data(
+        config,
+        precisions=(setting.precision,),
+        device="cuda" if measured.on_gpu else "cpu",
+        recompute=tuple({False, setting.recompute}),  # operations are those without recomputation
+    )
+    return setting, _differences(estimate(facts, setting), measured, _kept(facts, setting))
+
+
+def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Setting:
+    """The setting in which the training was measured. One machine has all ranks."""
+    parallel, sheet, flops = config.parallel, None, None
+    if measured.on_gpu and (sheet := peaks.find(measured.device)) is not None:
+        is_tf32 = measured.precision == "fp32" and config.compute.matmul_precision in ("high", "medium")
+        flops = peaks.flops(measured.device, "tf32" if is_tf32 else measured.precision)
+    world = World(
+        measured.world,
+        measured.world,
+        peak_flops={measured.precision: flops} if flops else None,
+        link_bytes_per_second=sheet.link_gb_per_s / 2 * 1e9 if sheet else None,
+        utilisation=utilisation,
+    )
+    sharded: dict[str, Any] = {}
+    if measured.strategy == "fsdp":
+        names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward")
+        sharded = {name: getattr(parallel, name) for name in names}
+        sharded["offload"] = parallel.cpu_offload and measured.on_gpu  # the memory of a CPU is that of the host
+    return Setting(
+        world,
+        cast(StrategyName, measured.strategy),
+        cast(PrecisionName, measured.precision),
+        measured.micro_batch,
+        measured.accumulate,
+        recompute=measured.recompute,
+        gradient_as_bucket_view=parallel.gradient_as_bucket_view,
+        **sharded,
+    )
+
+
+def _kept(facts: ModelFacts, setting: Setting) -> int | None:
+    """Bytes that the estimate gives for `Measured.activations_bytes`. None: it does not know them."""
+    passes = pass_of(facts, setting)
+    if passes is None:
+        return None
+    kept = passes.kept.at(setting.micro_batch)
+    if not setting.is_sharded:
+        return kept
+    if setting.param_dtype == setting.precision:  # what is gathered needs no copies
+        kept -= passes.kept_casts.at(setting.micro_batch)
+    stay = (p for p in facts.parameters if p.block is None or not setting.reshard_after_forward)
+    return kept + sum(gathered_bytes(p, setting) for p in stay)
+
+
+def _differences(estimated: Estimate, measured: Measured, kept: int | None) -> list[Difference]:
+    memory = estimated.memory
+    states = [(part, getattr(memory, f"{part}_bytes"), getattr(measured, f"{part}_bytes")) for part in _STATES]
+    peak = None if memory.activations_bytes is None else memory.peak_bytes
+    rows = [
+        *(Difference(*state, "bytes") for state in states),
+        Difference("all states", memory.states_bytes, sum(here for _, _, here in states), "bytes"),
+        Difference("kept by a forward pass", kept, measured.activations_bytes, "bytes"),
+        Difference("peak", peak, measured.peak_bytes, "bytes"),
+        Difference("operations of a sample", estimated.flops_per_sample, measured.flops_per_sample, "flops"),
+        Difference("time of a step", estimated.step_seconds, measured.step_seconds, "seconds"),
+    ]
+    return [row for row in rows if row.estimated or row.measured]
+
+
+def text(rows: Sequence[Difference], measured: Measured, peak_flops: Mapping[str, float] | None = None) -> str:
+    """The differences as a table for people.
+
+    Args:
+        peak_flops: most operations of a rank's device in a second, by precision. None: not known.
+    """
+    about = f"{measured.world} rank{'s' * (measured.world > 1)} on {measured.device}, {measured.strategy}, "
+    about += f"{measured.precision}, micro-batch of {measured.micro_batch}"
+    about += f" x {measured.accumulate}" if measured.accumulate > 1 else ""
+    about += ", activations computed again" if measured.recompute else ""
+    cells = [("", "estimated", "measured", "off")]
+    for row in rows:
+        off = "" if row.off is None else f"{row.off:+.1%}"
+        cells.append((row.part, _shown(row.estimated, row.unit), _shown(row.measured, row.unit), off))
+    by = "max_memory_allocated" if measured.on_gpu else "bytes of tensors"
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [f"measured in real steps: {about}; memory by {by}"]
+    for first, *others in cells:
+        rest = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join((first.ljust(widths[0]), *rest)).rstrip())
+    off_by_part = {row.part: row.off or 0.0 for row in rows}
+    if off_by_part.get("operations of a sample", 0.0) > _EXPLAINED:
+        lines.append("the estimate is for the longest samples of the data, and the measured samples were shorter")
+    if off_by_part.get("peak", 0.0) < -_EXPLAINED:
+        lines.append(
+            "the measured peak has buffers inside of operators, such as convolutions, and on a CPU the copies that "
+            "gloo makes of what it sends: torch tells neither before they run, and the estimate leaves them out"
+        )
+    if measured.flops_per_sample is not None:
+        rate = measured.flops_per_sample * measured.micro_batch * measured.accumulate / measured.step_seconds
+        lines.append(f"a rank computes {rate / 1e12:.3g} x 10^12 operations in a second")
+        if peak := (peak_flops or {}).get(measured.precision):
+            lines[-1] += f", {rate / peak:.0%} of its peak: --utilisation {rate / peak:.2g}"
+    return "\n".join(lines)
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "not known"
+    if unit == "bytes":
+        return gb(value)
+    return f"{value:.3g} s" if unit == "seconds" else f"{value / 1e9:.4g} x 10^9"
+
+
+def as_json(rows: Sequence[Difference], measured: Measured) -> dict[str, Any]:
+    """For `json.dumps`."""
+    return {"measured": asdict(measured), "differences": [row._asdict() | {"off": row.off} for row in rows]}

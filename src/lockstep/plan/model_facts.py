@@ -49,35 +49,22 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What lives when a part of a pass needs most memory."""
+class Segment:
+    """A moment of a forward or backward pass: inside of one block, or outside of blocks."""
 
+    phase: Literal["forward", "backward"]
+    block: int | None = None
+    """Index of the block. None: outside of the blocks."""
+    before: int | None = None
+    """Index of the block that ran before in this phase."""
     activations: Affine = Affine()
     """Tensors that are kept for the backward pass, and temporary tensors."""
     casts: Affine = Affine()
     """Copies of parameters in the number format of autocast."""
     gradients: Affine = Affine()
-    """Gradients of parameters, in the number format of the parameters."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a forward or backward pass: inside of one block, or outside of blocks.
-
-    Different strategies hold different gradients meanwhile, so there are three moments.
-    """
-
-    phase: Literal["forward", "backward"]
-    block: int | None
-    """Index of the block. None: outside of the blocks."""
-    before: int | None
-    """Index of the block that ran before in this phase."""
-    alone: Moment
-    """Gradients are kept from their computation on: one rank, without accumulation."""
-    beside: Moment
-    """Gradients go into memory that exists before the pass: a gradient lives until it is added there."""
-    of_block: Moment
-    """Gradients of this block and of the root live; those of other blocks have been given away."""
+    """Gradients of parameters, in their number format, where they are kept from their computation on."""
+    gradients_of_block: Affine = Affine()
+    """Those of this block and of the root: what lives where the gradients of other blocks have been given away."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +78,11 @@ class PassFacts:
     """Activations and casts that live at the end of the forward pass: what the backward pass needs."""
     kept_casts: Affine = Affine()
     """Of `kept`, the copies of parameters in another number format."""
+
+
+Passes = dict[tuple[PrecisionName, bool, PrecisionName | None], PassFacts]
+"""By precision, by the recomputation of activations, and by the number format in which FSDP gathers parameters (None:
+as they are stored). Those of bf16 stand for fp16, too, which has the same bytes."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +108,8 @@ class ModelFacts:
     """Names of the repeated blocks, in the model's order."""
     buffers_bytes: int
     optimizer: OptimizerFacts
-    passes: dict[tuple[PrecisionName, bool], PassFacts]
-    """By precision and by whether activations are recomputed. Empty: the model could not be traced."""
+    passes: Passes
+    """Empty: the model could not be traced."""
     flops_per_sample: float | None
     """Forward and backward pass, without recomputation. None: not known."""
     forward_flops_per_sample: float | None
@@ -140,9 +132,6 @@ class ModelFacts:
     """Whether the last, partial batch of an epoch is left out."""
     averages: bool = False
     """Whether the training keeps moving averages of the weights."""
-    gathered_passes: dict[tuple[PrecisionName, bool, PrecisionName], PassFacts] = field(default_factory=dict)
-    """The same as `passes` with parameters that FSDP gathers in another number format, which is the last part of the
-    key."""
     optimizer_of_fp16: OptimizerFacts | None = None
     """The update in fp16, which does not use torch's fused kernels. None: as `optimizer`."""
     data: str = ""
@@ -154,8 +143,3 @@ class ModelFacts:
     def elements(self) -> int:
         """Number of parameters."""
         return sum(parameter.elements for parameter in self.parameters)
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether activations are known."""
-        return bool(self.passes)

@@ -1,4 +1,4 @@
-"""The figures of a run that advice on it needs: from its own log, config and environment, without torch."""
+"""Advice on a run, and the figures that it needs: from the run's own log, config and environment, without torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,26 @@ BACKWARD = 2.0
 section 2.1)."""
 _GLOBAL_BATCH = 32  # of a config that says nothing
 _ASKED_TO_STOP = re.compile(r"stopped by ")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What limits a run, and what to change."""
+
+    name: str
+    """The rule, such as `waiting for data`."""
+    finding: str
+    """What limits the run, for people."""
+    source: str
+    """The figures of the log or of the config that say so."""
+    changes: tuple[str, ...]
+    """Overrides of the config, such as `data.workers=4`. Empty: no key helps."""
+    gain: str
+    """What the change may bring, for people."""
+    saves_share: float = 0.0
+    """Share of the run's time that the change may save. 0: it saves memory, or the gain in time is not known."""
+    note: str = ""
+    """What else there is to know."""
 
 
 @dataclass(frozen=True)

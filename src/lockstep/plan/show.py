@@ -1,18 +1,40 @@
-"""A plan as a table for the terminal, and as JSON."""
+"""A plan as a table for the terminal and as JSON, with energy and price where they are asked for."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+from lockstep.errors import UsageError
+from lockstep.plan.estimate import Estimate
 from lockstep.plan.search import LARGEST, Option, Plan, gigabytes
 
-if TYPE_CHECKING:
-    from lockstep.plan.estimate import Estimate
+_HOST_BOUND_S = 0.02  # forward and backward pass of a micro-batch: thousands of kernels, of some microseconds each
+_STATES = ("parameters", "gradients", "optimizer", "averages")
 
 
-def text(plan: Plan, width: int = 125) -> str:
+class Rates(NamedTuple):
+    """The rates of a GPU, from which energy and price of a training are computed. None: that figure is not computed."""
+
+    watts: float | None = None
+    """Power of one GPU with its share of the machine and of the cooling."""
+    price_per_gpu_hour: float | None = None
+    """In any currency."""
+
+    def check(self) -> None:
+        """Raises:
+        UsageError: a rate is not above 0.
+        """
+        for option, value in (("--watts", self.watts), ("--price-per-gpu-hour", self.price_per_gpu_hour)):
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{value:g} is not above 0", where=option, remedy="give a number such as 700 or 2.5")
+
+
+NO_RATES = Rates()
+
+
+def text(plan: Plan, rates: Rates = NO_RATES, width: int = 125) -> str:
     """The plan for people."""
     from rich.console import Console
 
@@ -36,6 +58,8 @@ def text(plan: Plan, width: int = 125) -> str:
         console.print(f"Recommended: nothing. {plan.reason[:1].upper()}{plan.reason[1:]}.")
     for note in plan.facts.notes:
         console.print(f"note: {note}")
+    for line in _costs_of_options(plan, rates) if any(rates) else ():
+        console.print(line, soft_wrap=True)
     file = console.file
     assert isinstance(file, io.StringIO)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
@@ -99,10 +123,6 @@ def _largest(micro_batch: int | None) -> str:
     return "" if micro_batch is None else f"{LARGEST}+" if micro_batch >= LARGEST else str(micro_batch)
 
 
-_HOST_BOUND_S = 0.02  # forward and backward pass of a micro-batch: thousands of kernels, of some microseconds each
-_STATES = ("parameters", "gradients", "optimizer", "averages")
-
-
 def _number(value: float) -> str:
     return "0" if not value else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
@@ -157,7 +177,50 @@ def _details(plan: Plan, option: Option) -> list[str]:
     return lines
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def cost(seconds: float | None, gpus: int, rates: Rates) -> dict[str, float | None] | None:
+    """GPU hours, kWh and price of `gpus` GPUs for a time. None: the time, or the rate of a figure, is not known."""
+    if seconds is None:
+        return None
+    hours, (watts, price) = seconds / 3600 * gpus, rates
+    return {
+        "gpu_hours": hours,
+        "kilowatt_hours": None if watts is None else hours * watts / 1000,
+        "price": None if price is None else hours * price,
+    }
+
+
+def _costs(found: Estimate, rates: Rates) -> dict[str, dict[str, float | None] | None]:
+    """By time: of an epoch, and of the training."""
+    times = {"epoch": found.epoch_seconds, "training": found.training_seconds}
+    return {name: cost(seconds, found.setting.world.gpus, rates) for name, seconds in times.items()}
+
+
+def _costs_of_options(plan: Plan, rates: Rates) -> list[str]:
+    lines, wide = [], max((len(option.name) for option in plan.options), default=0)
+    for option in plan.options:
+        if option.estimate is None or option.fits is False or option.estimate.epoch_seconds is None:
+            continue
+        costs = {name: cost_text(found) for name, found in _costs(option.estimate, rates).items() if found}
+        whole = f"; the training {costs['training']}" if "training" in costs else ""
+        mark = "*" if option is plan.recommended else " "
+        lines.append(f"{mark} {option.name:<{wide}}  an epoch {costs['epoch']}{whole}")
+    if lines:
+        return [f"energy and price, at {plan.world.utilisation:.0%} of the GPU's peak:", *lines]
+    return [
+        "energy and price: not known, because the time is not. It needs --gpu NAME, data with a known length, and "
+        "with several GPUs a bandwidth"
+    ]
+
+
+def cost_text(found: dict[str, float | None]) -> str:
+    """A cost for people, such as `512 GPU hours, 358 kWh, price 1,280.00`."""
+    parts = []
+    for value, unit in ((found["gpu_hours"], "GPU hours"), (found["kilowatt_hours"], "kWh")):
+        parts += [f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"] if value is not None else []
+    return ", ".join([*parts, *([f"price {found['price']:,.2f}"] if found["price"] is not None else [])])
+
+
+def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
     """The plan as JSON values. The names have the units: `_bytes`, `_seconds`, `_flops`."""
     facts, world = plan.facts, dataclasses.asdict(plan.world)
     summary = {
@@ -171,7 +234,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "forward_flops_per_sample": facts.forward_flops_per_sample,
         "samples_per_epoch": facts.samples,
         "global_batch": facts.global_batch,
-        "is_traced": facts.is_traced,
+        "is_traced": bool(facts.passes),
         "data": facts.data,
         "notes": facts.notes,
     }
@@ -179,7 +242,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model": summary,
         "world": {**world, "nodes": plan.world.nodes},
         "reserve": plan.reserve,
-        "options": [_option(option) for option in plan.options],
+        "options": [_option(option, rates) for option in plan.options],
         "recommended": plan.recommended.name if plan.recommended else None,
         "reason": plan.reason,
         "keys": plan.keys,
@@ -187,20 +250,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _option(option: Option) -> dict[str, Any]:
+def _option(option: Option, rates: Rates) -> dict[str, Any]:
     found = option.estimate
-    values: dict[str, Any] = {
-        "name": option.name,
-        "fits": option.fits,
-        "largest_micro_batch": option.largest_micro_batch,
-        "reason": option.reason,
-    }
-    if found is None:
-        return {**values, "setting": None, "estimate": None}
-    setting = dataclasses.asdict(found.setting)
-    setting.pop("world")
-    estimate = dataclasses.asdict(found)
-    estimate.pop("setting")
-    estimate["memory"]["states_bytes"] = found.memory.states_bytes
-    estimate["communication"]["total_bytes"] = found.communication.total_bytes
-    return {**values, "setting": {**setting, "shards": found.setting.shards}, "estimate": estimate}
+    names = ("name", "fits", "largest_micro_batch", "reason")
+    values: dict[str, Any] = {name: getattr(option, name) for name in names} | {"setting": None, "estimate": None}
+    if found is not None:
+        estimate = dataclasses.asdict(found)
+        setting = estimate.pop("setting")
+        del setting["world"]
+        estimate["memory"]["states_bytes"] = found.memory.states_bytes
+        estimate["communication"]["total_bytes"] = found.communication.total_bytes
+        values |= {"setting": {**setting, "shards": found.setting.shards}, "estimate": estimate}
+    costs = {"cost": found and _costs(found, rates)} if any(rates) else {}
+    return values | costs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class TracedSegment:
     phase: Phase
     block: int | None
     before: int | None
+    flops: int = 0
+    """Operations of the pass before the segment."""
     snapshots: list[Snapshot] = field(default_factory=list)
     """After each operation that made a storage, in their order."""
 
@@ -54,6 +57,7 @@ class TracedSegment:
 class TracedPass:
     """A forward and a backward pass of one micro-batch."""
 
+    samples: int
     segments: list[TracedSegment]
     batch_bytes: int
     kept_bytes: int
@@ -61,9 +65,17 @@ class TracedPass:
     kept_casts_bytes: int
     flops: int
     """Forward and backward pass, without recomputation."""
-    forward_flops: int
-    block_flops: int
-    """Of the forward pass of the blocks."""
+
+    @property
+    def forward_flops(self) -> int:
+        """Of the forward pass."""
+        return next(segment.flops for segment in self.segments if segment.phase == "backward")
+
+    @property
+    def block_flops(self) -> int:
+        """Of the forward pass of the blocks."""
+        pairs = itertools.pairwise(self.segments)
+        return sum(b.flops - a.flops for a, b in pairs if a.phase == "forward" and a.block is not None)
 
 
 class Untraceable(Exception):
@@ -83,13 +95,12 @@ class Untraceable(Exception):
         return {"": "Task.loss", "model": "the model's own forward"}.get(self.module, f"module {self.module}")
 
 
+@dataclass(slots=True)
 class _Storage:
-    """A storage that lives: its bytes, and what they are for."""
+    """A storage that lives: its bytes, and their purpose."""
 
-    __slots__ = ("bytes", "kind")
-
-    def __init__(self, size: int, kind: str) -> None:
-        self.bytes, self.kind = size, kind
+    bytes: int
+    kind: str
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -98,10 +109,14 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         parameters: their storages do not count. Copies of them in another number format count as casts.
         others: further tensors that do not count, such as the batch.
+        counted: counts the operations of the pass.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], others: Sequence[Tensor] = (), counted: Operations | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.counted = counted
         self.live: Any = WeakIdKeyDictionary()
         self.bytes = {"activation": 0, "cast": 0, "gradient": 0, "gradient_of_block": 0, "gradient_of_root": 0}
         self.known = {id(storage): storage for storage in (p.untyped_storage() for p in (*parameters, *others))}
@@ -119,7 +134,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = None
         if block is not None and phase == "backward":  # the gradients of the block before have been given away
             self.bytes["gradient_of_block"] = 0
-        self.segments.append(TracedSegment(phase, block, before))
+        self.segments.append(TracedSegment(phase, block, before, self.counted.total if self.counted else 0))
         self._take_snapshot()
 
     def mark_gradient(self, gradient: Tensor, of_root: bool) -> None:
@@ -140,10 +155,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind = "activation"
         if func is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self.parameters:
             kind = "cast"
-        grew = False
-        for tensor in tensors_of(result):
-            grew |= self._add(tensor, kind)
-        if grew:
+        if sum(self._add(tensor, kind) for tensor in tensors_of(result)):
             self._take_snapshot()
         return result
 
@@ -207,21 +219,20 @@ def _as_on_gpu() -> Generator[None, None, None]:
 def trace_pass(
     forward: nn.Module,
     batch: Any,
+    samples: int,
     *,
     blocks: Sequence[nn.Module],
     autocast: Callable[[], contextlib.AbstractContextManager[object]],
     as_on_gpu: bool,
-    counts: bool = True,
 ) -> TracedPass:
     """Run a forward and a backward pass as a training step does, and count.
 
     Args:
         forward: from a batch to losses by head. Its parameters have no gradients.
-        batch: tensors of the kind (fake or real) that the parameters have.
+        batch: of `samples`; its tensors are (fake or real) of the parameters.
         blocks: the repeated blocks.
         autocast: the context of the forward pass.
         as_on_gpu: choose operators as a GPU would.
-        counts: whether to count floating-point operations, too, which takes time. Otherwise they are 0.
 
     Raises:
         Untraceable: an operation needs values, and tensors have none; or the pass failed.
@@ -229,20 +240,19 @@ def trace_pass(
     parameters = list(forward.parameters())
     place = {id(p): index for index, block in enumerate(blocks) for p in block.parameters()}
     tensors = tensors_of(batch)
-    live, counted, stack = LiveBytes(parameters, [*forward.buffers(), *tensors]), Operations(), _Modules(forward)
-    flops_of_blocks = _BlockFlops(counted)
+    counted, stack = Operations(), _Modules(forward)
+    live = LiveBytes(parameters, [*forward.buffers(), *tensors], counted)
+
+    def mark(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            live.mark_gradient(parameter.grad, of_root=id(parameter) not in place)
+
     with contextlib.ExitStack() as hooks:
-        hooks.callback(_forget_gradients, parameters)
+        hooks.callback(forward.zero_grad)
         for index, block in enumerate(blocks):
-            hooks.enter_context(_watched(block, index, live, flops_of_blocks))
+            hooks.enter_context(_watched(block, index, live))
         for parameter in parameters:
             if parameter.requires_grad:
-                of_root = id(parameter) not in place
-
-                def mark(p: Tensor, of_root: bool = of_root) -> None:
-                    if p.grad is not None:
-                        live.mark_gradient(p.grad, of_root)
-
                 handle: Any = parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
                 hooks.callback(handle.remove)
         hooks.enter_context(stack.watched())
@@ -250,12 +260,10 @@ def trace_pass(
             with contextlib.ExitStack() as modes:
                 if as_on_gpu:
                     modes.enter_context(_as_on_gpu())
-                if counts:
-                    modes.enter_context(counted)
+                modes.enter_context(counted)
                 modes.enter_context(live)
                 with autocast():
                     losses = forward(batch)
-                forward_flops = counted.total
                 kept_casts_bytes = live.bytes["cast"]
                 kept_bytes = live.bytes["activation"] + kept_casts_bytes
                 live.begin("backward", None)
@@ -264,20 +272,7 @@ def trace_pass(
         except Exception as error:
             raise Untraceable(stack.innermost, error) from error
     batch_bytes = sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
-    return TracedPass(
-        live.segments,
-        batch_bytes,
-        kept_bytes,
-        kept_casts_bytes,
-        counted.total,
-        forward_flops,
-        flops_of_blocks.total,
-    )
-
-
-def _forget_gradients(parameters: Sequence[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
+    return TracedPass(samples, live.segments, batch_bytes, kept_bytes, kept_casts_bytes, counted.total)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -292,19 +287,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
-class _BlockFlops:
-    def __init__(self, counted: Operations) -> None:
-        self.counted, self.total, self.begun = counted, 0, 0
-
-    def enter(self) -> None:
-        self.begun = self.counted.total
-
-    def leave(self) -> None:
-        self.total += self.counted.total - self.begun
-
-
 @contextlib.contextmanager
-def _watched(block: nn.Module, index: int, live: LiveBytes, flops: _BlockFlops) -> Generator[None, None, None]:
+def _watched(block: nn.Module, index: int, live: LiveBytes) -> Generator[None, None, None]:
     """Inside, `live` begins a segment where the block's forward and backward pass begin and end."""
 
     def leave_backward(_: Tensor) -> None:
@@ -314,14 +298,12 @@ def _watched(block: nn.Module, index: int, live: LiveBytes, flops: _BlockFlops) 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         if live.segments[-1].phase == "forward":
             live.begin("forward", index)
-            flops.enter()
             for tensor in tensors_of((args, kwargs)):
                 if tensor.requires_grad:
                     tensor.register_hook(leave_backward)  # type: ignore[no-untyped-call]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if live.segments[-1].phase == "forward":
-            flops.leave()
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: live.begin("backward", index))  # type: ignore[no-untyped-call]
