@@ -318,7 +318,7 @@ def facts_of_case(model: str, case: Case):
 
 def estimated(model: str, ranks: int, case: Case) -> dict[str, float]:
     from lockstep.plan.estimate import estimate, pass_of
-    from lockstep.plan.setting import Setting, World
+    from lockstep.plan.inputs import Setting, World
 
     facts = facts_of_case(model, case)
     kind = "single" if ranks == 1 else "hybrid" if case.shard_ranks else case.strategy
@@ -390,7 +390,7 @@ class Llama7B(Task):
 
 def large() -> None:
     begun = time.time()
-    from lockstep.plan import show, world_options
+    from lockstep.plan import inputs, show
     from lockstep.plan.facts import facts_of
     from lockstep.plan.search import search
 
@@ -398,7 +398,7 @@ def large() -> None:
     config = RunConfig.model_validate({"name": "llama-7b", "batch": {"global": 1024}, "train": {"epochs": 1}})
     facts = facts_of(Llama7B(), config)
     traced = time.time() - begun
-    world = world_options.world(512, gpus_per_node=8, gpu_name="H100", network_bandwidth="400Gbit/s")
+    world = inputs.world(512, gpus_per_node=8, gpu_name="H100", network_bandwidth="400Gbit/s")
     print(show.text(search(facts, world)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     spent = f"{time.time() - begun:.1f} s with the imports, {time.process_time():.1f} s of CPU time"

@@ -7,8 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Task
 from lockstep.config import RunConfig
-from lockstep.plan.model_facts import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment
-from lockstep.plan.setting import World
+from lockstep.plan.inputs import Affine, ModelFacts, OptimizerFacts, ParameterFacts, PassFacts, Segment, World
 
 
 def config(samples=8, **sections):

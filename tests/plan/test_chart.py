@@ -78,10 +78,9 @@ def test_the_chosen_bar_the_reserve_and_the_legend():
     assert any("10% shall stay free" in text for text in texts(tree))
 
 
-def test_bars_that_are_far_below_the_limit_have_an_axis_of_their_own():
+def test_bars_that_are_far_below_the_limit_have_a_scale_of_their_own():
     tree = drawn([bar(parameters=0.002)])
     assert widths(tree)["parameters: 2.0 MB"] > 300
-    assert "2 MB" in texts(tree)
     assert any("80.0 GB, 40,000 times the longest bar" in text for text in texts(tree))
 
 

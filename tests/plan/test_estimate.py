@@ -6,8 +6,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.plan.estimate import estimate
-from lockstep.plan.model_facts import OptimizerFacts, ParameterFacts
-from lockstep.plan.setting import Setting, World
+from lockstep.plan.inputs import OptimizerFacts, ParameterFacts, Setting, World
 from tests.plan.cases import adam_parameter, world, written_facts
 
 BLOCK, ROOT = 40 * 20 * 4, 40 * 2 * 4  # bytes of the parameters of a block, and of the root

@@ -14,9 +14,9 @@ from lockstep import Task, config_file
 from lockstep.cli import app
 from lockstep.engine.flops import FlopCount
 from lockstep.engine.step import train_step
+from lockstep.errors import TrainingError
+from lockstep.plan.inputs import Affine, Setting
 from lockstep.plan.measure import Difference, Measured, _kept, compare, measure, setting_of, text
-from lockstep.plan.model_facts import Affine
-from lockstep.plan.setting import Setting
 from tests.plan.cases import world, written_facts
 from tests.ranks import run_ranks
 
@@ -221,6 +221,27 @@ def test_a_known_gpu_gives_the_time_of_a_step_and_the_utilisation():
     assert "320 x 10^12 operations in a second, 32% of its peak: --utilisation 0.32" in said
     part_of_a_gpu = dataclasses.replace(FOUND, device="NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert setting_of(settings, part_of_a_gpu, 0.4).world.peak_flops is None
+
+
+def test_shards_of_a_part_of_the_ranks_are_estimated_as_such():
+    found = dataclasses.replace(FOUND, strategy="fsdp", world=4)
+    parts, all_ranks = (
+        setting_of(config(4, parallel={"strategy": "fsdp", "shard_ranks": ranks}), found, 0.4) for ranks in (2, 4)
+    )
+    assert (parts.strategy, parts.shards, parts.replicas) == ("hybrid", 2, 2)
+    assert (all_ranks.strategy, all_ranks.shards) == ("fsdp", 4)
+
+
+class Overflowing(Mlp):
+    """Its gradients are too large for fp16 with any scale that a few steps reach."""
+
+    def loss(self, model, batch):
+        return super().loss(model, (batch[0] + 1, batch[1])) * 1e7
+
+
+def test_steps_whose_updates_are_all_skipped_are_an_error():
+    with pytest.raises(TrainingError, match="gradients of 7 steps overflowed"):
+        measure(config(task={"kind": f"{__file__}:Overflowing"}, precision="fp16"))
 
 
 def test_command(tmp_path):

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from lockstep import cli, config_file
 from lockstep.plan import command, show
-from lockstep.plan.setting import World
+from lockstep.plan.inputs import World
 from tests.selection import mainly
 
 RUN = CliRunner()

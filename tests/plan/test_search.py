@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.plan.estimate import estimate
+from lockstep.plan.inputs import Setting
 from lockstep.plan.search import YEAR_SECONDS, save_interval, search
-from lockstep.plan.setting import Setting
 from tests.plan.cases import world, written_facts
 
 FACTS = written_facts(activations=1e6, global_batch=64)  # 1 MB for each sample, beside states of 27 kB

@@ -139,7 +139,7 @@ def plan(
         for path in (chart, _json_path(json_file)):
             _check_folder(path)
         from lockstep import config_file
-        from lockstep.plan import setting, show
+        from lockstep.plan import inputs, show
 
         config = config_file.load(target, overrides or [])
         if measure:
@@ -149,7 +149,7 @@ def plan(
             return
         rates = show.Rates(watts, price)
         rates.check()
-        world = setting.world(
+        world = inputs.world(
             gpus,
             gpus_per_node=gpus_per_node,
             gpu_memory=gpu_memory,
@@ -221,7 +221,7 @@ def _made_up(overrides: Sequence[str], classes: int | None, samples: int | None)
 
 
 def _check_precisions(names: Sequence[str]) -> None:
-    from lockstep.plan.setting import PrecisionName
+    from lockstep.plan.inputs import PrecisionName
 
     known = get_args(PrecisionName)
     for name in names:

@@ -1,4 +1,4 @@
-"""What limits a run, and which keys to change: rules over the run's own log. A running run can be asked, too."""
+"""Rules over the log of a run: they name its limits, and the keys to change. The run may be going on."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _PICTURES = ("classification", "segmentation", "detection")
 
 @dataclass(frozen=True)
 class Advised:
-    """What the log of a run says about its speed and its memory."""
+    """Speed and memory of a run, as its log tells them."""
 
     run: str
     """Directory of the run."""
     state: str
-    """How far the run is, and that it is complete, stopped or going on."""
+    """Progress of the run, and that it is complete, stopped or going on."""
     shares: dict[str, float]
     """Where the time of the run went, as far as the log tells: parts of 1."""
     notes: list[str]
-    """What the figures cannot tell."""
+    """Limits of the figures, for people."""
     advice: list[Advice]
     """The largest gain of time first."""
 
@@ -142,7 +142,7 @@ def less_time(share: float) -> str:
 
 
 def faster(share: float) -> str:
-    """How many times as fast a run is that takes this share less time, with two digits, and two decimals below 2."""
+    """The factor by which a run is faster that takes this share less time: two digits, and two decimals below 2."""
     times = 1 / (1 - share)
     return f"{times:.2f}" if times < 2 else f"{times:.2g}"
 

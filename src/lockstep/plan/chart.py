@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,16 +18,16 @@ _COLORS = {
     "communication": "#D55E00",
     "batch": "#CC79A7",
 }
-_WIDTH, _NAMES, _FIGURES, _ROW, _BAR, _TOP, _BOTTOM = 960, 270, 110, 34, 20, 96, 34  # pixels
+_WIDTH, _NAMES, _FIGURES, _ROW, _BAR, _TOP, _BOTTOM = 960, 270, 110, 34, 20, 96, 14  # pixels
 _FARTHEST = 2.0  # bars longer than so many times the limit are cut, and say so
-_SMALL = 10  # where no bar is longer than a tenth of the limit, the axis ends before the limit
+_SMALL = 10  # where no bar is longer than a tenth of the limit, the bars have a scale of their own
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b1f24 }
 .title { font-size: 16px; font-weight: 600 } .soft { fill: #57606a; font-size: 12px }
-.paper { fill: #ffffff } .grid { stroke: #d0d7de } .limit { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 5 3 }
+.paper { fill: #ffffff } .limit { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 5 3 }
 .over { fill: #cf222e } .chosen { font-weight: 600 } .unknown { fill: none; stroke: #57606a; stroke-dasharray: 3 3 }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3 } .soft { fill: #9aa4af } .paper { fill: #0d1117 } .grid { stroke: #30363d }
+  text { fill: #e6edf3 } .soft { fill: #9aa4af } .paper { fill: #0d1117 }
   .limit { stroke: #ff7b72 } .over { fill: #ff7b72 } .unknown { stroke: #9aa4af }
 }
 """
@@ -76,13 +75,11 @@ def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 
     is_far = limit is not None and 0 < largest * _SMALL <= limit
     if limit and not is_far:
         end = max(end, 1.08 * limit)
-    step = _step(end)
-    ticks = math.ceil(end / step - 1e-9)
-    scale = (_WIDTH - _NAMES - _FIGURES) / (ticks * step)  # pixels of a byte
+    scale = (_WIDTH - _NAMES - _FIGURES) / end  # pixels of a byte
     height = _TOP + _ROW * len(bars) + _BOTTOM
-    shown = [_text(16, 26, title, "title"), *_legend(bars), *_axis(ticks, step, scale, height)]
+    shown = [_text(16, 26, title, "title"), *_legend(bars)]
     for row, bar in enumerate(bars):
-        shown += _row(bar, _TOP + row * _ROW, scale, ticks * step)
+        shown += _row(bar, _TOP + row * _ROW, scale, end)
     if limit and is_far:
         far = f"memory of the GPU: {gb(limit)}, {limit / largest:,.0f} times the longest bar"
         shown.append(_text(_NAMES, _TOP - 19, far, "soft"))
@@ -94,13 +91,6 @@ def svg(bars: Sequence[Bar], limit: int | None, *, title: str, reserve: float = 
     return element("svg", *content, xmlns="http://www.w3.org/2000/svg", **size) + "\n"
 
 
-def _step(length: float) -> float:
-    """A round distance between the marks of an axis of this length: 1, 2 or 5 times a power of ten."""
-    rough = length / 6
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-
-
 def _legend(bars: Sequence[Bar]) -> Iterator[Markup]:
     left = 16.0
     for part in _COLORS:
@@ -108,14 +98,6 @@ def _legend(bars: Sequence[Bar]) -> Iterator[Markup]:
             yield _rect(left, 42, 12, 12, fill=_COLORS[part])
             yield _text(left + 17, 53, part)
             left += 17 + 7.3 * len(part) + 18
-
-
-def _axis(ticks: int, step: float, scale: float, height: int) -> Iterator[Markup]:
-    unit, factor = ("GB", 1e9) if ticks * step >= 1e9 else ("MB", 1e6)
-    for tick in range(ticks + 1):
-        x, number = _NAMES + tick * step * scale, f"{tick * step / factor:g}"
-        yield _line(x, _TOP - 8, height - _BOTTOM, "grid")
-        yield _text(x, height - _BOTTOM + 18, f"{number} {unit}" if tick == ticks else number, "soft", "middle")
 
 
 def _row(bar: Bar, top: float, scale: float, end: float) -> Iterator[Markup]:
@@ -140,17 +122,13 @@ def _limit(limit: int, reserve: float, scale: float, height: int) -> Iterator[Ma
     if reserve:
         yield _rect(x - free, _TOP - 8, free, height - _TOP - _BOTTOM + 8, "reserve", class_="over", opacity=0.12)
         said += f", of which {reserve:.0%} shall stay free"
-    yield _line(x, _TOP - 14, height - _BOTTOM, "limit")
+    yield element("line", class_="limit", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=_TOP - 14, y2=height - _BOTTOM)
     yield _text(x, _TOP - 19, said, "soft over", "end" if x > _WIDTH / 2 else "start")
 
 
 def _rect(x: float, y: float, width: float, height: float, about: str = "", **style: object) -> Markup:
     content = [element("title", about)] if about else []
     return element("rect", content, x=f"{x:.1f}", y=f"{y:.0f}", width=f"{width:.1f}", height=f"{height:.0f}", **style)
-
-
-def _line(x: float, top: float, bottom: float, style: str) -> Markup:
-    return element("line", class_=style, x1=f"{x:.1f}", x2=f"{x:.1f}", y1=top, y2=bottom)
 
 
 def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> Markup:

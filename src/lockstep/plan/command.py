@@ -1,12 +1,12 @@
-"""What `lockstep plan` does, from a target to a `Plan`."""
+"""The way of `lockstep plan` from a target to a `Plan`, with made-up samples where there are no data."""
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +15,8 @@ import numpy as np
 from lockstep import shortages
 from lockstep.errors import DataError, UsageError
 from lockstep.plan.facts import facts_of
-from lockstep.plan.model_facts import ModelFacts
+from lockstep.plan.inputs import ModelFacts, PrecisionName, World
 from lockstep.plan.search import Plan, save_interval, search
-from lockstep.plan.setting import PrecisionName, World
 from lockstep.tasks import registry
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ _SAMPLES = 8  # made up
 
 @dataclass(frozen=True)
 class MadeUp:
-    """What is known of training data that are not here."""
+    """Facts of training data that are not here."""
 
     classes: int | None = None
     """None: 10."""
@@ -68,23 +67,19 @@ def plan_of(
     interval = None
     if failures_per_gpu_year is not None and save_seconds is not None:
         interval = save_interval(save_seconds, failures_per_gpu_year, world.gpus)
-    asked = config
-    config = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
+    resolved = config.model_copy(update={"batch": config.batch.resolve(world.gpus)})
     chosen = tuple(precisions or _precisions(world))
-    facts = facts_with_or_without_data(config, precisions=chosen, made_up=made_up)
-    parallel = config.parallel
-    details = {
-        name: getattr(parallel, name)
-        for name in ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
-    }
+    facts = facts_with_or_without_data(resolved, precisions=chosen, made_up=made_up)
     facts = replace(facts, notes=[*_notes_on_the_batch(facts, world), *facts.notes])
+    names = ("param_dtype", "reduce_dtype", "reshard_after_forward", "shard_ranks", "gradient_as_bucket_view")
+    details = {name: getattr(config.parallel, name) for name in names}
     found = search(facts, world, precisions=chosen, reserve=reserve, details=details)
-    keys = [*found.keys, *_switched_off(asked, found.keys, facts.global_batch)]
+    keys = [*found.keys, *_switched_off(config, found.keys, facts.global_batch)]
     return replace(found, keys=keys, save_every_seconds=interval)
 
 
 def _notes_on_the_batch(facts: ModelFacts, world: World) -> list[str]:
-    """What does not fit together: the global batch, the GPUs and the samples of an epoch."""
+    """Notes on a global batch that does not suit the GPUs or the samples of an epoch."""
     notes, batch = [], facts.global_batch
     if batch < world.gpus:
         notes.append(
@@ -100,7 +95,7 @@ def _notes_on_the_batch(facts: ModelFacts, world: World) -> list[str]:
 
 
 def _switched_off(config: RunConfig, keys: Sequence[str], global_batch: int) -> list[str]:
-    """What the config has, and what the recommended option does without."""
+    """Overrides for keys that the config has, and that the recommended option does without."""
     if not keys:
         return []
     named = {key.partition("=")[0] for key in keys}
@@ -135,11 +130,11 @@ def facts_with_or_without_data(
     Raises:
         DataError, UsageError: the task's data or model cannot be made, and made-up samples do not help.
     """
-    says_more = made_up is not None and made_up != NOTHING_KNOWN
+    facts = partial(facts_of, precisions=tuple(precisions), device=device, recompute=recompute)
     try:
         task = _task(config, config.data.train)
-        if not says_more:
-            return facts_of(task, config, precisions=tuple(precisions), device=device, recompute=recompute)
+        if made_up is None or made_up == NOTHING_KNOWN:
+            return facts(task, config)
         task.train_data()  # it says whether there are data, long before the model is traced
     except (DataError, UsageError) as error:
         if made_up is None or not _concerns_data(config, error):
@@ -150,23 +145,16 @@ def facts_with_or_without_data(
                 raise
             data = config.data.model_copy(update={"cache": None, "cache_size": None, "eval": None})
             without = config.model_copy(update={"data": data})
-            facts = facts_of(
-                _task(without, str(train)),
-                without,
-                precisions=tuple(precisions),
-                device=device,
-                recompute=recompute,
-                has_data=False,
-            )
-            notes = [assumption(config.task, made_up.classes), *facts.notes]
-            return replace(facts, samples=made_up.samples, notes=notes)
-    option = "--classes" if made_up and made_up.classes else "--samples"
+            found = facts(_task(without, str(train)), without, has_data=False)
+            notes = [assumption(config.task, made_up.classes), *found.notes]
+            return replace(found, samples=made_up.samples, notes=notes)
+    option = "--classes" if made_up.classes else "--samples"
     remedy = "leave this option out: the data themselves tell it"
     raise UsageError("is for data that are not here, and these are here", where=option, remedy=remedy)
 
 
 def _concerns_data(config: RunConfig, error: Exception) -> bool:
-    """Whether an error says that there are no data here: none are named, or those that are named are not here."""
+    """True if an error says that there are no data here: none are named, or those that are named are not here."""
     train = config.data.train
     return train is None or (isinstance(error, DataError) and not Path(train).expanduser().exists())
 
@@ -185,7 +173,7 @@ def write_samples(task: Mapping[str, Any], folder: Path, classes: int | None = N
 
     Args:
         task: `kind` and its options.
-        folder: a new or empty folder.
+        folder: a new folder.
         classes: None: 10.
 
     Raises:
@@ -193,11 +181,14 @@ def write_samples(task: Mapping[str, Any], folder: Path, classes: int | None = N
     """
     _check_classes(task, classes)
     writer = _WRITERS.get(str(task.get("kind")))
-    return None if writer is None else writer(task, folder, _class_count(task, classes))
+    if writer is None:
+        return None
+    folder.mkdir(parents=True)
+    return writer(task, folder, _class_count(task, classes), np.random.default_rng(0))
 
 
 def assumption(task: Mapping[str, Any], classes: int | None = None) -> str:
-    """What a plan on made-up samples assumes, for people."""
+    """The assumptions of a plan on made-up samples, for people."""
     count = _class_count(task, classes)
     assumed = {
         "classification": f"{count} classes",
@@ -231,92 +222,76 @@ def _side(task: Mapping[str, Any]) -> int:
     return max(size.values()) if isinstance(size, Mapping) else int(size)
 
 
-def _picture(path: Path, side: int, draw: np.random.Generator, channels: int = 3) -> None:
+def _picture(path: Path, task: Mapping[str, Any], draw: np.random.Generator) -> None:
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    noise = draw.integers(0, 256, (side, side, 3), dtype=np.uint8)
-    Image.fromarray(noise if channels == 3 else noise[..., 0]).save(path, compress_level=1)
+    noise = draw.integers(0, 256, (_side(task), _side(task), 3), dtype=np.uint8)
+    Image.fromarray(noise if int(task.get("channels", 3)) == 3 else noise[..., 0]).save(path, compress_level=1)
 
 
-def _classification(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
-    draw = np.random.default_rng(0)
+def _classification(task: Mapping[str, Any], folder: Path, classes: int, draw: np.random.Generator) -> Path:
     for number in range(classes):
         path = folder / f"class{number}" / "0.png"
         if number < _SAMPLES:
-            _picture(path, _side(task), draw, int(task.get("channels", 3)))
+            _picture(path, task, draw)
         else:
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir()
             os.link(folder / f"class{number % _SAMPLES}" / "0.png", path)
     return folder
 
 
-def _segmentation(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
+def _segmentation(task: Mapping[str, Any], folder: Path, classes: int, draw: np.random.Generator) -> Path:
     from PIL import Image
 
-    draw, side = np.random.default_rng(0), _side(task)
-    (folder / "masks").mkdir(parents=True)
+    (folder / "masks").mkdir()
     if not task.get("classes"):
-        names = ", ".join(f"class{number}" for number in range(classes))
-        (folder / "classes.yaml").write_text(f"[{names}]\n")
+        (folder / "classes.yaml").write_text(json.dumps([f"class{number}" for number in range(classes)]))
     for number in range(_SAMPLES):
-        _picture(folder / "images" / f"{number}.png", side, draw, int(task.get("channels", 3)))
-        mask = draw.integers(0, min(classes, 256), (side, side), dtype=np.uint8)
+        _picture(folder / "images" / f"{number}.png", task, draw)
+        mask = draw.integers(0, min(classes, 256), (_side(task), _side(task)), dtype=np.uint8)
         Image.fromarray(mask).save(folder / "masks" / f"{number}.png")
     return folder
 
 
-def _detection(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
-    draw, side = np.random.default_rng(0), _side(task)
-    images: list[dict[str, Any]] = []
-    annotations: list[dict[str, Any]] = []
+def _detection(task: Mapping[str, Any], folder: Path, classes: int, draw: np.random.Generator) -> Path:
+    side = _side(task)
+    box, boxes = side // 4, 5 * _SAMPLES
     for number in range(_SAMPLES):
-        _picture(folder / "images" / "train" / f"{number}.png", side, draw, int(task.get("channels", 3)))
-        images.append({"id": number, "file_name": f"{number}.png", "height": side, "width": side})
-        for _ in range(5):
-            box = side // 4
-            left, top = (int(value) for value in draw.integers(0, side - box, 2))
-            annotation = {"id": len(annotations), "image_id": number, "bbox": [left, top, box, box], "iscrowd": 0}
-            category = len(annotations) % classes
-            annotations.append({**annotation, "category_id": category, "area": box * box})
-    categories = [{"id": number, "name": f"class{number}"} for number in range(classes)]
+        _picture(folder / "images" / "train" / f"{number}.png", task, draw)
+    corners = draw.integers(0, side - box, (boxes, 2)).tolist()
+    sizes = {"height": side, "width": side}
+    content = {
+        "images": [{"id": number, "file_name": f"{number}.png", **sizes} for number in range(_SAMPLES)],
+        "annotations": [
+            {"id": n, "image_id": n // 5, "category_id": n % classes, "bbox": [*corner, box, box], "area": box * box}
+            for n, corner in enumerate(corners)
+        ],
+        "categories": [{"id": number, "name": f"class{number}"} for number in range(classes)],
+    }
     (folder / "annotations").mkdir()
-    content = {"images": images, "annotations": annotations, "categories": categories}
     (folder / "annotations" / "instances_train.json").write_text(json.dumps(content))
     return folder
 
 
-def _text(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
-    draw = np.random.default_rng(0)
-    letters = np.array(list("abcdefghijklmnopqrstuvwxyz"))
-    words = ["".join(draw.choice(letters, 5)) for _ in range(2000)]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "texts.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "label"])
-        for number in range(_SAMPLES * classes):
-            text = " ".join(draw.choice(words, int(task.get("max_length") or 128)))
-            writer.writerow([text, f"class{number % classes}"])
-    return path
+def _text(task: Mapping[str, Any], folder: Path, classes: int, draw: np.random.Generator) -> Path:
+    words = ["".join(draw.choice(list("abcdefghijklmnopqrstuvwxyz"), 5)) for _ in range(2000)]
+    lines, length = ["text,label"], int(task.get("max_length") or 128)
+    lines += [f"{' '.join(draw.choice(words, length))},class{number % classes}" for number in range(_SAMPLES * classes)]
+    (folder / "texts.csv").write_text("\n".join(lines) + "\n")
+    return folder / "texts.csv"
 
 
-def _volume_risk(task: Mapping[str, Any], folder: Path, classes: int) -> Path:
-    draw, slices = np.random.default_rng(0), int(task.get("max_slices") or 32)
-    side = int(task.get("image_size") or 448)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "labels.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["path", "patient", "death_1y", "death_3y", "death_5y"])
-        for number in range(_SAMPLES):
-            volume = draw.integers(-1000, 400, (slices, side, side), dtype=np.int16)
-            np.save(folder / f"volume{number}.npy", volume)
-            writer.writerow([f"volume{number}.npy", f"patient{number}", number % 2, number % 2, 1])
-    return path
+def _volume_risk(task: Mapping[str, Any], folder: Path, _: int, draw: np.random.Generator) -> Path:
+    slices, side, lines = int(task.get("max_slices") or 32), int(task.get("image_size") or 448), list[str]()
+    for number in range(_SAMPLES):
+        np.save(folder / f"volume{number}.npy", draw.integers(-1000, 400, (slices, side, side), dtype=np.int16))
+        lines.append(f"volume{number}.npy,patient{number},{number % 2},{number % 2},1")
+    (folder / "labels.csv").write_text("\n".join(["path,patient,death_1y,death_3y,death_5y", *lines]) + "\n")
+    return folder / "labels.csv"
 
 
-_WRITERS: dict[str, Callable[[Mapping[str, Any], Path, int], Path]] = {
+_WRITERS: dict[str, Callable[[Mapping[str, Any], Path, int, np.random.Generator], Path]] = {
     "classification": _classification,
     "segmentation": _segmentation,
     "detection": _detection,

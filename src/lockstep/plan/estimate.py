@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from lockstep.engine.schedule import scaled_lr
 from lockstep.errors import UsageError
-from lockstep.plan.model_facts import ModelFacts, ParameterFacts, PassFacts, Segment
-from lockstep.plan.setting import PrecisionName, Setting
+from lockstep.plan.inputs import ModelFacts, ParameterFacts, PassFacts, PrecisionName, Segment, Setting
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -49,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Communication:
-    """What one GPU sends in a step."""
+    """The bytes that one GPU sends in a step."""
 
     sent_bytes: dict[str, int]
     """By collective: `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast`."""
@@ -64,7 +63,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training needs in a setting."""
+    """The needs of a training in a setting."""
 
     setting: Setting
     memory: Memory
@@ -87,7 +86,7 @@ class Estimate:
     checkpoint_bytes: int
 
     def fits(self, reserve: float = 0.1) -> bool | None:
-        """Whether the peak leaves `reserve` of the GPU's memory free. None: memory or activations are not known."""
+        """True if the peak leaves `reserve` of the GPU's memory free. None: memory or activations are not known."""
         limit = self.setting.world.memory_bytes
         if limit is None:
             return None
@@ -97,7 +96,7 @@ class Estimate:
 
 
 def estimate(facts: ModelFacts, setting: Setting) -> Estimate:
-    """What the training of `facts` needs in `setting`. Pure: the same arguments give the same result.
+    """The needs of the training of `facts` in `setting`. Pure: the same arguments give the same result.
 
     Raises:
         UsageError: the strategy cannot train with this optimizer, or there are no blocks to recompute.
@@ -335,39 +334,36 @@ def _average_bytes(parameter: ParameterFacts) -> int:
 
 
 def _communication(facts: ModelFacts, setting: Setting) -> Communication:
-    """What a GPU sends in a step, with the rings of NCCL: (n-1)/n of the data to gather or to scatter, twice that to
-    add up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+    """The bytes that a GPU sends in a step, in rings of NCCL: (n-1)/n of the data to gather or to scatter, and twice
+    that to add up (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
     """
     world, gpus, shards = setting.world, setting.world.gpus, setting.shards
-    sent: dict[str, float] = {}
-    over: dict[str, tuple[int, int]] = {}
-    """Ranks of a collective, and how many of them share a node."""
-    everyone = (gpus, min(gpus, world.gpus_per_node))
     if gpus == 1:
         return Communication({}, 0.0)
+    sent: dict[str, tuple[float, int, int]] = {}
+    """Bytes; ranks of the collective, and how many of them share a node."""
+    everyone = (gpus, min(gpus, world.gpus_per_node))
     if facts.buffers_bytes:
-        sent["broadcast"], over["broadcast"] = facts.buffers_bytes, everyone
-    trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
+        sent["broadcast"] = (facts.buffers_bytes, *everyone)
     if not setting.is_sharded:
-        sent["all_reduce"], over["all_reduce"] = 2 * (gpus - 1) / gpus * trainable, everyone
+        trainable = sum(p.elements * p.element_bytes for p in facts.parameters if p.trainable)
+        sent["all_reduce"] = (2 * (gpus - 1) / gpus * trainable, *everyone)
     else:
         sizes, share = _sizes(facts, setting), (shards - 1) / shards
-        group = (shards, min(shards, world.gpus_per_node))
+        group, reduced = (shards, min(shards, world.gpus_per_node)), sum(sizes.reduced.values())
         blocks = sum(size for block, size in sizes.gathered.items() if block is not None)
         times = 2 if setting.reshard_after_forward else 1
         per_micro_batch = blocks * times + sizes.gathered.get(None, 0)
-        sent["all_gather"], over["all_gather"] = setting.accumulate * share * per_micro_batch, group
-        reduced = sum(sizes.reduced.values())
-        sent["reduce_scatter"], over["reduce_scatter"] = share * reduced, group
-        if setting.replicas > 1:
-            replicas = setting.replicas
-            sent["all_reduce"] = 2 * (replicas - 1) / replicas * reduced / shards
-            over["all_reduce"] = (gpus, max(1, everyone[1] // shards))
+        sent["all_gather"] = (setting.accumulate * share * per_micro_batch, *group)
+        sent["reduce_scatter"] = (share * reduced, *group)
+        if (replicas := setting.replicas) > 1:
+            of_shard = 2 * (replicas - 1) / replicas * reduced / shards
+            sent["all_reduce"] = (of_shard, gpus, max(1, everyone[1] // shards))
     seconds: float | None = 0.0
-    for name, size in sent.items():
-        bandwidth = world.bandwidth(*over[name])
+    for size, *over in sent.values():
+        bandwidth = world.bandwidth(*over)
         seconds = None if bandwidth is None or seconds is None else seconds + size / bandwidth
-    return Communication({name: round(size) for name, size in sent.items()}, seconds)
+    return Communication({name: round(size) for name, (size, *_) in sent.items()}, seconds)
 
 
 def _compute_seconds(facts: ModelFacts, setting: Setting) -> float | None:

@@ -23,18 +23,18 @@ from lockstep.engine import task_checks
 from lockstep.engine.blocks import recompute_activations
 from lockstep.errors import UsageError
 from lockstep.plan import model
-from lockstep.plan.model import Built
-from lockstep.plan.model_facts import (
+from lockstep.plan.inputs import (
     Affine,
     ModelFacts,
     OptimizerFacts,
     ParameterFacts,
     Passes,
     PassFacts,
+    PrecisionName,
     Segment,
 )
+from lockstep.plan.model import Built
 from lockstep.plan.search import LARGEST
-from lockstep.plan.setting import PrecisionName
 from lockstep.plan.trace import LiveBytes, TracedPass, TracedSegment, Untraceable, trace_pass
 
 if TYPE_CHECKING:
@@ -77,22 +77,18 @@ def facts_of(
         length = len(data)  # type: ignore[arg-type]
         batches = {n: _batch(config, task, data, n) for n in dict.fromkeys((*_SIZES, *_REAL_SIZES))}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        built, notes = model.without_values(task, config, fake, gpu=device == "cuda")
-        notes += built.notes
+        built = model.without_values(task, config, fake, gpu=device == "cuda")
         trace = partial(_trace_all, config, precisions=precisions, recompute=recompute, gpu=device == "cuda")
-        passes, plain, failed = Passes(), None, list[str]()
         try:
             with_fakes = {n: map_tensors(batches[n], lambda tensor: fake.from_tensor(tensor)) for n in _SIZES}
-            passes, plain = trace(built, with_fakes, inside=fake, notes=failed)
+            passes, plain, notes = trace(built, with_fakes, inside=fake)
         except Untraceable as error:
-            failed = []
-            notes.append(f"the passes cannot be traced without values: {error.where}: {error}")
-            if sum(parameter.numel() for parameter in built.model.parameters()) > _REAL_ELEMENTS:
-                notes.append("activations are not known")
-            else:
+            passes, plain, notes = Passes(), None, ["activations are not known"]
+            if sum(parameter.numel() for parameter in built.model.parameters()) <= _REAL_ELEMENTS:
                 real = model.with_values(task, config, gpu=device == "cuda")
-                passes, plain = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None, notes=failed)
-                notes += ["they were computed on this machine instead, in small"] if passes else []
+                passes, plain, notes = trace(real, {n: batches[n] for n in _REAL_SIZES}, inside=None)
+                notes = ["they were computed on this machine instead, in small"] * bool(passes) + notes
+            notes = [f"the passes cannot be traced without values: {error.where}: {error}", *notes]
     dtype = next(p.dtype for p in built.model.parameters() if p.requires_grad)
     of_block = {id(p): i for i, block in enumerate(built.blocks.values()) for p in block.parameters()}
     return ModelFacts(
@@ -107,19 +103,26 @@ def facts_of(
         forward_flops_per_sample=plain.forward_flops / plain.samples if plain else None,
         block_flops_per_sample=plain.block_flops / plain.samples if plain else None,
         samples=length if has_data else None,
-        global_batch=config.batch.global_ or 32,
-        epochs=None if config.train.steps else config.train.epochs or 1,
-        min_steps=config.train.min_steps or 0,
-        steps=config.train.steps,
-        drop_last=config.data.drop_last,
-        learning_rate=config.optim.lr,
-        lr_scaling=config.optim.lr_scaling,
-        reference_batch=config.optim.reference_batch,
-        averages=config.train.ema_decay is not None,
+        **_of_config(config),
         data=("samples of the training data" if has_data else "made-up samples")
         + (", the longest" if getattr(data, "lengths", None) is not None else ""),
-        notes=notes + failed,
+        notes=[*built.notes, *dict.fromkeys(notes)],
     )
+
+
+def _of_config(config: RunConfig) -> dict[str, Any]:
+    """The fields of `ModelFacts` that a config tells alone."""
+    return {
+        "global_batch": config.batch.global_ or 32,
+        "epochs": None if config.train.steps else config.train.epochs or 1,
+        "min_steps": config.train.min_steps or 0,
+        "steps": config.train.steps,
+        "drop_last": config.data.drop_last,
+        "learning_rate": config.optim.lr,
+        "lr_scaling": config.optim.lr_scaling,
+        "reference_batch": config.optim.reference_batch,
+        "averages": config.train.ema_decay is not None,
+    }
 
 
 @contextlib.contextmanager
@@ -157,23 +160,21 @@ def _trace_all(
     precisions: Sequence[PrecisionName],
     recompute: Sequence[bool],
     inside: FakeTensorMode | None,
-    notes: list[str],
     gpu: bool,
-) -> tuple[Passes, TracedPass | None]:
+) -> tuple[Passes, TracedPass | None, list[str]]:
     """Trace the passes in these precisions, with and without recomputation.
 
     Args:
         batches: two of them, by their number of samples.
         inside: the mode of the tensors. None: they have values.
-        notes: gets a note for each pass that is left out.
 
     Returns:
-        the passes, and the first of them as it was traced with more samples.
+        the passes, the first of them as it was traced with more samples, and notes on passes that are left out.
 
     Raises:
         Untraceable: a pass could not be traced without values. With values, such a pass is left out, and noted.
     """
-    found, plain, blocks = Passes(), None, list(built.blocks.values())
+    found, plain, notes, blocks = Passes(), None, list[str](), list(built.blocks.values())
     gathered_in = config.parallel.param_dtype
     traced: dict[PrecisionName, PrecisionName] = {"bf16" if p == "fp16" else p: p for p in reversed(precisions)}
 
@@ -196,8 +197,7 @@ def _trace_all(
             except Untraceable as error:
                 if inside is not None:
                     raise
-                note = f"they cannot be computed here in {traced[precision]}: {error}. Activations are not known"
-                notes += [note] if note not in notes else []
+                notes.append(f"they cannot be computed here in {traced[precision]}: {error}. Activations are not known")
                 continue
             if gathered_in is None:
                 continue
@@ -205,10 +205,9 @@ def _trace_all(
                 with model.gathered_in(built.model, _DTYPES[gathered_in]):
                     found[precision, again, gathered_in], _ = trace(precision)
             except Untraceable as error:
-                note = f"parallel.param_dtype={gathered_in} in {traced[precision]} cannot be traced: {error.where}: "
-                note += f"{error}; activations are told as without it"
-                notes += [note] if note not in notes else []
-    return found, plain
+                what = f"parallel.param_dtype={gathered_in} in {traced[precision]} cannot be traced: {error.where}: "
+                notes.append(f"{what}{error}; activations are told as without it")
+    return found, plain, notes
 
 
 def _pass_facts(first: TracedPass, second: TracedPass) -> PassFacts:
@@ -288,14 +287,12 @@ def _parameter_facts(built: Built, of_block: dict[int, int]) -> Iterator[Paramet
 
 
 def _optimizer_facts(optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> OptimizerFacts:
-    name = type(optimizer).__name__
-    of_all, of_largest = temporaries_of(optimizer, dtype)
+    name, whole = type(optimizer).__name__, False
     try:
         run_model.check_shardable(name, fused=bool(optimizer.param_groups[0].get("fused")))
-        whole = False
     except UsageError:
         whole = True
-    return OptimizerFacts(name, of_all, of_largest, needs_whole_matrices=whole)
+    return OptimizerFacts(name, *temporaries_of(optimizer, dtype), needs_whole_matrices=whole)
 
 
 def states_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> tuple[float, int]:

@@ -30,8 +30,7 @@ from lockstep.errors import TrainingError
 from lockstep.plan.chart import gb
 from lockstep.plan.command import facts_with_or_without_data
 from lockstep.plan.estimate import Estimate, estimate, gathered_bytes, pass_of
-from lockstep.plan.model_facts import ModelFacts
-from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
+from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 from lockstep.plan.trace import tensors_of
 from lockstep.trainer import Trainer
 
@@ -339,13 +338,15 @@ def setting_of(config: RunConfig, measured: Measured, utilisation: float) -> Set
         utilisation=utilisation,
     )
     sharded: dict[str, Any] = {}
-    if measured.strategy == "fsdp":
+    strategy = measured.strategy
+    if strategy == "fsdp":
+        strategy = "hybrid" if parallel.shard_ranks and parallel.shard_ranks < measured.world else "fsdp"
         names = ("shard_ranks", "param_dtype", "reduce_dtype", "reshard_after_forward")
         sharded = {name: getattr(parallel, name) for name in names}
         sharded["offload"] = parallel.cpu_offload and measured.on_gpu  # the memory of a CPU is that of the host
     return Setting(
         world,
-        cast(StrategyName, measured.strategy),
+        cast(StrategyName, strategy),
         cast(PrecisionName, measured.precision),
         measured.micro_batch,
         measured.accumulate,

@@ -47,51 +47,41 @@ def alone() -> Ranks:
 
 def on_one_rank(config: RunConfig) -> RunConfig:
     """The config of one process on the CPU, without what changes no byte that is traced here."""
+    off = {"compile": None, "compile_mode": "default", "activation_checkpointing": False, "channels_last": False}
     return config.model_copy(
         update={
             "device": "cpu",
             "data": config.data.model_copy(update={"workers": 0}),
             "parallel": config.parallel.model_copy(update={"strategy": "single", "cpu_offload": False}),
-            "compute": config.compute.model_copy(
-                update={
-                    "compile": None,
-                    "compile_mode": "default",
-                    "activation_checkpointing": False,
-                    "channels_last": False,
-                }
-            ),
+            "compute": config.compute.model_copy(update=off),
         }
     )
 
 
-def without_values(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) -> tuple[Built, list[str]]:
+def without_values(task: Task, config: RunConfig, fake: FakeTensorMode, *, gpu: bool) -> Built:
     """The model with tensors that have no values: made without values, or else made in full and emptied.
 
     Args:
         fake: the mode whose tensors it shall have.
         gpu: whether the optimizer is that of a GPU.
 
-    Returns:
-        the model, and what there is to say about it.
-
     Raises:
         UsageError: the model is made lazily.
     """
-    notes: list[str] = []
     cause: Exception | None = None
-    for makes in (_inside(fake), _on_meta()):
+    for makes in (fake, torch.device("meta")):
         try:
             with makes:
                 model = task_checks.model(task)
-            return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
+            return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu)
         except Exception as error:
             cause = error
     gc.collect()
     model = task_checks.model(task)
     _check_not_lazy(model)
-    kind = type(cause).__name__
-    notes.append(f"the model cannot be made without values ({kind}), and was made in full on this machine")
-    return _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu), notes
+    built = _wrapped(task, config, _emptied(model, fake), fake, gpu=gpu)
+    note = f"the model cannot be made without values ({type(cause).__name__}), and was made in full on this machine"
+    return built._replace(notes=[note, *built.notes])
 
 
 def _check_not_lazy(model: nn.Module) -> None:
@@ -100,18 +90,6 @@ def _check_not_lazy(model: nn.Module) -> None:
             what = f"the model is made lazily: {name} has no shape before the first forward pass"
             remedy = "give the layer its sizes, such as nn.Linear(10, 16) for nn.LazyLinear(16)"
             raise UsageError(what, where="Task.model", remedy=remedy)
-
-
-@contextlib.contextmanager
-def _inside(fake: FakeTensorMode) -> Iterator[None]:
-    with fake:
-        yield
-
-
-@contextlib.contextmanager
-def _on_meta() -> Iterator[None]:
-    with torch.device("meta"):
-        yield
 
 
 def _emptied(model: nn.Module, fake: FakeTensorMode) -> nn.Module:

@@ -24,27 +24,27 @@ _ASKED_TO_STOP = re.compile(r"stopped by ")
 
 @dataclass(frozen=True)
 class Advice:
-    """What limits a run, and what to change."""
+    """A limit of a run, and the keys to change."""
 
     name: str
     """The rule, such as `waiting for data`."""
     finding: str
-    """What limits the run, for people."""
+    """The limit, for people."""
     source: str
     """The figures of the log or of the config that say so."""
     changes: tuple[str, ...]
     """Overrides of the config, such as `data.workers=4`. Empty: no key helps."""
     gain: str
-    """What the change may bring, for people."""
+    """The possible gain of the change, for people."""
     saves_share: float = 0.0
     """Share of the run's time that the change may save. 0: it saves memory, or the gain in time is not known."""
     note: str = ""
-    """What else there is to know."""
+    """Further facts, for people."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """What restarts have cost that nobody asked for."""
+    """The cost of restarts that nobody asked for."""
 
     restarts: int
     steps: int
@@ -190,7 +190,7 @@ class Figures:
 
     @property
     def all_passes(self) -> float:
-        """How many times as long all passes of a step take as those before the exchange of gradients.
+        """The time of all passes of a step, relative to those before the exchange of gradients.
 
         These are all but the last backward pass. A backward pass is taken to last `BACKWARD` forward passes.
         """
@@ -219,7 +219,7 @@ class Figures:
 
     @property
     def saves(self) -> int:
-        """How many saves the entries have seen, as far as the config and the log tell: at least 1."""
+        """Number of saves that the entries have seen, as far as the config and the log tell: at least 1."""
         every = self.number("checkpoint.every_steps")
         by_step = (self.metrics.last_step or 0) // every if every else 0
         minutes = self.key("checkpoint.every_minutes")
@@ -241,7 +241,7 @@ class Figures:
 
     @property
     def lost(self) -> Lost:
-        """What restarts have cost that nobody asked for: after a kill or a crash."""
+        """The cost of restarts that nobody asked for: after a kill or a crash."""
         starts, restarts, steps, seconds = self.run.log.starts, 0, 0, 0.0
         for before, after in itertools.pairwise(starts):
             again = before.reached - after.from_step

@@ -1,4 +1,4 @@
-"""Which settings fit, how large their micro-batches may be, and which is recommended."""
+"""A search for the settings that fit, each with its largest micro-batch, and for the one to recommend."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from lockstep.errors import UsageError
 from lockstep.plan.estimate import Estimate, estimate, pass_of
-from lockstep.plan.model_facts import ModelFacts
-from lockstep.plan.setting import PrecisionName, Setting, StrategyName, World
+from lockstep.plan.inputs import ModelFacts, PrecisionName, Setting, StrategyName, World
 
 LARGEST = 1 << 16
 """Samples of the largest micro-batch that is tried."""

@@ -222,31 +222,23 @@ def cost_text(found: dict[str, float | None]) -> str:
 
 def as_json(plan: Plan, rates: Rates = NO_RATES) -> dict[str, Any]:
     """The plan as JSON values. The names have the units: `_bytes`, `_seconds`, `_flops`."""
-    facts, world = plan.facts, dataclasses.asdict(plan.world)
-    summary = {
-        "name": facts.name,
+    facts = plan.facts
+    model = ("name", "buffers_bytes", "flops_per_sample", "forward_flops_per_sample", "global_batch", "data", "notes")
+    of_plan = ("reserve", "reason", "keys", "save_every_seconds")
+    summary = {name: getattr(facts, name) for name in model} | {
         "parameters": facts.elements,
         "trainable_parameters": sum(p.elements for p in facts.parameters if p.trainable),
         "blocks": list(facts.blocks),
-        "buffers_bytes": facts.buffers_bytes,
         "optimizer": facts.optimizer.name,
-        "flops_per_sample": facts.flops_per_sample,
-        "forward_flops_per_sample": facts.forward_flops_per_sample,
         "samples_per_epoch": facts.samples,
-        "global_batch": facts.global_batch,
         "is_traced": bool(facts.passes),
-        "data": facts.data,
-        "notes": facts.notes,
     }
     return {
         "model": summary,
-        "world": {**world, "nodes": plan.world.nodes},
-        "reserve": plan.reserve,
+        "world": dataclasses.asdict(plan.world) | {"nodes": plan.world.nodes},
         "options": [_option(option, rates) for option in plan.options],
         "recommended": plan.recommended.name if plan.recommended else None,
-        "reason": plan.reason,
-        "keys": plan.keys,
-        "save_every_seconds": plan.save_every_seconds,
+        **{name: getattr(plan, name) for name in of_plan},
     }
 
 

@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
 @dataclass
 class TracedSegment:
-    """A part of a pass; see `model_facts.Segment`."""
+    """A part of a pass; see `inputs.Segment`."""
 
     phase: Phase
     block: int | None
@@ -321,7 +321,7 @@ def _watched(block: nn.Module, index: int, live: LiveBytes) -> Generator[None, N
 
 
 class _Modules:
-    """Which module of a model runs."""
+    """The module of a model that runs."""
 
     def __init__(self, forward: nn.Module) -> None:
         self.names = {id(module): name.removeprefix("model.") for name, module in forward.named_modules()}

@@ -1,4 +1,4 @@
-"""Which charts there are, and their data, thinned to as many points as a chart can show."""
+"""The charts of a report and their data, thinned to as many points as a chart can show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Chart:
     left_out: int = 0
     """Lines that the chart has no place for."""
     thinned: bool = False
-    """Whether the chart shows the smallest and the largest value of neighbouring entries, and not every entry."""
+    """The chart shows the smallest and the largest value of neighbouring entries, and not every entry."""
 
     def facts(self) -> list[tuple[str, list[float | None]]]:
         """For each line its first, smallest, largest and last finite value."""

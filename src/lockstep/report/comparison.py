@@ -25,7 +25,7 @@ _NOT_COMPARED = ("name",)
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs between runs. All lists are in the order of the runs."""
+    """The differences between runs. All lists are in the order of the runs."""
 
     labels: list[str]
     runs: list[Run]
@@ -56,7 +56,7 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> str:
 
 
 def of_runs(folders: Sequence[Path]) -> Comparison:
-    """What differs between the runs in `folders`."""
+    """The differences between the runs in `folders`."""
     runs = [run.read(folder) for folder in folders]
     names = dict.fromkeys(name for one in runs for name in one.metrics.series if _is_result(name))
     config = {
@@ -75,7 +75,7 @@ def of_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def _is_result(name: str) -> bool:
-    """Whether the last value of a name says something of a run."""
+    """True if the last value of a name says something of a run."""
     if name.endswith("/samples") or name == "train/lr" or name.startswith("train/lr/"):
         return False
     return name.startswith(("eval/", "train/")) or name == "memory/peak_mb"

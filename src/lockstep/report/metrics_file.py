@@ -29,7 +29,7 @@ class Series:
 
 @dataclass
 class Metrics:
-    """What metrics.jsonl says."""
+    """The content of metrics.jsonl."""
 
     series: dict[str, Series] = field(default_factory=dict)
     """By name, in the order of their first appearance. `step` is left out."""

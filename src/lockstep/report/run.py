@@ -24,7 +24,7 @@ _LONGEST = 200_000  # characters of a text file that are read
 
 @dataclass
 class Run:
-    """What is known of a run."""
+    """The facts of a run."""
 
     folder: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -37,15 +37,15 @@ class Run:
     verdict: dict[str, Any] = field(default_factory=dict)
     """The content of verify.json. Empty: nothing was verified."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """What `lockstep evaluate` found, in the order of time: see `observe.evaluations_file`."""
+    """Results of `lockstep evaluate`, in the order of time: see `observe.evaluations_file`."""
     hangs: list[tuple[str, str]] = field(default_factory=list)
     """Name and text of the reports on hangs."""
     model: str = ""
     """The content of model.txt."""
     problems: list[str] = field(default_factory=list)
-    """What is missing or damaged."""
+    """Missing and damaged parts of the run, for people."""
     is_running: bool | None = None
-    """Whether a process trains in the folder. None: not known, such as for a copy of a run."""
+    """True if a process trains in the folder. None: not known, such as for a copy of a run."""
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints the config keeps."""
+        """The checkpoints that the config keeps."""
         keep = self.section("checkpoint")
         best = str(keep.get("keep_best") or "").split()
         last, every = keep.get("keep_last"), keep.get("keep_every_steps")
@@ -117,12 +117,12 @@ class Run:
 
 
 def is_result(name: str) -> bool:
-    """Whether a name is a result of an evaluation, not a number of samples."""
+    """True if a name is a result of an evaluation, not a number of samples."""
     return name.startswith("eval/") and name.rpartition("/")[2] not in ("samples", "bad", "of_samples")
 
 
 def read(folder: Path) -> Run:
-    """What is known of the run in `folder`.
+    """The facts of the run in `folder`.
 
     Raises:
         UsageError: the folder is not there, or has no file of a run.
@@ -157,7 +157,7 @@ def read(folder: Path) -> Run:
 
 
 def _is_whole(checkpoint: Checkpoint) -> bool:
-    """Whether the manifest has what is shown; its checksum says only that it is as it was written."""
+    """True if the manifest has the keys that are shown; its checksum says only that it is as it was written."""
     try:
         return checkpoint.step >= 0 and checkpoint.size >= 0 and isinstance(checkpoint.metrics, dict)
     except (KeyError, TypeError, ValueError, AttributeError):

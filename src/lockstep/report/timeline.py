@@ -39,7 +39,7 @@ def parts(run: Run) -> list[Markup]:
 
 
 def endings(starts: Sequence[Start], is_running: bool | None = None) -> list[str]:
-    """How each start ended, in words.
+    """The end of each start, in words.
 
     Args:
         is_running: whether a process trains now; None: not known.

@@ -1,4 +1,4 @@
-"""What train.log tells of a run: its starts and how each ended, warnings, and the tables of evaluations."""
+"""The starts of a run and their ends, its warnings and tables of evaluations, as train.log tells them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Start:
     goal: int | None = None
     """The step at which the training ends."""
     ending: str = ""
-    """What the log says of its end. Empty: nothing."""
+    """The words of the log on its end. Empty: there are none."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether this start trained to the end."""
+        """True if this start trained to the end."""
         return bool(_ENDED.match(self.ending)) or (self.goal is not None and self.reached >= self.goal)
 
     @property
@@ -64,18 +64,18 @@ class Note:
 
 @dataclass
 class TrainLog:
-    """What train.log says."""
+    """The content of train.log."""
 
     starts: list[Start] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     intro: list[str] = field(default_factory=list)
     """Lines of the first start before its first step: the data and the model."""
     tables: dict[int, str] = field(default_factory=dict)
-    """What the task reported on an evaluation, by step."""
+    """The report of the task on an evaluation, by step."""
 
 
 def read(path: Path) -> TrainLog:
-    """What a log says. A file that is missing or cannot be read says nothing."""
+    """The content of a log. That of a missing or unreadable file is empty."""
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return _read(file)
