@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 from lockstep.sources import doubles
 from lockstep.sources.boxed_images import read_boxed_images
 from lockstep.sources.image_records import read_image_records
+from lockstep.sources.image_table import data_set_pictures
 from lockstep.tasks.classification.options import ClassificationOptions
 from lockstep.tasks.classification.task import Classification
 from tests.sources.test_boxed_images import coco
@@ -67,6 +69,25 @@ def test_parts_of_one_data_set_and_shards_are_compared_too(folder):
     ]
     (copies,) = lines(records(shard(folder / "s.tar", members)))
     assert "1 pictures are copies of others (equal byte by byte)" in copies
+
+
+@pytest.mark.parametrize("embed", [True, False])
+def test_pictures_in_columns_of_data_sets_are_compared(folder, embed):
+    datasets = pytest.importorskip("datasets")
+    put(folder / "val/a/leak.jpg", jpeg(4))
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    for part in ("train", "val"):
+        paths = sorted(str(path) for path in (folder / part).rglob("*.jpg"))
+        cells = [{"bytes": Path(path).read_bytes() if embed else None, "path": path} for path in paths]
+        data = datasets.Dataset.from_dict({"image": cells, "label": [path[-7] for path in paths]}, features)
+        data.select(range(len(data) - 1, -1, -1)).save_to_disk(str(folder / f"saved-{part}"))
+    train, evaluation = records(folder / "saved-train"), records(folder / "saved-val", classes=None)
+    assert [train.pictures.size(row) for row in range(6)] == [len(train[row].data) for row in range(6)]
+    (leak,) = lines(train, evaluation)
+    assert "evaluation: 1 pictures are training pictures too" in leak
+    assert "looked at" not in leak
+    turned = train.pictures.data.select([5, 0, 3])  # rows by their numbers, without a copy
+    assert data_set_pictures(turned, "image", name="x").size(0) == train.pictures.size(5)
 
 
 def test_the_search_is_limited_and_says_so(folder, monkeypatch):

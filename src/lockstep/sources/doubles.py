@@ -20,6 +20,7 @@ from lockstep.sources.coco_file import Annotations
 from lockstep.sources.image_files import PictureFiles, Pictures
 from lockstep.sources.image_records import ImageRecords, Part
 from lockstep.sources.image_shards import ShardPictures
+from lockstep.sources.image_table import DataSetPictures
 
 MOST_PICTURES = 20_000
 """Pictures whose sizes are looked at, of training and evaluation together."""
@@ -147,6 +148,9 @@ def _size_and_file(pictures: Pictures, index: int) -> tuple[int, Any] | None:
         return about.st_size, (about.st_dev, about.st_ino)
     if isinstance(pictures, ShardPictures):
         return int(pictures.sizes[index]), (id(pictures), index)
+    if isinstance(pictures, DataSetPictures):
+        size = pictures.size(index)
+        return None if size is None else (size, (id(pictures), index))
     return None
 
 

@@ -120,6 +120,20 @@ class DataSetPictures:
             what = f"the picture {path} cannot be read: {error.strerror}"
             raise DataError(what, where=self.where(index), remedy=remedy) from error
 
+    def size(self, index: int) -> int | None:
+        """The bytes of a picture, without reading it. None: there is no picture."""
+        column, row = self.data.data.column(self.column), index
+        if self.data._indices is not None:  # of a data set that was shuffled or filtered
+            row = self.data._indices.column(0)[index].as_py()
+        value = column[row]
+        held = value["bytes"] if value.is_valid else None
+        if held is not None and held.is_valid:
+            return held.as_buffer().size
+        try:
+            return os.stat(value["path"].as_py()).st_size
+        except (OSError, TypeError):
+            return None
+
     def name(self, index: int) -> str:
         return f"row {index}"
 
