@@ -15,7 +15,9 @@ from lockstep.errors import DataError, UsageError
 from lockstep.images import decode as module
 from lockstep.images.decode import decode, image_size
 from lockstep.sources.image_files import is_picture
+from lockstep.sources.image_shards import read_shards
 from tests.images.pictures import colours, encode
+from tests.sources.test_image_records import shard
 
 RGB = Image.fromarray(colours())
 GREY = RGB.convert("L")
@@ -259,6 +261,20 @@ def test_heic_is_read_where_pillow_heif_is_installed(heic):
     assert image_size(data) == RGB.size[::-1]
     assert is_picture("IMG_1.HEIC")
     assert registered == [True]
+
+
+def test_heic_in_a_shard_is_read_where_pillow_heif_is_installed(heic, monkeypatch, tmp_path):
+    data, install, _ = heic
+    made = str(shard(tmp_path / "s.tar", [("a.HEIC", data), ("b.png", encode(RGB, "PNG"))]))
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    pictures, _, _, notes = read_shards(made, label="label", labelled=False)
+    assert len(pictures) == 1
+    assert notes == ("1 members of 1 shards belong to no picture and are left out",)
+    module.reads_heif.cache_clear()
+    install()
+    pictures, _, _, notes = read_shards(made, label="label", labelled=False)  # not by the index of before
+    assert (len(pictures), notes) == (2, ())
+    assert np.array_equal(decode(pictures.read(0)), np.asarray(RGB))
 
 
 def test_heic_without_pillow_heif_is_an_error_that_names_it(heic, monkeypatch):

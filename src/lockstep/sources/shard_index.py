@@ -21,7 +21,8 @@ import numpy.typing as npt
 from lockstep import atomic
 from lockstep.data.cache import cache_root, digest_of
 from lockstep.errors import DataError
-from lockstep.sources.image_files import SUFFIXES
+from lockstep.images.decode import reads_heif
+from lockstep.sources.image_files import picture_suffixes
 
 _FORMAT = 1  # of the kept files; a file of another format is made again
 _BLOCK = 512  # bytes of a block of a tar file
@@ -69,6 +70,7 @@ def load_index(shard: Path, label: str) -> ShardIndex:
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(shard), remedy="check the path") from error
     key = {"format": _FORMAT, "label": label, "size": about.st_size, "time_ns": about.st_mtime_ns}
+    key |= {"heif": True} if reads_heif() else {}  # an index without it has no HEIC pictures
     places = (
         shard.with_name(f".{shard.name}.index"),
         cache_root() / f"shard-{digest_of(str(shard.resolve()))}.index",
@@ -144,14 +146,14 @@ def make_index(shard: Path, label: str) -> ShardIndex:
             two pictures or none; a class is neither text nor a number. The error names shard and member.
     """
     keys: dict[str, _Key] = {}
-    others = 0
+    suffixes, others = picture_suffixes(), 0
     with _opened(shard) as file:
         about = os.fstat(file.fileno())
         for member in _members(shard, file):
             folder, _, name = member.name.rpartition("/")
             stem, dot, suffix = name.partition(".")
             kind = f"{dot}{suffix}".lower()
-            if name.startswith(".") or kind not in (*SUFFIXES, ".cls", ".json"):
+            if name.startswith(".") or kind not in (*suffixes, ".cls", ".json"):
                 others += 1
                 continue
             where = f"{shard}, member {member.name}"
@@ -159,7 +161,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
                 remedy = "pack with `tar --hard-dereference --dereference` and without --sparse"
                 raise DataError("the member is no plain file", where=where, remedy=remedy)
             entry = keys.setdefault(f"{folder}/{stem}", _Key())
-            if kind in SUFFIXES:
+            if kind in suffixes:
                 if entry.picture is not None:
                     remedy = f"KEY is {stem!r}, and ends at the first dot of a name; rename or remove one of them"
                     raise DataError(f"a second picture of KEY, after {entry.picture[0]}", where=where, remedy=remedy)
@@ -172,7 +174,7 @@ def make_index(shard: Path, label: str) -> ShardIndex:
                     entry.json = _class_of_json(content, label, where)
     alone = next((key for key, entry in keys.items() if entry.picture is None and entry.label is not None), None)
     if alone is not None:
-        remedy = f"add a picture ({', '.join(SUFFIXES)}), or remove the members of this KEY"
+        remedy = f"add a picture ({', '.join(suffixes)}), or remove the members of this KEY"
         raise DataError("a label without a picture", where=f"{shard}, KEY {alone.lstrip('/')}", remedy=remedy)
     found = [entry for entry in keys.values() if entry.picture is not None]
     others += sum(entry.picture is None for entry in keys.values())
