@@ -147,7 +147,13 @@ def test_a_table_and_its_files_give_the_same_risks(run, folder):
 
 EXPORTED = {
     "question": {},
-    "monotone": {"head": "monotone", "eval_slices": "all", "keep_shape": True, "aggregator": {"name": "mean"}},
+    "monotone": {
+        "head": "monotone",
+        "eval_slices": "all",
+        "keep_shape": True,
+        "slice_distance_mm": 2.0,
+        "aggregator": {"name": "mean"},
+    },
     "hazard": {"head": "hazard", "slice_distance_mm": 2.0, "aggregator": {"name": "attention", "width": 16}},
 }
 
@@ -173,6 +179,8 @@ def test_an_export_gives_the_same_risks_without_lockstep(folder, tmp_path, heads
             best = max(answer["slices"], key=lambda one: one["attention"])
             assert best["attention"] == pytest.approx(row["slice_1_attention"], abs=2e-6)
             assert any(one["slice"] == row["slice_1"] and one["mm"] == row["slice_1_mm"] for one in answer["slices"])
+        with pytest.raises(NotImplementedError, match="out of meta"):  # the device that computes nothing
+            use_volumes.predict(inputs[0], folder=wanted[name][0], device="meta")
 
 
 def test_an_export_has_the_levels_of_lockstep_for_every_value():

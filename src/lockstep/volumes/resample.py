@@ -1,40 +1,54 @@
-"""Another distance between the slices of a volume."""
+"""Another distance between the slices of a volume.
+
+Exports of models of volumes have a copy of this file, so it imports nothing of this package.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.volumes.volume import Volume
+if TYPE_CHECKING:
+    from lockstep.volumes.volume import Volume
 
 _SAME = 1e-3  # relative difference below which distances are the same
 _FINEST = 64  # samples of the old values per new distance, at most
 
 
 def resampled(volume: Volume, distance_mm: float) -> Volume:
-    """The volume with slices `distance_mm` apart, from its first slice on.
+    """The volume with slices `distance_mm` apart, from its first slice on. See `resampled_slices`."""
+    slices, positions = resampled_slices(volume.slices, volume.positions, distance_mm)
+    if slices is volume.slices:
+        return volume
+    return replace(volume, slices=slices, spacing=(distance_mm, *volume.spacing[1:]), positions=positions)
+
+
+def resampled_slices(
+    slices: npt.NDArray[np.int16], positions: npt.NDArray[np.float32], distance_mm: float
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float32]]:
+    """Slices `distance_mm` apart, and their positions. Where they are so already, the arguments.
 
     Values between slices are interpolated linearly. If the new distance is larger, values are averaged under a triangle
     as wide as two new distances, so that thin slices lose noise and no slice is passed over.
 
     Args:
+        slices: (n, rows, columns).
+        positions: (n) in millimetres, ascending.
         distance_mm: positive.
     """
-    if len(volume.slices) < 2 or _is_regular(volume, distance_mm):
-        return volume
-    weights = resampling_weights(volume.positions.astype(np.float64), distance_mm)
-    slices = np.empty((len(weights), *volume.slices.shape[1:]), dtype=np.int16)
+    if len(slices) < 2 or np.abs(np.diff(positions) - distance_mm).max() < _SAME * distance_mm:
+        return slices, positions
+    weights = resampling_weights(positions.astype(np.float64), distance_mm)
+    found = np.empty((len(weights), *slices.shape[1:]), dtype=np.int16)
     for number, row in enumerate(weights):
         used = np.flatnonzero(row)
-        values = np.tensordot(row[used].astype(np.float32), volume.slices[used].astype(np.float32), axes=1)
-        slices[number] = np.rint(values)
-    positions = (distance_mm * np.arange(len(weights))).astype(np.float32)
-    spacing = (distance_mm, *volume.spacing[1:])
-    return replace(volume, slices=slices, spacing=spacing, positions=positions)
+        values = np.tensordot(row[used].astype(np.float32), slices[used].astype(np.float32), axes=1)
+        found[number] = np.rint(values)
+    return found, (distance_mm * np.arange(len(weights))).astype(np.float32)
 
 
 def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -> npt.NDArray[np.float64]:
@@ -57,7 +71,3 @@ def resampling_weights(positions: npt.NDArray[np.float64], distance_mm: float) -
     triangle: Any = np.maximum(0.0, 1 - away / fine)
     weights: npt.NDArray[np.float64] = triangle @ linear / triangle.sum(axis=1, keepdims=True)
     return weights
-
-
-def _is_regular(volume: Volume, distance_mm: float) -> bool:
-    return bool(np.abs(np.diff(volume.positions) - distance_mm).max() < _SAME * distance_mm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from torch.export import Dim
 from lockstep.sources.volume_table import horizons
 from lockstep.tasks.program import Program
 from lockstep.tasks.volume_risk.model import VolumeRiskModel
+from lockstep.volumes import resample
 
 if TYPE_CHECKING:
     from lockstep.tasks.volume_risk.task import VolumeRisk
@@ -53,7 +55,8 @@ def risks_of_volume(task: VolumeRisk, model: nn.Module) -> Program:
 
 
 def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
-    """Write `volume_risk.json`, and the config of the backbone as `config.json` of transformers.
+    """Write `volume_risk.json`, the code of the distance between slices, and the config of the backbone as
+    `config.json` of transformers.
 
     Args:
         model: as `task.model` makes it.
@@ -62,6 +65,8 @@ def write_export(task: VolumeRisk, model: nn.Module, folder: Path) -> None:
     backbone: Any = model.backbone
     backbone.network.config.save_pretrained(folder)
     (folder / FILE).write_text(json.dumps(_about(task, backbone), indent=1))
+    if task.options.slice_distance_mm is not None:
+        shutil.copyfile(resample.__file__, folder / "resample.py")
 
 
 def _about(task: VolumeRisk, backbone: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,25 +28,26 @@ from torch.nn import functional
 HERE = Path(__file__).resolve().parent
 
 
-def predict(volume: Any, *, folder: str | Path = HERE) -> dict[str, Any]:
+def predict(volume: Any, *, folder: str | Path = HERE, device: str = "cpu") -> dict[str, Any]:
     """`risks` by question, and `slices`: number, position in mm and weight of each slice that the model saw.
 
     Args:
         volume: the path of a .npz file, or a pair of slices and positions.
+        device: where the model computes: `cpu`, `cuda`, `mps`.
     """
-    about, program = _loaded(Path(folder))
+    about, run = _loaded(Path(folder), device)
     if isinstance(volume, str | Path):
         with np.load(volume) as file:
             volume = file["slices"], file["positions"]
     slices, positions = np.asarray(volume[0], np.int16), np.asarray(volume[1], np.float32)
-    if about["slice_distance_mm"] is not None and len(slices) > 1:
-        slices, positions = _resampled(slices, positions, about["slice_distance_mm"])
+    if about["slice_distance_mm"] is not None:
+        resample = runpy.run_path(str(Path(folder) / "resample.py"))
+        slices, positions = resample["resampled_slices"](slices, positions, about["slice_distance_mm"])
     logits, seen = [], []
     groups = _groups(len(slices), about)
     for places in groups:
         pictures = torch.stack([_picture(slices[place], about) for place in places])
-        with torch.no_grad():
-            found, attention = program(slices=pictures, positions=torch.from_numpy(positions[places]))
+        found, attention = run(slices=pictures, positions=torch.from_numpy(positions[places]))
         logits.append(found)
         shares = (attention / len(groups)).tolist()
         rows = zip(places.tolist(), positions[places].tolist(), shares, strict=True)
@@ -59,9 +60,20 @@ def predict(volume: Any, *, folder: str | Path = HERE) -> dict[str, Any]:
 
 
 @functools.cache
-def _loaded(folder: Path) -> tuple[dict[str, Any], Callable[..., tuple[Tensor, Tensor]]]:
-    about = json.loads((folder / "volume_risk.json").read_text())
-    return about, torch.export.load(folder / "model.pt2").module()
+def _loaded(folder: Path, device: str) -> tuple[dict[str, Any], Callable[..., tuple[Tensor, Tensor]]]:
+    exported = torch.export.load(folder / "model.pt2")
+    if device != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        exported = move_to_device_pass(exported, device)
+    program = exported.module()
+
+    def run(**inputs: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            logits, attention = program(**{name: value.to(device) for name, value in inputs.items()})
+        return logits.cpu(), attention.cpu()
+
+    return json.loads((folder / "volume_risk.json").read_text()), run
 
 
 def _groups(count: int, about: dict[str, Any]) -> list[Any]:
@@ -91,31 +103,6 @@ def _picture(hounsfield: Any, about: dict[str, Any]) -> Tensor:
         by_rows = pixels[None].permute(0, 3, 1, 2)
         picture = functional.interpolate(by_rows, size=inner, mode="bilinear", antialias=True, align_corners=False)[0]
     return functional.pad(picture, (0, size - inner[1], 0, size - inner[0]))
-
-
-def _resampled(slices: Any, positions: Any, distance: float) -> tuple[Any, Any]:
-    """Slices `distance` millimetres apart: interpolated, or averaged under a triangle where they were closer."""
-    if np.abs(np.diff(positions) - distance).max() < 1e-3 * distance:
-        return slices, positions
-    old = positions.astype(np.float64)
-    length = float(old[-1] - old[0])
-    count = math.floor(length / distance + 1e-3) + 1
-    fine = min(64, max(1, math.ceil(distance / float(np.diff(old).min()) * (1 - 1e-3))))
-    places = np.minimum(distance / fine * np.arange((count - 1) * fine + 1), length) + old[0]
-    left = np.clip(np.searchsorted(old, places, side="right") - 1, 0, len(old) - 2)
-    share = (places - old[left]) / (old[left + 1] - old[left])
-    linear = np.zeros((len(places), len(old)))
-    linear[np.arange(len(places)), left] = 1 - share
-    linear[np.arange(len(places)), left + 1] += share
-    away = np.abs(np.arange(len(places)) - fine * np.arange(count)[:, None])
-    triangle = np.maximum(0.0, 1 - away / fine)
-    weights = triangle @ linear / triangle.sum(axis=1, keepdims=True)
-    found = np.empty((count, *slices.shape[1:]), np.int16)
-    for number, row in enumerate(weights):
-        used = np.flatnonzero(row)
-        values = np.tensordot(row[used].astype(np.float32), slices[used].astype(np.float32), axes=1)
-        found[number] = np.rint(values)
-    return found, (distance * np.arange(count)).astype(np.float32)
 
 
 if __name__ == "__main__":
