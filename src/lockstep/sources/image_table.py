@@ -128,7 +128,7 @@ class DataSetPictures:
         value = column[row]
         held = value["bytes"] if value.is_valid else None
         if held is not None and held.is_valid:
-            return held.as_buffer().size
+            return int(held.as_buffer().size)
         try:
             return os.stat(value["path"].as_py()).st_size
         except (OSError, TypeError):

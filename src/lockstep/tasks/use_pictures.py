@@ -27,6 +27,8 @@ from torch.nn import functional
 HERE = Path(__file__).resolve().parent
 BATCH = 8
 """Pictures, or parts of pictures, that the model sees at a time, if it can see several."""
+MOST_TRIED = 1024
+"""Pixels of the largest square with which a program is tried that refuses a picture."""
 
 Size = tuple[int, int]
 """(height, width) in pixels."""
@@ -46,7 +48,15 @@ def predict(pictures: Any, *, folder: str | Path = HERE, device: str = "cpu") ->
     """
     several = isinstance(pictures, list | tuple)
     kind, about, run = _loaded(Path(folder), device)
-    found = KINDS[kind](about, run, [pixels_of(picture, about) for picture in (pictures if several else [pictures])])
+    given = pictures if several else [pictures]
+    read = [pixels_of(picture, about) for picture in given]
+    try:
+        found = KINDS[kind](about, run, read)
+    except (AssertionError, RuntimeError):  # guards of torch raise both
+        small = _too_small(given, read, about, run) if kind == "segmentation" else None
+        if small is None:
+            raise
+        raise small from None
     return found if several else found[0]
 
 
@@ -66,6 +76,31 @@ def _loaded(folder: Path, device: str) -> tuple[str, dict[str, Any], Callable[..
 
     about = json.loads((folder / f"{kind}.json").read_text())
     return kind, about | {"batch": json.loads((folder / "model.json").read_text())["batch"] or BATCH}, run
+
+
+def _too_small(
+    given: Sequence[Any], read: Sequence[Tensor], about: dict[str, Any], run: Callable[..., Any]
+) -> ValueError | None:
+    """The error about the first picture that is smaller than the program takes. None: no picture is.
+
+    The limits of a program follow from guards that torch wrote while it traced the model, so the program is tried.
+    """
+
+    def takes(side: int) -> bool:
+        try:
+            run(images=torch.zeros(1, about["channels"], side, side, dtype=torch.uint8))
+        except (AssertionError, RuntimeError):
+            return False
+        return True
+
+    least = next((side for side in range(1, MOST_TRIED + 1) if takes(side)), 0)
+    for number, (picture, pixels) in enumerate(zip(given, read, strict=True)):
+        height, width = pixels.shape[1:]
+        if min(height, width) < least:
+            name = picture if isinstance(picture, str | Path) else f"picture {number}"
+            what = f"the picture has {width} x {height} pixels, and model.pt2 takes {least} x {least} or more"
+            return ValueError(f"{name}: {what}; enlarge it, or try `lockstep predict`, which has a lower limit")
+    return None
 
 
 # ---- from a file to pixels
