@@ -3,6 +3,7 @@
 Trainer: trains, evaluates, predicts and exports as a config says.
 Task: what a user writes: model, data, loss, metrics.
 Metrics: what `Task.metrics` may return, for batches that are not (input, target) pairs.
+Part: joins a training at its events: messages, figures of the log, a stop of one's own.
 Presenter: shows samples, outputs and results of a task to people.
 RunConfig: the whole config of a run.
 LockstepError: the base class of all errors. Each says what is wrong, where, and what to do.
@@ -18,11 +19,12 @@ import sys
 
 TYPE_CHECKING = False  # typing's own would take as long to import as Python to start
 __version__ = "0.1.0"
-__all__ = ["LockstepError", "Metrics", "Presenter", "RunConfig", "Task", "Trainer"]
+__all__ = ["LockstepError", "Metrics", "Part", "Presenter", "RunConfig", "Task", "Trainer"]
 
 if TYPE_CHECKING:
     from lockstep.config import RunConfig
     from lockstep.errors import LockstepError
+    from lockstep.part import Part
     from lockstep.tasks.presenter import Presenter
     from lockstep.tasks.task import Metrics, Task
     from lockstep.trainer import Trainer
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LockstepError": "errors",
     "Metrics": "tasks.task",
+    "Part": "part",
     "Presenter": "tasks.presenter",
     "RunConfig": "config",
     "Task": "tasks.task",

@@ -57,6 +57,8 @@ class PreparedRun:
     """Number of samples of the training data, and a digest; see `data.fingerprint`."""
     evaluated: dict[str, float]
     """Results of the evaluation at `state.step`, where the checkpoint has them; else empty."""
+    parts: Mapping[str, Any]
+    """What the checkpoint keeps of the training's Parts. Empty without a checkpoint."""
     form: Form
     """The form of the newly built model's state, before a checkpoint was loaded."""
     may_be_infinite: finite.Grades
@@ -139,6 +141,7 @@ def prepare_run(
         stop=stop,
         fingerprint=fingerprint,
         evaluated=checkpoint.metrics if checkpoint else {},
+        parts=checkpoint.manifest.get("parts", {}) if checkpoint else {},
         form=Form.of(built.model),
         may_be_infinite={},
         warnings=list(dict.fromkeys([*(checkpoint.manifest.get("warnings", ()) if checkpoint else ()), *warnings])),

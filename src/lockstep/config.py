@@ -184,6 +184,19 @@ class UnfreezeConfig(Section):
         return self
 
 
+def _from_anywhere(name: str) -> str:
+    """The name of a class. A class in a file is found from every working directory."""
+    return os.path.abspath(name) if ".py:" in name else name
+
+
+def _part(part: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(part, str):
+        return _from_anywhere(part)
+    if not isinstance(part.get("kind"), str):
+        raise ValueError(f"{part} has no kind: give FILE.py:Class or the name of an installed Part as kind")
+    return part | {"kind": _from_anywhere(part["kind"])}
+
+
 class TrainConfig(Section):
     """Length of the training, evaluations, and the weights to begin with.
 
@@ -217,6 +230,11 @@ class TrainConfig(Section):
     """Ends the training before its last step, by the results of its evaluations."""
     max_time: Annotated[Annotated[float, Field(gt=0)] | None, BeforeValidator(_seconds), DOES_NOT_DETERMINE] = None
     """Ends the training after this time, over all its starts: seconds, or text such as `90s`, `45m`, `4h` and `2d`."""
+    parts: Annotated[list[Annotated[str | dict[str, Any], AfterValidator(_part)]], DOES_NOT_DETERMINE] = Field(
+        default_factory=list
+    )
+    """Parts that join the training: FILE.py:Class, names of installed Parts, or mappings with `kind` and the arguments
+    of the class, such as `{kind: my.py:EndsWhen, value: 0.1}`."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Largest decay of an exponential moving average of the weights, which is evaluated and exported instead of the
     weights. Update n, counted from 1, has the decay min(ema_decay, (1 + n) / (10 + n))."""
@@ -431,17 +449,12 @@ class CheckpointConfig(Section):
     """Checkpoints of steps that are multiples of this number are kept."""
 
 
-def _writer(name: str) -> str:
-    """A writer in a file is found from every working directory."""
-    return os.path.abspath(name) if ".py:" in name else name
-
-
 class LogConfig(Section):
     """What is logged, how often, and by which writers."""
 
     every_steps: PositiveInt = 50
     """Steps between two entries."""
-    writers: list[Annotated[str, AfterValidator(_writer)]] = Field(
+    writers: list[Annotated[str, AfterValidator(_from_anywhere)]] = Field(
         default_factory=lambda: ["text_log", "json_lines", "tensorboard"]
     )
     """Built-in writers, names of installed writers, or FILE.py:MyWriter. `wandb`, `mlflow` and `trackio` are built in,

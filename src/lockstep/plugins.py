@@ -7,11 +7,12 @@ import importlib.util
 import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -129,6 +130,64 @@ def class_of(module: ModuleType, name: str, base: type[T], *, where: str) -> typ
 def is_subclass(value: object, base: type[T]) -> TypeGuard[type[T]]:
     """Whether `value` is a subclass of `base`, and not `base` itself."""
     return inspect.isclass(value) and issubclass(value, base) and value is not base
+
+
+def named_class(
+    name: str,
+    base: type[T],
+    *,
+    group: str,
+    key: str,
+    built_in: Callable[[str], type[T]] | None = None,
+    known: Sequence[str] = (),
+) -> type[T]:
+    """A class that a key of the config names.
+
+    Args:
+        name: FILE.py:Class, a name in `known`, or an entry point.
+        base: the class is a subclass of it.
+        group: of the entry points.
+        key: of the config, for errors.
+        built_in: the class of a name in `known`.
+
+    Raises:
+        UsageError: there is no such class, it cannot be imported, or it is no subclass of `base`.
+    """
+    word = base.__name__.lower()
+    path, is_file, class_name = name.rpartition(".py:")
+    if is_file:
+        return _class_in_file(Path(f"{path}.py"), class_name, base, key)
+    if built_in is not None and name in known:
+        return built_in(name)
+    entries = entry_points(group)
+    if name not in entries:
+        names = sorted({*known, *entries})
+        there_are = f"There are: {', '.join(names)}, and" if names else "There are none installed; give"
+        remedy = f"{did_you_mean(name, names)}{there_are} FILE.py:My{base.__name__}"
+        raise UsageError(f"there is no {word} {name!r}", where=key, remedy=remedy)
+    entry = entries[name]
+    try:
+        found: object = load(entry)
+        if not is_subclass(found, base):
+            raise unusable(entry, f"is not a subclass of {base.__module__}.{base.__name__}")
+    except UsageError as error:
+        remedy = f"{error.remedy}, or leave the {word} out"
+        raise UsageError(error.what, where=f"{key}: {name} of {error.where}", remedy=remedy) from error
+    return found
+
+
+def _class_in_file(path: Path, name: str, base: type[T], key: str) -> type[T]:
+    word, where = base.__name__.lower(), f"{key}: {path}"
+    if not path.is_file():
+        raise UsageError("no such file", where=where, remedy=f"give the path as FILE.py:My{base.__name__}")
+    try:
+        module = import_file(path.resolve(), prefix=f"lockstep_{word}_", where=where)
+    except UsageError:
+        raise
+    except Exception as error:
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        raise UsageError(what, where=where, remedy=f"repair the file, or leave the {word} out") from error
+    return class_of(module, name, base, where=where)
 
 
 # ---- entry points

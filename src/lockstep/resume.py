@@ -144,12 +144,14 @@ def save_function(
     elapsed_s: Callable[[], float],
     *,
     check_loadable: Callable[[], None] = lambda: None,
+    parts: Callable[[], dict[str, Any]] = dict,
 ) -> Callable[[dict[str, float]], None]:
     """A function that saves the run as it is. It takes the results of the evaluation of this step, if there was any.
 
     Args:
         check_loadable: is called before, on all ranks; see `FirstSteps`.
         elapsed_s: seconds since this start of the training; the same number on all ranks.
+        parts: what is kept of the training's Parts. All ranks call it.
     """
     state = prepared.state
 
@@ -162,6 +164,8 @@ def save_function(
         tensors, values = checkpoint_state.capture(prepared.built.model, state.optimizer, averages)
         manifest = _manifest(prepared, config, evaluated)
         manifest["trained_s"] = prepared.stopping.earlier_s + elapsed_s()
+        if joined := parts():
+            manifest["parts"] = joined
         saver.save(state.step, tensors, values, manifest)
         state.world.heartbeat.enter(Phase(phase))
 

@@ -29,6 +29,7 @@ from lockstep import (
     run_directory,
     run_export,
     run_model,
+    run_parts,
 )
 from lockstep.build import PreparedRun
 from lockstep.checkpoint import choice, store, torch_file
@@ -42,12 +43,13 @@ from lockstep.distributed.precision import Precision, check_supported
 from lockstep.distributed.sharded_tensor import gather_on_rank0
 from lockstep.distributed.world import World, join_world
 from lockstep.engine import evaluate as evaluation
-from lockstep.engine import task_checks
+from lockstep.engine import joined_parts, task_checks
 from lockstep.engine.evaluation_progress import EvaluationProgress
 from lockstep.errors import LockstepError, Preempted, UsageError, exits_are_failures
 from lockstep.images.cache import CacheOptions
 from lockstep.observe import profile as profiling
 from lockstep.observe.writer import Writer
+from lockstep.part import Part, label
 from lockstep.preflight import run as preflight
 from lockstep.preflight import variables
 from lockstep.preflight.facts import Subject, spans_machines
@@ -86,8 +88,10 @@ class Trainer:
         quiet: print nothing.
         profile: steps that `fit` profiles, as `--profile` takes them: `5-10`, or a number of steps. None: no steps.
 
+        parts: join the trainings of `fit`, after those of the config's `train.parts`; see `lockstep.Part`.
+
     Raises:
-        UsageError: the config is something else, or has faults, all of which are named.
+        UsageError: the config is something else, or has faults, all of which are named. Or a Part is none.
     """
 
     variables: Sequence[Mapping[str, str | None]] = ()
@@ -105,6 +109,7 @@ class Trainer:
         checkpoint: str | int | None = None,
         quiet: bool = False,
         profile: str | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.profile = profiling.parse(profile) if profile is not None else None
         if isinstance(config, str):
@@ -128,6 +133,8 @@ class Trainer:
         self.loaded_step: int | None = None
         """The step of the checkpoint that was evaluated, or that gave predictions. None: there was none yet."""
         self.checkpoint = checkpoint
+        joined_parts.check(parts)
+        self.parts = tuple(parts)
         self._model: nn.Module | None = None
 
     @property
@@ -193,6 +200,8 @@ class Trainer:
             run_directory.claim(self.run_dir, self.config, world, self.fresh, self.allow_change) as config,
         ):
             self.config, self._model = config, None
+            parts = [*run_parts.make(config.train.parts), *self.parts]
+            joined_parts.check(parts)
             task = _given(task) or self.task()
             messages = remarks + run_directory.check_source(self.run_dir, task, config, world, self.allow_change)
             prepared = self._prepare(task, world)
@@ -214,6 +223,7 @@ class Trainer:
                 evaluated_tasks=evaluated,
                 profile=self.profile,
                 git=git,
+                own_parts=parts,
             )
             try:
                 with memory_shortage.noted(self.run_dir, config, world, prepared.plan):
@@ -262,7 +272,7 @@ class Trainer:
         kind = self.config.task.get("kind")
         parts = source_code.of_choice(task, kind) if spans_machines(world.size) else {}
         return Subject(
-            config=all_values(self.config),
+            config=all_values(self.config) | {"Trainer(parts=...)": [label(part) for part in self.parts]},
             source=source_code.digest(parts) if parts else "",
             folder=self.run_dir,
             data={key: path for key, path in sources.items() if path},
@@ -291,6 +301,7 @@ class Trainer:
                 fresh=self.fresh,
                 allow_change=self.allow_change,
                 quiet=self.quiet,
+                parts=self.parts,
             )
         except Preempted as stopped:
             if "SIGINT" not in str(stopped) and "before" not in str(stopped):

@@ -24,6 +24,7 @@ from lockstep.engine import batch_norm, dry_run, loop, task_checks, untouched_da
 from lockstep.engine import evaluate as evaluation
 from lockstep.engine.data_check import check_data
 from lockstep.engine.evaluation_progress import EvaluationProgress
+from lockstep.engine.joined_parts import JoinedParts
 from lockstep.engine.replica_probe import ReplicaProbe
 from lockstep.errors import CheckpointError, Preempted
 from lockstep.first_steps import FirstSteps
@@ -31,6 +32,7 @@ from lockstep.observe import ending, metric_arrays
 from lockstep.observe.metric_arrays import MetricArrays
 from lockstep.observe.profile import FOLDER, Profiler, Window
 from lockstep.observe.writer import WriteGuard, Writer
+from lockstep.part import Part
 from lockstep.run_data import EvaluationData
 from lockstep.run_pictures import RunPictures
 from lockstep.tasks.task import Task
@@ -57,6 +59,9 @@ class TrainingRun:
     """Steps to profile."""
     git: Mapping[str, Any] | None = None
     """The git commit of the task's code; see `run_directory.git_commit`."""
+    own_parts: Sequence[Part] = ()
+    """Parts that the user adds."""
+    parts: JoinedParts = field(init=False)
     consensus: StopConsensus = field(init=False)
     arrays: WriteGuard = field(init=False)
     """Receives metrics of two and more dimensions."""
@@ -70,6 +75,14 @@ class TrainingRun:
         # Nothing that `self` holds may refer to `self`: a cycle is freed late, and loader workers would live on.
         tell = partial(_tell, self.writers)
         self.arrays = WriteGuard(metric_arrays.FILE, partial(MetricArrays, self.run_dir, tell), tell)
+        self.parts = JoinedParts(
+            self.own_parts,
+            self.prepared.state,
+            last_step=self.prepared.stop,
+            steps_per_epoch=self.prepared.plan.steps_per_epoch,
+            folder=self.run_dir,
+            tell=tell,
+        )
         log = self.config.log
         self.pictures = RunPictures(
             self.task,
@@ -102,6 +115,7 @@ class TrainingRun:
         intervals = self._check_before_first_step()
         run_directory.keep_record(self.run_dir, self.task, self.config, state.world, git=self.git)
         self.consensus = StopConsensus(state.world, self.flag)  # its clock begins here
+        self.consensus.wants_end = self.parts.wants_end
         saver, begun = self._saver(), state.step
         self.flag.saves = True
         profiler = self._profiler()
@@ -121,6 +135,7 @@ class TrainingRun:
                 evaluated=prepared.evaluated,
                 stopping=prepared.stopping,
                 memory_tables=self.config.log.memory == "table",
+                parts=self.parts,
             )
             saver.finish()
             self._give_artifacts()
@@ -161,7 +176,9 @@ class TrainingRun:
         for loader in self._loaders if is_first else ():
             loader.tell = partial(_tell, self.writers)
         note = devices.of(prepared.state.world.device).note()
-        for text in [*([note] if note else []), *self._check_model(), *self.look_ahead(), *prepared.warnings]:
+        kept = self.parts.restore(prepared.parts) if prepared.state.step else []
+        notes = [*([note] if note else []), *kept]
+        for text in [*notes, *self._check_model(), *self.look_ahead(), *prepared.warnings]:
             self.tell(text)
         if is_first:
             self.pictures.begin(prepared, self._first_evaluated, compiled=self.config.compute.compile is not None)
@@ -176,12 +193,15 @@ class TrainingRun:
                 self.config,
                 lambda: self.consensus.elapsed_s,
                 check_loadable=check_loadable,
+                parts=self.parts.saved,
             ),
             add_metrics=partial(self.add_metrics, saver),
             describe_checkpoints=saver.kept,
             elapsed_s=lambda: self.consensus.elapsed_s,
             stop_requested=self.consensus,
             epoch_header=partial(epoch_header, self.task),
+            end_requested=lambda: self.consensus.ends,
+            finish=saver.finish,
             probe=self._probe(),
         )
 
@@ -216,6 +236,10 @@ class TrainingRun:
         key = "train.steps" if self.config.train.steps else "train.epochs"
         if state.step < self.prepared.stop:
             key = "train.stop_when" if stopping.reason() else "train.max_time" if stopping.time_is_up(0.0) else ""
+        if not key and self.parts.ended:
+            name, reason = self.parts.ended
+            done = f"{self.run_dir} is complete at step {state.step}: {name}: {reason}"
+            self.tell(caller.words(f"{done}. Leave this Part out to go on, or start anew with --fresh"))
         if key:
             change = "change" if key == "train.stop_when" else "raise"
             done = f"{self.run_dir} is complete at step {state.step}"
@@ -225,6 +249,10 @@ class TrainingRun:
         """Say why the training ended before its last step, if it did."""
         state, stopping, stop = self.prepared.state, self.prepared.stopping, self.prepared.stop
         if state.step >= stop:
+            return
+        if self.parts.ended:
+            name, reason = self.parts.ended
+            self.tell(f"the training ended at step {state.step} of {stop}: {name}: {reason}")
             return
         trained = stopping.earlier_s + self.consensus.elapsed_s
         why = (
@@ -463,7 +491,7 @@ class TrainingRun:
 
     def add_metrics(self, saver: Saver, results: dict[str, float]) -> None:
         """Add the results of an evaluation to the checkpoint of its step."""
-        saver.add_metrics(self.prepared.state.step, results)
+        saver.add_metrics(self.prepared.state.step, results, self.parts.saved())
         dry_run.check_results(self._chosen_results, list(results))
 
     @property

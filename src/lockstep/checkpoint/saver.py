@@ -80,10 +80,15 @@ class Saver:
         self._start(partial(self._write, step, share, dict(values), dict(manifest)))
         self.blocked_s = time.perf_counter() - begun
 
-    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the results of an evaluation to the checkpoint of `step`, once it is written. Called on all ranks."""
+    def add_metrics(self, step: int, metrics: Mapping[str, float], parts: Mapping[str, Any] | None = None) -> None:
+        """Add the results of an evaluation to the checkpoint of `step`, once it is written. Called on all ranks.
+
+        Args:
+            parts: what the checkpoint keeps of the training's Parts from now on. None or empty: there are none.
+        """
         if self.world.rank == 0:
-            self._start(partial(self._add_metrics, step, dict(metrics)))
+            more = {"parts": dict(parts)} if parts else {}
+            self._start(partial(self._add_metrics, step, dict(metrics), more))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk, or could not be written.
@@ -206,10 +211,10 @@ class Saver:
             mine = {"fault": f"rank {self.world.rank}: {error}"}
         return mine
 
-    def _add_metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def _add_metrics(self, step: int, metrics: dict[str, float], more: dict[str, Any]) -> None:
         """Runs on rank 0."""
         try:
-            if store.add_metrics(self.folder, step, metrics):
+            if store.add_metrics(self.folder, step, metrics, **more):
                 self._prune(step)
         except OSError as error:
             self.tell(f"warning: the checkpoint of step {step} stays without the metrics of its evaluation: {error}")

@@ -76,8 +76,10 @@ def commit(
     return Checkpoint(final, content)
 
 
-def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
-    """Add metrics to the manifest of a checkpoint. A kill at any instant leaves the old manifest or the new one.
+def add_metrics(folder: Path, step: int, metrics: Mapping[str, float], **more: Any) -> bool:
+    """Add metrics to the manifest of a checkpoint, and `more` by key.
+
+    A kill at any instant leaves the old manifest or the new one.
 
     Returns:
         False if there is no checkpoint of `step`.
@@ -91,7 +93,7 @@ def add_metrics(folder: Path, step: int, metrics: Mapping[str, float]) -> bool:
         return False
     fail_at("before-metrics", step)
     with atomic.staged_file(path / MANIFEST, staging), staging.open("w") as text:
-        text.write(manifests.signed({**content, "metrics": dict(metrics)}))
+        text.write(manifests.signed({**content, "metrics": dict(metrics), **more}))
         fail_at("in-metrics", step)
     atomic.sync(path)
     return True

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -165,6 +165,10 @@ class StopConsensus:
         self.left = self.between = 1
         self.begun = self.since = time.perf_counter()
         self._agreed_s = 0.0
+        self.wants_end: Callable[[], bool] = lambda: False
+        """Whether something on this rank asks that the training ends as after its last step."""
+        self.ends = False
+        """Whether something on any rank asked for it, at the last communication."""
 
     @property
     def elapsed_s(self) -> float:
@@ -173,13 +177,15 @@ class StopConsensus:
 
     def __call__(self) -> bool:
         if self.world.size == 1:
+            self.ends = self.wants_end()
             return self.flag.signal is not None
         self.left -= 1
         if self.left:
             return False
         now = time.perf_counter()
-        values = [float(self.flag.signal is not None), now - self.since, now - self.begun]
-        asked, seconds, elapsed = self.world.all_sum(values)
+        values = [float(self.flag.signal is not None), float(self.wants_end()), now - self.since, now - self.begun]
+        asked, wanted, seconds, elapsed = self.world.all_sum(values)
+        self.ends = wanted > 0
         self._agreed_s = elapsed / self.world.size
         per_call = seconds / self.world.size / self.between
         # At most twice as many calls as before: the first steps may be quicker than those that follow.

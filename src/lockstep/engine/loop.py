@@ -15,6 +15,7 @@ from lockstep.distributed.faults import fail_at
 from lockstep.distributed.heartbeat import Phase
 from lockstep.distributed.strategy import Strategy
 from lockstep.engine.epoch_log import EpochLog
+from lockstep.engine.joined_parts import JoinedParts
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.replica_probe import ReplicaProbe
@@ -70,6 +71,10 @@ class Hooks:
     """Whether any rank was asked to stop: the same answer on all ranks."""
     epoch_header: Callable[[int], str] = lambda epoch: ""
     """What the task says where an epoch begins. Called on ranks with writers only."""
+    end_requested: Callable[[], bool] = lambda: False
+    """Whether a Part on any rank asks for the end of the training: the same answer on all ranks."""
+    finish: Callable[[], None] = lambda: None
+    """After the last step: wait until everything is saved."""
     probe: ReplicaProbe | None = None
     """Compares the ranks after steps and before saves. None: they are not compared."""
 
@@ -86,6 +91,7 @@ def fit(
     evaluated: dict[str, float] | None = None,
     stopping: Stopping | None = None,
     memory_tables: bool = False,
+    parts: JoinedParts | None = None,
 ) -> dict[str, float]:
     """Train from `state.step` to `stop`, or until `stopping` ends the training.
 
@@ -99,6 +105,7 @@ def fit(
         stopping: decides after each evaluation whether the training ends there, and before each step whether that step
             is the last, because the time is up. What happens after the last step then happens, too.
         memory_tables: whether people are shown tables of the memory by rank and purpose, besides a line at the end.
+        parts: join the training, and may end it.
 
     Returns:
         the last value of everything logged.
@@ -109,25 +116,30 @@ def fit(
     """
     window = LogWindow(state.world, state.coefficients, plan.steps_per_epoch, state.metrics)
     memory = MemoryMonitor(state, stop=stop, evaluates=intervals.evaluate > 0)
-    log = TrainingLog(state, window, memory, writers, dict(evaluated or {}), memory_tables)
+    parts = parts or JoinedParts((), state, last_step=stop, steps_per_epoch=plan.steps_per_epoch)
+    parts.results.update(evaluated or {})
+    log = TrainingLog(state, window, memory, writers, parts, memory_tables)
     epochs = EpochLog(
         state, window, plan, stop=stop, lines=intervals.epoch_lines, header=hooks.epoch_header, writers=writers
     )
     stopping = stopping or Stopping()
-    loop = _Loop(state, intervals, hooks, stop=stop, stopping=stopping, log=log, epochs=epochs)
+    loop = _Loop(state, intervals, hooks, stop=stop, stopping=stopping, log=log, epochs=epochs, parts=parts)
     device = devices.of(state.world.device)
     state.world.heartbeat.step = state.step
     state.forward.train()
     try:
         loop.evaluate_late()
-        if stopping.reason() or stopping.time_is_up(0.0):
+        if stopping.reason() or stopping.time_is_up(0.0) or parts.ended:
             return log.latest
+        if state.step < stop:
+            parts.start()
         state.world.heartbeat.enter(Phase.FIRST_STEP)
         asked = device.mark()
         for micro_batches in batches:
             waited, due = (asked, device.mark()), loop.before_step()
             result = train_step(state, micro_batches, plan.samples(state.step), want_norm=due.log or due.save)
             loop.add(result, micro_batches, waited, due)
+            parts.call("after_step")
             if due.log:
                 log.window_entry()
             if hooks.probe is not None:
@@ -137,6 +149,8 @@ def fit(
             log.progress()
             if hooks.stop_requested() and state.step < loop.stop:
                 raise Preempted
+            if parts.agree(now=due.log or hooks.end_requested()) and state.step < loop.stop:
+                due = loop.last_step(due)
             if due.save or due.evaluate:
                 window.check_finite()
             if due.save:
@@ -153,6 +167,10 @@ def fit(
             loop.save({})
         raise
     log.memory_line()
+    hooks.finish()
+    if parts.has_started:
+        parts.call("end")
+        log.entry_of_parts()
     return log.latest
 
 
@@ -177,6 +195,7 @@ class _Loop:
     stopping: Stopping
     log: TrainingLog
     epochs: EpochLog
+    parts: JoinedParts
     has_evaluated: bool = False
     """Whether an evaluation of this process has succeeded."""
     save_is_late: bool = False
@@ -190,8 +209,10 @@ class _Loop:
     def evaluate_late(self) -> None:
         """Evaluate before the first step, where the run was stopped between a step and its evaluation."""
         step, intervals = self.state.step, self.intervals
-        end = step if self.stopping.time_is_up(0.0) else self.stop  # where its time is up, a run is evaluated too
+        has_ended = self.stopping.time_is_up(0.0) or self.parts.ended  # then it is evaluated, too
+        end = step if has_ended else self.stop
         if step and not self.log.latest and intervals.due(intervals.evaluate, step, end):
+            self.parts.start()
             ends = step % self.epochs.plan.steps_per_epoch == 0
             self.evaluate(_Due(log=True, epoch_end=ends, save=True, evaluate=True))  # it is logged and saved already
 
@@ -241,6 +262,7 @@ class _Loop:
     def save(self, results: dict[str, float]) -> None:
         """Save the state, with the results of the evaluation of this step, if there was any."""
         with self.log.window.excluded(saving=True):
+            self.parts.call("before_save")
             if self.hooks.probe is not None:
                 with self._with_checkpoints():
                     self.hooks.probe.before_save()
@@ -257,17 +279,26 @@ class _Loop:
         with self.log.window.excluded():
             results = self._evaluated(is_saved=due.save)
         self.has_evaluated = True
+        is_ended = self.parts.agree(now=True)
         if due.save:
             self.hooks.add_metrics(results)
         self.stopping.add(self.state.step, results)
         if due.epoch_end:
             self.epochs.end(results)
-        if self.stopping.reason() and self.state.step < self.stop:
+        if (self.stopping.reason() or is_ended) and self.state.step < self.stop:
             self.ends_early = True
             if not due.log:
                 self.log.window_entry()
             if not due.save:
                 self.save(results)
+
+    def last_step(self, due: _Due) -> _Due:
+        """What follows a step that a Part makes the last."""
+        self.ends_early = True
+        if not due.log:
+            self.log.window_entry()
+        evaluates = self.intervals.evaluate > 0
+        return _Due(log=True, epoch_end=due.epoch_end and due.evaluate, save=True, evaluate=evaluates)
 
     def _evaluated(self, *, is_saved: bool) -> dict[str, float]:
         """Evaluate, and write an entry of the results. Where the evaluation fails, the error says what is saved."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lockstep.engine.joined_parts import JoinedParts
 from lockstep.engine.log_window import LogWindow
 from lockstep.engine.memory import MemoryMonitor
 from lockstep.engine.step import StepResult, TrainState
@@ -26,19 +27,39 @@ class TrainingLog:
     window: LogWindow
     memory: MemoryMonitor
     writers: Sequence[Writer]
-    latest: dict[str, float]
-    """The last value of everything that the writers were given."""
+    parts: JoinedParts
+    """Add figures of their own to entries."""
     memory_tables: bool
     """Whether tables of the memory are shown."""
     progress_shown: float = float("-inf")  # the first step is shown at once
+
+    def __post_init__(self) -> None:
+        self.latest = self.parts.results
+        """The last value of everything that the writers were given."""
 
     def window_entry(self) -> None:
         """Write an entry of the steps since the last entry."""
         warnings = _idle_warning(self.window.results)
         entry, unreadable = self.window.entry(self.state)
         figures, lines = self.memory.report()
-        self._write(entry | figures, before=[*unreadable, *warnings], after=self._shown(lines))
-        self.latest |= entry | figures
+        self.latest.update(entry | figures)
+        entry |= figures | self._of_parts("log_entry")
+        self._write(entry, before=[*unreadable, *warnings], after=self._shown(lines))
+
+    def _of_parts(self, event: str) -> dict[str, float]:
+        """The figures that Parts add to the entry of an event, and have logged before."""
+        self.parts.call(event)
+        return self.parts.take_logged()
+
+    def entry_of_parts(self) -> None:
+        """Write an entry of what Parts have logged since the last entry, if there is something."""
+        if figures := self.parts.take_logged():
+            elapsed = round(time.perf_counter() - self.window.started, 3)
+            self._write(self._head(elapsed) | figures, before=[], after=[])
+
+    def _head(self, elapsed_s: float) -> dict[str, float]:
+        step = self.state.step
+        return {"step": step, "epoch": round(step / self.window.steps_per_epoch, 4), "time_s": elapsed_s}
 
     def _shown(self, table: list[str]) -> list[str]:
         return table if self.memory_tables else []
@@ -58,14 +79,14 @@ class TrainingLog:
 
     def evaluation_entry(self, results: dict[str, float], begun: float) -> None:
         """Write an entry of the results of an evaluation, which began at the time `begun`."""
-        now, step = time.perf_counter(), self.state.step
+        now = time.perf_counter()
         elapsed = round(now - self.window.started, 3)
         figures, lines = self.memory.report(evaluated=True)
         figures |= self.memory.highest_of("evaluation")
-        entry = {"step": step, "epoch": round(step / self.window.steps_per_epoch, 4), "time_s": elapsed}
         took = {"time/evaluation_s": round(now - begun, 4)}
-        self._write(entry | results | took | figures, before=[], after=self._shown(lines))
-        self.latest |= results | figures
+        self.latest.update(results | figures)
+        figures |= self._of_parts("after_evaluation")
+        self._write(self._head(elapsed) | results | took | figures, before=[], after=self._shown(lines))
 
     def _write(self, entry: dict[str, float], *, before: Sequence[str], after: Sequence[str]) -> None:
         for writer in self.writers:

@@ -7,10 +7,10 @@ import importlib.util
 import pkgutil
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from lockstep import plugins
-from lockstep.errors import UsageError, did_you_mean
+from lockstep.errors import UsageError
 from lockstep.observe import writers
 from lockstep.observe.own_process import OwnProcess
 from lockstep.observe.writer import FOLDER, RunInfo, WriteGuard, Writer, guard_writers
@@ -62,21 +62,14 @@ def find_writer(name: str) -> type[Writer]:
         UsageError: there is no such writer, it cannot be imported, it is not a subclass of `Writer`, or its library is
             not installed.
     """
-    kind = _named(name)
+    kind = plugins.named_class(
+        name, Writer, group=GROUP, key="log.writers", built_in=_built_in_writer, known=_built_in()
+    )
     if kind.library and importlib.util.find_spec(kind.library) is None:
         remedy = f"pip install 'torch-lockstep[{kind.library}]'" if name in _built_in() else f"install {kind.library}"
         what = f"{kind.library} is not installed"
         raise UsageError(what, where=f"log.writers: {name}", remedy=f"{remedy}, or leave the writer out")
     return kind
-
-
-def _named(name: str) -> type[Writer]:
-    path, is_file, class_name = name.rpartition(".py:")
-    if is_file:
-        return _from_file(Path(f"{path}.py"), class_name)
-    if name in _built_in():
-        return _built_in_writer(name)
-    return _from_entry_point(name)
 
 
 def _built_in() -> list[str]:
@@ -87,38 +80,4 @@ def _built_in_writer(name: str) -> type[Writer]:
     module = importlib.import_module(f"{writers.__name__}.{name}")
     own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     (writer,) = (value for value in own if plugins.is_subclass(value, Writer))
-    return writer
-
-
-def _from_file(path: Path, class_name: str) -> type[Writer]:
-    where = f"log.writers: {path}"
-    if not path.is_file():
-        raise UsageError("no such file", where=where, remedy="give the path as FILE.py:MyWriter")
-    try:
-        module = plugins.import_file(path.resolve(), prefix="lockstep_writer_", where=where)
-    except UsageError:
-        raise
-    except Exception as error:
-        what = f"cannot be imported: {type(error).__name__}: {error}"
-        raise UsageError(what, where=where, remedy="repair the file, or leave the writer out") from error
-    return plugins.class_of(module, class_name, Writer, where=where)
-
-
-def _from_entry_point(name: str) -> type[Writer]:
-    entries = plugins.entry_points(GROUP)
-    if name not in entries:
-        known = sorted({*_built_in(), *entries})
-        raise UsageError(
-            f"there is no writer {name!r}",
-            where="log.writers",
-            remedy=f"{did_you_mean(name, known)}There are: {', '.join(known)}, and FILE.py:MyWriter",
-        )
-    entry = entries[name]
-    try:
-        writer: object = plugins.load(entry)
-        if not plugins.is_subclass(writer, Writer):
-            raise plugins.unusable(entry, "is not a subclass of lockstep.observe.writer.Writer")
-    except UsageError as error:
-        remedy = f"{error.remedy}, or leave the writer out"
-        raise UsageError(error.what, where=f"log.writers: {name} of {error.where}", remedy=remedy) from error
     return writer

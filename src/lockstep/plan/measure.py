@@ -99,7 +99,7 @@ def measure(config: RunConfig) -> Measured | None:
 def _short(config: RunConfig) -> RunConfig:
     """The config without evaluations, and with few steps. The schedule of the learning rate does not matter here."""
     never = ("epochs", "min_steps", "eval_every_epochs", "stop_when", "max_time")
-    steps = {"steps": 1 + _MEASURED + _TIMED, "eval_every_steps": 0}
+    steps = {"steps": 1 + _MEASURED + _TIMED, "eval_every_steps": 0, "parts": []}
     train = config.train.model_copy(update=dict.fromkeys(never) | steps)
     log = config.log.model_copy(update={"flops": False, "pictures": 0, "writers": [], "model_summary": False})
     device = devices.rather_than_mps(config.device)  # a plan is for CUDA; the CPU is measured as its stand-in

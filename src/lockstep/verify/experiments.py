@@ -146,6 +146,7 @@ class Experiments:
             "train__steps": steps,
             "train__stop_when": None,
             "train__max_time": None,
+            "train__parts": [],
             "train__allow_mean_loss": True,  # a check says how far the gradient is off
             "data__eval_limit": None,
             "train__eval_every_epochs": None,
