@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,13 @@ def test_what_is_no_part_is_refused():
     ):
         with pytest.raises(LockstepError, match=what):
             Trainer("digits", parts=parts)
+
+
+def test_a_part_that_cannot_be_sent_to_ranks_is_named(tmp_path):
+    part = part_cases.Recording()
+    part.lock = threading.Lock()
+    with pytest.raises(LockstepError, match=r"Recording\.lock, of type lock: the Part cannot be sent to the ranks"):
+        Trainer(runs.config(), run_dir=tmp_path, quiet=True, parts=[part]).fit(own_tasks.Plain(), nproc=2)
 
 
 def test_names_of_lockstep_are_refused(tmp_path):

@@ -167,7 +167,7 @@ def _write_training(
     parts = source_code.of_task(task, config.task.get("kind")) if task is not None else {}
     with (folder / _TRAINING).open("wb") as file:
         pickle.dump(place, file)
-        _dump((config, task, parts, options), file, task)
+        _dump((config, task, parts, options), file, task, options.get("parts", ()))
 
 
 def _take_place(folder: Path, place: dict[str, Any]) -> None:
@@ -201,11 +201,11 @@ def _define(kind: type) -> None:
         multiprocessing.set_start_method("fork", force=True)  # of loader workers: others would look for the script
 
 
-def _dump(training: tuple[Any, ...], file: io.BufferedWriter, task: Task | None) -> None:
+def _dump(training: tuple[Any, ...], file: io.BufferedWriter, task: Task | None, joined: Sequence[object]) -> None:
     """Pickle the training. Classes of a notebook or a script travel as code.
 
     Raises:
-        UsageError: something of the task cannot be pickled. Names it.
+        UsageError: something of the task, or of a Part, cannot be pickled. Names it.
     """
     dump: Callable[[Any], bytes] = pickle.dumps
     try:
@@ -213,28 +213,35 @@ def _dump(training: tuple[Any, ...], file: io.BufferedWriter, task: Task | None)
 
         dump = cloudpickle.dumps
     except ImportError:
-        if type(task).__module__ == "__main__":
+        local = next((one for one in (task, *joined) if type(one).__module__ == "__main__"), None)
+        if local is not None:
             raise UsageError(
                 "a class of a notebook or a script reaches the ranks only with the package cloudpickle",
-                where=f"class {type(task).__name__}",
+                where=f"class {type(local).__name__}",
                 remedy="pip install 'torch-lockstep[notebook]', or write the class into a file and import it",
             ) from None
     try:
         file.write(dump(training))
     except Exception as error:  # whatever an object's own code for pickling raises
-        raise _not_sent(task, error, dump) from error
+        part = next((one for one in joined if not _is_sent(one, dump)), None)
+        raise _not_sent("task" if part is None else "Part", task if part is None else part, error, dump) from error
 
 
-def _not_sent(task: Task | None, error: Exception, dump: Callable[[Any], bytes]) -> UsageError:
-    where = f"class {type(task).__name__}"
-    for name, value in (getattr(task, "__dict__", None) or {}).items():
-        try:
-            dump(value)
-        except Exception:
-            where = f"{type(task).__name__}.{name}, of type {type(value).__name__}"
+def _is_sent(value: object, dump: Callable[[Any], bytes]) -> bool:
+    try:
+        return bool(dump(value))
+    except Exception:
+        return False
+
+
+def _not_sent(word: str, sent: object, error: Exception, dump: Callable[[Any], bytes]) -> UsageError:
+    where = f"class {type(sent).__name__}"
+    for name, value in (getattr(sent, "__dict__", None) or {}).items():
+        if not _is_sent(value, dump):
+            where = f"{type(sent).__name__}.{name}, of type {type(value).__name__}"
             break
     return UsageError(
-        f"the task cannot be sent to the ranks: {error}",
+        f"the {word} cannot be sent to the ranks: {error}",
         where=where,
         remedy="make open files, connections, locks, threads and generators in setup, train_data or model, which the "
         "ranks call, and not in the constructor or in a global variable of the notebook",
