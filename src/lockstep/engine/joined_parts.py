@@ -202,7 +202,7 @@ class JoinedParts:
         notes = []
         for name in self._stateful():
             if name in states:
-                self._attempt(name, "load_state_dict", nested.decode(states[name], self.state.strategy.model))
+                self._attempt(name, "load_state_dict", nested.decode(states[name], self.state.world.device))
             else:
                 notes.append(f"note: the checkpoint has no state of the Part {name}, which begins anew")
         for name in states.keys() - self.by_name.keys():
