@@ -49,6 +49,7 @@ def noted(
         MemoryShortage: on the rank whose memory did not suffice. Weights may be half updated.
         TrainingError: a micro-batch of one sample does not fit.
     """
+    evaluated_at_once = _fitting(folder, config, world).evaluation  # now: another rank may note half of it
     try:
         yield
     except Exception as error:
@@ -56,20 +57,20 @@ def noted(
             raise
         traceback.clear_frames(error.__traceback__)  # they hold activations
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        explained = _explained(reason, folder, config, world, plan)
+        is_evaluating = plan is None or world.heartbeat.phase == Phase.EVALUATING
+        step = max(0, world.heartbeat.step)  # steps that are done
+        size = evaluated_at_once if plan is None or is_evaluating else plan.micro_batch_at(step)
+        where = f"rank {world.rank}" if is_evaluating else f"step {step + 1}, rank {world.rank}"
+        explained = _explained(reason, where, folder, config, world, size=size, is_evaluating=is_evaluating)
         explained.retryable = explained.retryable and begins_again
         raise explained from None
 
 
-def _explained(reason: str, folder: Path, config: RunConfig, world: World, plan: StepPlan | None) -> TrainingError:
-    """The error about a shortage, after the note of half the size."""
-    if plan is None or world.heartbeat.phase == Phase.EVALUATING:
-        key, what, where = "evaluation", "in an evaluation ", f"rank {world.rank}"
-        size = _fitting(folder, config, world).evaluation
-    else:
-        step = max(0, world.heartbeat.step)  # steps that are done
-        key, what, where = "micro", "", f"step {step + 1}, rank {world.rank}"
-        size = plan.micro_batch_at(step)
+def _explained(
+    reason: str, where: str, folder: Path, config: RunConfig, world: World, *, size: int, is_evaluating: bool
+) -> TrainingError:
+    """The error about a shortage with micro-batches of `size` samples, after the note of half the size."""
+    key, what = ("evaluation", "in an evaluation ") if is_evaluating else ("micro", "")
     if size == 1:
         return TrainingError(
             f"a micro-batch of one sample does not fit into memory: {reason}",
@@ -80,7 +81,9 @@ def _explained(reason: str, folder: Path, config: RunConfig, world: World, plan:
     half = -(-size // 2)
     note = _key(config, world) | _read(folder, config, world) | {key: half, "why": f"{where}: {reason}"}
     try:
-        atomic.write_text(folder / run_folder.MICRO_BATCH, json.dumps(note))
+        staging = folder / f".{run_folder.MICRO_BATCH}.{world.rank}"  # several ranks may write at the same time
+        with atomic.staged_file(folder / run_folder.MICRO_BATCH, staging) as file:
+            file.write_text(json.dumps(note), encoding="utf-8")
     except OSError as error:
         return TrainingError(
             f"out of memory {what}with micro-batches of {size}: {reason}",

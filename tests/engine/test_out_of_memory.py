@@ -135,7 +135,7 @@ def test_a_note_that_cannot_be_written_is_no_reason_to_start_again_and_again(tmp
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory_shortage.atomic, "write_text", full)
+    monkeypatch.setattr(memory_shortage.atomic, "staged_file", full)
     error = shortage(tmp_path, runs.config(batch={"global": 32}), World(0, 1, 0, torch.device("cpu")))
     assert not isinstance(error, MemoryShortage)
     assert "set batch.micro=16" in str(error)
