@@ -203,7 +203,7 @@ MORE_ON_A_DEVICE = [
 def test_a_trick_does_not_mix_the_cpu_with_its_device(name):
     """Whatever the ranks sum is on the device, as NCCL needs it."""
     printed, sent = run_on_python_device(trick_device.run_trick, name)
-    assert printed
+    assert printed or name == "12_failing_and_hanging"  # which prints nothing where all goes well
     assert set(sent) <= {"pygpu"}
     assert sent or name not in ON_A_DEVICE
 

@@ -1395,7 +1395,7 @@ _engine(
         "world.data_size, world.broadcast(__import__('time').perf_counter_ns()),",
     ),
 )
-_task("augmentation from one generator of the task", "ranks", "OneGenerator")
+_task("augmentation from one generator of the task", "resume", "OneGenerator")
 
 # ---- what the checks did not look at before
 
@@ -1505,7 +1505,7 @@ _engine(
         "static_graph=self.options.static_graph,",
         "static_graph=self.options.static_graph, init_sync=False,",
     ),
-    says="initial weights",
+    says="do not hold the same parameters",
 )
 _task("a branch of the model on rank 0 alone", "ranks", "BranchOnFirstRank", base="unused", says="depends on the rank")
 _task(

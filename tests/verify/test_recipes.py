@@ -10,7 +10,6 @@ from tests.verify import recipe_cases
 RECIPES = sorted(config_file.recipes())
 NOT_SHOWN = {
     ("ct_small", "metric"): "6 evaluation samples are too few",
-    ("detection", "metric"): "9 evaluation samples are too few",
     ("nlst", "metric"): "6 evaluation samples are too few",
 }
 

@@ -362,8 +362,8 @@ class Experiments:
 
     @_once
     def undisturbed_again(self) -> list[Recording]:
-        """The same training a second time."""
-        record = RecorderOptions(digest_every=1, digest_batches=True)
+        """The same training a second time, with other states of the random generators between the steps."""
+        record = RecorderOptions(digest_every=1, digest_batches=True, disturb_generators=True)
         changes, config = TaskChanges(train_samples=self.train_samples), self.config_with_checkpoints()
         return self.train("again", self.nproc, config, changes=changes, record=record, keep=False)
 
