@@ -79,11 +79,12 @@ class Answer:
 
 
 def _answer(function: Callable[..., Any], *arguments: Any) -> Answer:
-    warnings.simplefilter("error")
-    try:
-        return Answer(function(*arguments))
-    except BaseException as error:
-        return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    with warnings.catch_warnings():  # the same processes also run trainings of `verify`, whose warnings are none
+        warnings.simplefilter("error")
+        try:
+            return Answer(function(*arguments))
+        except BaseException as error:
+            return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 def close() -> None:
