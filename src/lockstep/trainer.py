@@ -370,7 +370,7 @@ class Trainer:
         prepared.may_be_infinite = resume.may_be_infinite(prepared)
         return prepared
 
-    def _writers(self, task: Task, prepared: PreparedRun, git: Mapping[str, Any] | None) -> list[Writer]:
+    def _writers(self, task: Task, prepared: PreparedRun, git: Mapping[str, Any] | None = None) -> list[Writer]:
         if prepared.state.world.rank:
             return []
         header = task_checks.presenter(task).log_header()

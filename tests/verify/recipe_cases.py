@@ -138,7 +138,13 @@ def _nlst(folder):
     Dinov2Model(Dinov2Config(image_size=16, patch_size=8, **sizes)).save_pretrained(folder / "dinov2")
     small = [f"task.model={folder}/dinov2", "task.aggregator={width: 16, layers: 1, heads: 2, dropout: 0.1}"]
     rates = ["optim.lr=0.003", "optim.groups=[{name: backbone, match: [backbone.*], lr: 0.001}]"]
-    return [*_volumes(folder), *small, *rates, "batch={global: 4, micro: 1}", "train.unfreeze=[{match: [backbone.*], epoch: 1}]"]
+    return [
+        *_volumes(folder),
+        *small,
+        *rates,
+        "batch={global: 4, micro: 1}",
+        "train.unfreeze=[{match: [backbone.*], epoch: 1}]",
+    ]
 
 
 CASES = {
