@@ -484,7 +484,7 @@ _engine(
 _engine(
     "only torch's generator seeded for samples",
     "gradients",
-    ("data.randomness:SampleSeeding.seed", "in self.drawn:", "in self.drawn[:1]:"),
+    ("data.loader:MicroBatches._read_seeded", "in self.seeding.drawn:", "in self.seeding.drawn[:1]:"),
     base="rarely",
 )
 
@@ -889,13 +889,13 @@ _engine(
 )
 _engine(
     "NumPy not seeded before a forward pass",
-    "resume",
+    "determinism",
     ("data.randomness:seed_forward", "seed_all(seed)", "torch.default_generator.manual_seed(seed); random.seed(seed)"),
     base="mixed-in-loss",
 )
 _engine(
     "Python's random not seeded before a forward pass",
-    "resume",
+    "determinism",
     (
         "data.randomness:seed_forward",
         "seed_all(seed)",
