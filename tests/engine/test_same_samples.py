@@ -91,14 +91,14 @@ TASKS = {
 
 
 def trained(name, workers=0):
-    """The error of a training of two steps on this rank, or its log."""
+    """The error of a training of two steps on this rank, or on rank 0 its log: rank 0 deletes the folder."""
     with shared_folder() as folder:
         settings = config(train={"steps": 2, "eval_every_steps": 2}, data={"workers": workers})
         try:
             fit(TASKS[name](), settings, folder)
         except LockstepError as error:
             return str(error)
-        return (folder / "train.log").read_text()
+        return (folder / "train.log").read_text() if rank() == 0 else ""
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_three_ranks_and_loader_workers():
 
 @pytest.mark.parametrize("name", ["seeded", "same"])
 def test_samples_that_draw_under_the_seed_of_the_sample_are_the_same(name):
-    for log in run_ranks(2, trained, name):
-        assert "step 2/2" in log
-        assert "WARNING" not in log
+    log = run_ranks(2, trained, name)[0]
+    assert "step 2/2" in log
+    assert "WARNING" not in log
 
 
 def test_samples_that_change_each_time_are_told():
