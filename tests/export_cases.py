@@ -66,14 +66,20 @@ def exported(folder, settings):
     return trainer
 
 
-def outputs(trainer, arguments):
-    """The task, and what the run itself says of inputs, which are in one batch."""
+def outputs(trainer, arguments, alone=False):
+    """The task, and what the run itself says of inputs.
+
+    alone: each input is a batch. Otherwise all are in one batch, whose padding changes the boxes of some models.
+    """
     task = trainer.task()
     task.setup(trainer.run_dir / "task", trained=True)
     data = task.presenter(task).inputs(arguments)
     items = [task.prepare(data[index], 0, False) for index in range(len(data))]
     with torch.no_grad():
-        return task, task.predict(trainer.model.float(), task.collate(items))
+        if not alone:
+            return task, task.predict(trainer.model.float(), task.collate(items))
+        parts = [task.predict(trainer.model.float(), task.collate([item])) for item in items]
+        return task, {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def without_lockstep(wanted):

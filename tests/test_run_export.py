@@ -85,7 +85,7 @@ def found(folder, request):
         asked = TEXTS if name == "text" else inputs
         if name == "segformer":  # its program takes 33 x 33 pixels or more
             asked = [path for path in inputs if not path.endswith("wide.png")]
-        ours[name] = export_cases.outputs(trainer, asked)
+        ours[name] = export_cases.outputs(trainer, asked, alone=name == "conditional_detr")
         wanted[name] = folder / name / "out", [f"text:{text}" for text in asked] if name == "text" else asked
     theirs = export_cases.without_lockstep(wanted)
     return {name: (*ours[name], theirs[name]) for name in ours}
@@ -169,9 +169,7 @@ def same_boxes(task, ours, answer):
         scores = torch.tensor([box["score"] for box in row["boxes"]])
         torch.testing.assert_close(scores, ours["scores"][place][real], rtol=0, atol=ROUNDING)
         boxes = torch.tensor([box["box"] for box in row["boxes"]])
-        # Attention of this model sees the padding of a batch: the same picture alone has slightly other boxes.
-        in_batch = 0.1 if getattr(task.options.scratch, "architecture", "") == "conditional_detr" else 1e-3
-        torch.testing.assert_close(boxes, ours["boxes"][place][real], rtol=0, atol=in_batch)
+        torch.testing.assert_close(boxes, ours["boxes"][place][real], rtol=0, atol=1e-3)
         assert len(boxes) > 3
 
 

@@ -27,5 +27,5 @@ def test_a_plain_model_has_plain_torchs_gradients(family, tmp_path):
     status, words = NOT_PASSED.get(family, ("passed", ""))
     assert (found.status, words in found.reason) == (status, True), found.reason
     assert KEPT.get(family, "") in found.reason
-    assert found.bound < 1e-3 or status != "passed"
+    assert found.bound < (0.1 if family == "phimoe" else 1e-3)  # of a model that is not shown
     assert family not in KEPT or ("float32" in found.reason) == bool(KEPT[family])
