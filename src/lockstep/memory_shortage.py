@@ -108,10 +108,11 @@ def _fitting(folder: Path, config: RunConfig, world: World) -> Fitting:
 
 def _read(folder: Path, config: RunConfig, world: World) -> dict[str, Any]:
     """The note for these sizes and this number of ranks. Empty: there is none."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no dict
         note = json.loads((folder / run_folder.MICRO_BATCH).read_text(encoding="utf-8"))
-        if isinstance(note, dict) and note | _key(config, world) == note:
-            return note
+        sizes_are_numbers = all(isinstance(note.get(key, 1), int) for key in ("micro", "evaluation"))
+        if note | _key(config, world) == note and sizes_are_numbers:
+            return dict(note)
     return {}
 
 

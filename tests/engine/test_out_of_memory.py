@@ -168,8 +168,10 @@ def test_note_counts_for_the_sizes_and_ranks_that_it_was_made_for(tmp_path):
     assert fitting(by_epoch) == memory_shortage.Fitting(32, 6)
     assert fitting({"global": 32, "micro": {0: 32, 5: 16}}) == memory_shortage.Fitting(32, 16)
     assert fitting({"global": 16}) == memory_shortage.Fitting(16, 16)
-    (tmp_path / "micro.json").write_text("{")
-    assert fitting(by_epoch) == memory_shortage.Fitting(32, 24)
+    note = (tmp_path / "micro.json").read_text()
+    for damaged in ("{", "[]", note.replace('"evaluation": 6', '"evaluation": "six"')):
+        (tmp_path / "micro.json").write_text(damaged)
+        assert fitting(by_epoch) == memory_shortage.Fitting(32, 24), damaged
 
 
 def test_the_command_on_one_rank_begins_again_by_itself(capsys, monkeypatch):
